@@ -1,0 +1,147 @@
+"""The one schema of a topology file: every key with its unit and meaning. Values only; reading is `load.py`.
+
+Key paths are those of the YAML (`dp_config.router.pd_disaggregation.transport`); unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+"""0: picked by the OS and published at coordination."""
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every section."""
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Hugging Face checkpoint folder: config.json, safetensors, tokenizer."""
+    served_name: str | None = None
+    """Name in the API; the folder's name where unset."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on CPU, the checkpoint's own on CUDA."""
+    max_model_len: Positive | None = None
+    """Tokens (prompt plus output) of one request; the model's own limit where unset."""
+
+
+class CacheConfig(Section):
+    page_size: Positive = 16
+    """Tokens a page."""
+    num_pages: Positive | None = None
+    """Pages of an instance; unset: from `memory_fraction`."""
+    memory_fraction: Fraction = 0.25
+    """Of the device memory that is free after loading (CPU: of free RAM, at most 4 GiB), split by the instances here."""
+    num_aux_slots: Positive | None = None
+    """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
+
+
+class SchedulerConfig(Section):
+    max_running_requests: Positive = 64
+    """Requests decoding at once on an instance; also its executor slots."""
+    max_batched_tokens: Positive = 2048
+    """Prompt tokens computed in one step, over all requests."""
+    chunk_size: Positive = 512
+    """Prompt tokens of one request computed in one step."""
+    reserved_decode_tokens: Annotated[int, Meta(ge=0)] = 64
+    """Room to grow that D keeps per running request when it admits a new one."""
+    threads: Positive | None = None
+    """CPU threads of an instance's math; unset: the host's cores divided by the instances on it."""
+
+
+class DeadlineConfig(Section):
+    """Longest stay in a state before it is an error (section 7 of the design)."""
+
+    bootstrap_s: Seconds = 10.0
+    """P knows a request, D has not announced it, counted from the moment D was free to; D waits for P's address."""
+    queue_s: Seconds = 30.0
+    """Waiting for pages or a slot."""
+    transfer_s: Seconds = 30.0
+    """From the announcement to the last byte (it includes P's compute)."""
+    heartbeat_interval_s: Seconds = 0.5
+    lease_s: Seconds = 3.0
+    """Silence after which an instance is dead."""
+    retry_interval_s: Seconds = 0.5
+    """Unacknowledged status, join and abort messages are repeated so often."""
+    drain_s: Seconds = 4.0
+    """How long a process that was told to end finishes what runs."""
+
+
+class PDDisaggregationConfig(Section):
+    coordination_port: Port = 29800
+    metadata_sync_port: Port = 29801
+    bootstrap_port: Port = 8080
+    transport: Literal["auto", "shm", "mooncake", "fake"] = "auto"
+    """`auto`: shm between processes of one host, Mooncake otherwise."""
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    ib_device: str = ""
+    """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
+    transfer_threads: Positive = 1
+    """Transfer threads of P."""
+    verify_kv: Literal["off", "sample", "all"] = "off"
+    """Checksums of KV pages; the aux row always carries one."""
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+
+
+class InstanceConfig(Section):
+    """One torchrun."""
+
+    host: str = "127.0.0.1"
+    """Address at which the router and the peers reach it."""
+    port: Port = 0
+    """Request port."""
+    devices: tuple[str, ...] = ("cpu",)
+    """One device per TP rank: `cpu`, `cuda:0`."""
+    tp_size: Positive = 1
+    threads: Positive | None = None
+    """CPU threads of this instance; over `scheduler.threads`."""
+    num_pages: Positive | None = None
+    """Over `cache.num_pages`."""
+
+
+class RouterConfig(Section):
+    host: str = "127.0.0.1"
+    """Address at which P and D reach the router, and at which it listens."""
+    port: Port = 21003
+    stats_port: Port = 29600
+    token_port: Port = 29700
+    workers: Positive = 1
+    policy: Literal["round_robin", "least_loaded"] = "round_robin"
+    max_in_flight: Positive = 4096
+    """Requests at once; more get 429."""
+    max_body_bytes: Positive = 16 << 20
+    request_timeout_s: Seconds = 600.0
+    api_keys: tuple[str, ...] = ()
+    pd_disaggregation: PDDisaggregationConfig = field(default_factory=PDDisaggregationConfig)
+    prefill_schedulers: tuple[InstanceConfig, ...] = ()
+    decode_schedulers: tuple[InstanceConfig, ...] = ()
+    unified_schedulers: tuple[InstanceConfig, ...] = ()
+
+
+class DPConfig(Section):
+    scheduler_base_port: Port | None = None
+    """Request port of the scheduler process that reads this (S3: one base port per torchrun); over its `port`."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+
+class LogConfig(Section):
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    dir: str | None = None
+    """Folder of per-process logs of `chitu serve`; unset: a new one under the temporary folder."""
+
+
+class Topology(Section):
+    """A whole cluster: what the YAML file says, with defaults filled in."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dp_config: DPConfig = field(default_factory=DPConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,126 @@
+"""The boundary between scheduling and computing: a plain `StepPlan` goes in, a plain `StepResult` comes out.
+
+The scheduler owns which sequence does what; the executor owns tensors. Between the two nothing but integers and bytes
+travels, so a plan can be broadcast to tensor-parallel followers as it is, and the scheduler runs without torch.
+
+A sequence lives in a *slot* of the executor from `admit` to `release`. The slot holds, on the device, its token ids
+(prompt and output), its page table, its length in the KV cache (`kv_len`) and its sampling state, so a decode step says
+only which slots take part. Called by the step thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from chitu.messages import SamplingParams
+
+
+class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the records in a plan."""
+
+
+class Admit(PlanPart):
+    """Give a sequence a slot. `token_ids` (int32 LE) is prompt plus tokens emitted so far (resume after a retraction)."""
+
+    slot: int
+    token_ids: bytes
+    prompt_len: int
+    """The first `prompt_len` of `token_ids` are the prompt; the rest counts for presence and frequency penalties."""
+    kv_len: int
+    """Tokens whose KV is (or will be, before the first forward) in the pages: 0 for a prefill, `prompt_len` on D."""
+    pages: tuple[int, ...]
+    sampling: SamplingParams | None
+    """None on P, which never samples."""
+
+
+class AppendPages(PlanPart):
+    slot: int
+    pages: tuple[int, ...]
+
+
+class Offload(PlanPart):
+    """Copy the pages that hold `kv_len` tokens of this slot to host memory under `key`, then release the slot."""
+
+    slot: int
+    key: int
+
+
+class Restore(PlanPart):
+    """Copy the KV saved under `key` into the pages of this freshly admitted slot, and drop the saved copy."""
+
+    slot: int
+    key: int
+
+
+class PrefillChunk(PlanPart):
+    """Compute KV of `length` tokens of the slot's token ids from position `start` (== its kv_len so far)."""
+
+    slot: int
+    start: int
+    length: int
+    sample: bool = False
+    """Last chunk on a unified instance: sample a token from the last position's logits."""
+    aux_slot: int = -1
+    """Last chunk on P: write the last position's logits (float32, vocab_size) to this aux row."""
+
+
+class FirstToken(PlanPart):
+    """D: sample token 1 of this slot from the logits in an aux row. Needs no KV."""
+
+    slot: int
+    aux_slot: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One step. The executor works through the fields in this order."""
+
+    offload: list[Offload] = []
+    release: list[int] = []
+    """Slots to forget."""
+    drop: list[int] = []
+    """Saved host copies to forget (a retracted request was cancelled)."""
+    admit: list[Admit] = []
+    append: list[AppendPages] = []
+    restore: list[Restore] = []
+    first_tokens: list[FirstToken] = []
+    prefill: list[PrefillChunk] = []
+    decode: list[int] = []
+    """Slots that take one decode step: the newest token goes in at position kv_len, the next one is sampled."""
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then sampled prefills, then decodes, in plan order."""
+
+    slots: list[int]
+    tokens: list[int]
+
+
+LayerCallback = Callable[[int], None]
+"""`on_layer(layer)`: K and V of this layer of all chunks of the plan are in the pages (and visible to a writer)."""
+
+
+class ExecutorInfo(msgspec.Struct, frozen=True):
+    num_slots: int
+    max_model_len: int
+    """Tokens (prompt plus output) that a slot can hold."""
+    vocab_size: int
+    num_layers: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Executor(Protocol):
+    @property
+    def info(self) -> ExecutorInfo: ...
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        """Run one step. Raises only for a bug or a broken device; the process then ends with a non-zero code."""
+        ...
+
+    def warmup(self) -> None:
+        """Run every shape once, on this instance alone (S3: needs no router, bootstrap or peer)."""
+        ...
+
+    def close(self) -> None: ...

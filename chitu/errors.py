@@ -1,0 +1,158 @@
+"""The exception tree. Each error has a wire code (closed list), an HTTP status, and says whether a retry makes sense.
+
+    ChituError
+    |-- ConfigError                    a key, a value, a path: one sentence, before any model loads
+    |   |-- UnsupportedModel
+    |   `-- MissingDependency
+    |-- RequestError                   the client's fault (4xx)
+    |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
+    |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
+    |   |-- Capacity  QueueTimeout  NoInstance
+    |   |-- PrefillLost  DecodeLost  BootstrapTimeout
+    |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
+    |   `-- Internal
+    |-- RequestCancelled               the client is gone
+    `-- ProtocolError                  a bad frame from a peer; costs its own room at most
+        |-- BadFrame  UnknownKind
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ChituError(Exception):
+    """Root of the tree. `message` is one sentence with the values in it."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class ConfigError(ChituError):
+    code = "config"
+
+
+class UnsupportedModel(ConfigError):
+    code = "unsupported_model"
+
+
+class MissingDependency(ConfigError):
+    code = "missing_dependency"
+
+
+class RequestError(ChituError):
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidRequest(RequestError):
+    """`param` names the offending field of the body, as OpenAI's error object does."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(RequestError):
+    code = "model_not_found"
+    http_status = 404
+
+
+class PayloadTooLarge(RequestError):
+    code = "payload_too_large"
+    http_status = 413
+
+
+class Unauthorized(RequestError):
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class ServiceError(ChituError):
+    http_status = 503
+    retryable = True
+
+
+class Capacity(ServiceError):
+    code = "capacity"
+
+
+class QueueTimeout(ServiceError):
+    code = "queue_timeout"
+
+
+class NoInstance(ServiceError):
+    code = "no_instance"
+
+
+class PrefillLost(ServiceError):
+    code = "prefill_lost"
+
+
+class DecodeLost(ServiceError):
+    code = "decode_lost"
+
+
+class BootstrapTimeout(ServiceError):
+    code = "bootstrap_timeout"
+
+
+class TransferFailed(ServiceError):
+    code = "transfer_failed"
+
+
+class TransferTimeout(ServiceError):
+    code = "transfer_timeout"
+
+
+class IncompatibleLayout(ServiceError):
+    code = "incompatible_layout"
+    retryable = False
+
+
+class Integrity(ServiceError):
+    code = "integrity"
+
+
+class Internal(ServiceError):
+    code = "internal"
+    http_status = 500
+    retryable = False
+
+
+class RequestCancelled(ChituError):
+    code = "cancelled"
+    http_status = 499
+
+
+class ProtocolError(ChituError):
+    code = "protocol"
+
+
+class BadFrame(ProtocolError):
+    code = "bad_frame"
+
+
+class UnknownKind(ProtocolError):
+    code = "unknown_kind"
+
+
+def _subclasses(cls: type[ChituError]) -> list[type[ChituError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _subclasses(child))]
+
+
+def from_code(code: str, message: str) -> ChituError:
+    """The error a peer reported by its wire code; an unknown code is `Internal` with the code in its message."""
+    for cls in _subclasses(ChituError):
+        if cls.__dict__.get("code") == code:
+            return cls(message)
+    return Internal(f"{message} (unknown error code {code!r})")

@@ -1,0 +1,62 @@
+"""Ids and roles: the words every other module is written in.
+
+Imports nothing of chitu. A *room* names one attempt of one request on one (P, D) pair; a *request id* is the client's
+label and never a key. An *instance* is one torchrun; it is addressed as (role, engine_rank).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from enum import StrEnum
+from typing import NewType
+
+Room = NewType("Room", bytes)
+"""16 raw bytes (a UUID). Minted by the router, one per attempt; a retry is a new room."""
+
+REGISTRATION_ROOM = Room(bytes(16))
+"""Room 0: the frame registers a peer instead of belonging to a request (S3)."""
+
+Incarnation = NewType("Incarnation", int)
+"""Start time of a process in ns. The newer one of an instance wins; messages of an older one are dropped."""
+
+
+class Role(StrEnum):
+    """What an instance does. `unified` runs both halves in one process, without a transfer."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+
+    @property
+    def letter(self) -> str:
+        """P, D or U, as logs and the topology check print instances."""
+        return self.value[0].upper()
+
+
+def new_room() -> Room:
+    """A fresh random room."""
+    return Room(uuid.uuid4().bytes)
+
+
+def new_incarnation() -> Incarnation:
+    """This process's incarnation; call it once, at start."""
+    return Incarnation(time.time_ns())
+
+
+def _to_uuid(text: str) -> uuid.UUID:
+    """Map any string to a UUID: itself where it is one, else its UUID5 (S3, "unified request_id mapping")."""
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return uuid.uuid5(uuid.NAMESPACE_OID, text)
+
+
+def room_text(room: bytes) -> str:
+    """A room as logs print it."""
+    return str(uuid.UUID(bytes=bytes(room))) if len(room) == 16 else bytes(room).hex()
+
+
+def instance_name(role: Role, engine_rank: int) -> str:
+    """`P0`, `D2`, `U0`."""
+    return f"{role.letter}{engine_rank}"
