@@ -1,19 +1,19 @@
 """The exception tree. Each error has a wire code (closed list), an HTTP status, and says whether a retry makes sense.
 
-    ChituError
-    |-- ConfigError                    a key, a value, a path: one sentence, before any model loads
-    |   |-- UnsupportedModel
-    |   `-- MissingDependency
-    |-- RequestError                   the client's fault (4xx)
-    |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
-    |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
-    |   |-- Capacity  QueueTimeout  NoInstance
-    |   |-- PrefillLost  DecodeLost  BootstrapTimeout
-    |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
-    |   `-- Internal
-    |-- RequestCancelled               the client is gone
-    `-- ProtocolError                  a bad frame from a peer; costs its own room at most
-        |-- BadFrame  UnknownKind
+ChituError
+|-- ConfigError                    a key, a value, a path: one sentence, before any model loads
+|   |-- UnsupportedModel
+|   `-- MissingDependency
+|-- RequestError                   the client's fault (4xx)
+|   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
+|-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
+|   |-- Capacity  QueueTimeout  NoInstance
+|   |-- PrefillLost  DecodeLost  BootstrapTimeout
+|   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
+|   `-- Internal
+|-- RequestCancelled               the client is gone
+`-- ProtocolError                  a bad frame from a peer; costs its own room at most
+    |-- BadFrame  UnknownKind
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def unpack_i32(data: bytes) -> array[int]:
 # --------------------------------------------------------------------------------------------- what a request asks for
 
 
-class SamplingParams(Wire):
+class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
 
     Stop *strings* are not here: the router scans the text, since it alone detokenises.
@@ -81,7 +81,7 @@ class SamplingParams(Wire):
 # ------------------------------------------------------------------------------------------------- router -> scheduler
 
 
-class PrefillRequest(Wire, tag="prefill_request"):
+class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """P's half: run the prompt, send KV and the first logits row to whoever announces the room."""
 
     room: bytes
@@ -92,7 +92,7 @@ class PrefillRequest(Wire, tag="prefill_request"):
     decode_incarnation: int
 
 
-class DecodeRequest(Wire, tag="decode_request"):
+class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """D's half: reserve, announce to the named P, sample and stream."""
 
     room: bytes
@@ -104,7 +104,7 @@ class DecodeRequest(Wire, tag="decode_request"):
     prefill_incarnation: int
 
 
-class UnifiedRequest(Wire, tag="unified_request"):
+class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     """Both halves on one instance."""
 
     room: bytes
@@ -113,7 +113,7 @@ class UnifiedRequest(Wire, tag="unified_request"):
     sampling: SamplingParams
 
 
-class CancelRequest(Wire, tag="cancel_request"):
+class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     """The client is gone, or a stop string was found. Idempotent; an unknown room is ignored."""
 
     room: bytes
@@ -124,7 +124,7 @@ SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRe
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 
 
-class Finish(Wire, array_like=True):
+class Finish(Wire, frozen=True, array_like=True):
     """End of a room, in the token stream so that it can never overtake a token."""
 
     room: bytes
@@ -139,7 +139,7 @@ class Finish(Wire, array_like=True):
     """Seconds on this instance from the request's arrival to its first token."""
 
 
-class TokenBatch(Wire, tag="token_batch", array_like=True):
+class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     """One message per step for all requests (token port). Columns: `tokens[i]` belongs to `rooms[i]`."""
 
     incarnation: int
@@ -148,7 +148,7 @@ class TokenBatch(Wire, tag="token_batch", array_like=True):
     finished: list[Finish]
 
 
-class LoadReport(Wire):
+class LoadReport(Wire, frozen=True):
     """What routing and metrics see of an instance. Pages: free + used + quarantined + cached == total."""
 
     waiting: int = 0
@@ -172,7 +172,7 @@ class LoadReport(Wire):
     unknown_frames: int = 0
 
 
-class Heartbeat(Wire, tag="heartbeat"):
+class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     """Stats port, every `heartbeat_interval_s`. Renews the lease of this incarnation."""
 
     role: Role
@@ -181,7 +181,7 @@ class Heartbeat(Wire, tag="heartbeat"):
     load: LoadReport
 
 
-class RequestFailed(Wire, tag="request_failed"):
+class RequestFailed(Wire, frozen=True, tag="request_failed"):
     """P's failures (stats port): P never connects to the token port."""
 
     role: Role
@@ -197,7 +197,7 @@ StatsMessage = Union[Heartbeat, RequestFailed]
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 
 
-class KVLayout(Wire):
+class KVLayout(Wire, frozen=True):
     """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`."""
 
     model_hash: str
@@ -223,7 +223,7 @@ class KVLayout(Wire):
         ]
 
 
-class InstanceInfo(Wire):
+class InstanceInfo(Wire, frozen=True):
     """One member of the cluster view."""
 
     role: Role
@@ -242,14 +242,14 @@ class InstanceInfo(Wire):
     draining: bool = False
 
 
-class Join(Wire, tag="join"):
+class Join(Wire, frozen=True, tag="join"):
     """Instance -> router. Repeated until the instance sees itself in the view; idempotent per incarnation."""
 
     protocol_version: int
     instance: InstanceInfo
 
 
-class JoinReply(Wire, tag="join_reply"):
+class JoinReply(Wire, frozen=True, tag="join_reply"):
     """Router -> instance. `code` empty: accepted; the lease ends `lease_s` after the last heartbeat."""
 
     incarnation: int
@@ -258,7 +258,7 @@ class JoinReply(Wire, tag="join_reply"):
     message: str = ""
 
 
-class Leave(Wire, tag="leave"):
+class Leave(Wire, frozen=True, tag="leave"):
     """Instance -> router, or router -> itself when a lease ends. No new requests; its rooms fail."""
 
     role: Role
@@ -267,7 +267,7 @@ class Leave(Wire, tag="leave"):
     reason: str = ""
 
 
-class Drain(Wire, tag="drain"):
+class Drain(Wire, frozen=True, tag="drain"):
     """Router -> instance and back: no new requests, finish what runs."""
 
     role: Role
@@ -275,7 +275,7 @@ class Drain(Wire, tag="drain"):
     incarnation: int
 
 
-class ClusterView(Wire, tag="cluster_view"):
+class ClusterView(Wire, frozen=True, tag="cluster_view"):
     """Who is alive. Published on every change and at least every `heartbeat_interval_s` (PUB drops are healed so)."""
 
     router_incarnation: int
@@ -289,7 +289,7 @@ CoordinationReply = Union[JoinReply, Drain]
 # --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
 
 
-class RouteEntry(Wire):
+class RouteEntry(Wire, frozen=True):
     """`PUT /route` body and `GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
 
     role: Role
@@ -301,10 +301,10 @@ class RouteEntry(Wire):
     layout: KVLayout
 
 
-# ------------------------------------------------------- P<->D control: multipart [room: 16 bytes][payload: one of these]
+# ------------------------------------------------- P<->D control: multipart [room: 16 bytes][payload: one of these]
 
 
-class TransportSession(Wire):
+class TransportSession(Wire, frozen=True):
     """One way to reach a rank's memory. A rank offers several; the writer picks the best that it can use."""
 
     transport: str
@@ -314,7 +314,7 @@ class TransportSession(Wire):
     attributes: dict[str, str] = {}
 
 
-class RankMemory(Wire):
+class RankMemory(Wire, frozen=True):
     """Addresses of one TP rank's registered memory, in the address space of that rank."""
 
     tp_rank: int
@@ -332,7 +332,7 @@ class RankMemory(Wire):
     num_aux_slots: int
 
 
-class KVArgsRegisterInfo(Wire, tag="kv_args_register_info"):
+class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
     """D -> P, room 0, once per (P incarnation, D incarnation); idempotent."""
 
     protocol_version: int
@@ -346,7 +346,7 @@ class KVArgsRegisterInfo(Wire, tag="kv_args_register_info"):
     ranks: tuple[RankMemory, ...]
 
 
-class RegisterReply(Wire, tag="register_reply"):
+class RegisterReply(Wire, frozen=True, tag="register_reply"):
     """P -> D, room 0. `code` empty: accepted; else `incompatible_layout` with both layouts in the message."""
 
     engine_rank: int
@@ -358,7 +358,7 @@ class RegisterReply(Wire, tag="register_reply"):
     message: str = ""
 
 
-class TransferInfo(Wire, tag="transfer_info"):
+class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     """D -> P, per request: where the pages and the logits row go."""
 
     incarnation: int
@@ -373,7 +373,7 @@ class TransferInfo(Wire, tag="transfer_info"):
     state_indices: bytes = b""
 
 
-class TransferStatus(Wire, tag="transfer_status"):
+class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """P -> D, repeated until acknowledged."""
 
     incarnation: int
@@ -388,20 +388,20 @@ class TransferStatus(Wire, tag="transfer_status"):
     cached_tokens: int = 0
 
 
-class StatusAck(Wire, tag="status_ack"):
+class StatusAck(Wire, frozen=True, tag="status_ack"):
     """D -> P: stop repeating that status."""
 
     incarnation: int
     poll: int
 
 
-class AuxReady(Wire, tag="aux_ready"):
+class AuxReady(Wire, frozen=True, tag="aux_ready"):
     """P -> D: the aux row is complete, before Success. Lost ones are healed by Success."""
 
     incarnation: int
 
 
-class AbortTransfer(Wire, tag="abort_transfer"):
+class AbortTransfer(Wire, frozen=True, tag="abort_transfer"):
     """Either side: the room is dead; stop writing and say when you have stopped. Repeated until acknowledged."""
 
     incarnation: int
@@ -409,7 +409,7 @@ class AbortTransfer(Wire, tag="abort_transfer"):
     message: str = ""
 
 
-class AbortAck(Wire, tag="abort_ack"):
+class AbortAck(Wire, frozen=True, tag="abort_ack"):
     """The sender's last write of this room is over (or there never was one)."""
 
     incarnation: int

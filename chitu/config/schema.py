@@ -21,7 +21,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base of every section."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     path: str = ""
     """Hugging Face checkpoint folder: config.json, safetensors, tokenizer."""
     served_name: str | None = None
@@ -32,18 +32,18 @@ class ModelConfig(Section):
     """Tokens (prompt plus output) of one request; the model's own limit where unset."""
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True):
     page_size: Positive = 16
     """Tokens a page."""
     num_pages: Positive | None = None
     """Pages of an instance; unset: from `memory_fraction`."""
     memory_fraction: Fraction = 0.25
-    """Of the device memory that is free after loading (CPU: of free RAM, at most 4 GiB), split by the instances here."""
+    """Of the device memory that is free after loading (CPU: of free RAM, at most 4 GiB), shared by the instances."""
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     max_running_requests: Positive = 64
     """Requests decoding at once on an instance; also its executor slots."""
     max_batched_tokens: Positive = 2048
@@ -56,7 +56,7 @@ class SchedulerConfig(Section):
     """CPU threads of an instance's math; unset: the host's cores divided by the instances on it."""
 
 
-class DeadlineConfig(Section):
+class DeadlineConfig(Section, frozen=True):
     """Longest stay in a state before it is an error (section 7 of the design)."""
 
     bootstrap_s: Seconds = 10.0
@@ -74,7 +74,7 @@ class DeadlineConfig(Section):
     """How long a process that was told to end finishes what runs."""
 
 
-class PDDisaggregationConfig(Section):
+class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     metadata_sync_port: Port = 29801
     bootstrap_port: Port = 8080
@@ -90,7 +90,7 @@ class PDDisaggregationConfig(Section):
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
 
-class InstanceConfig(Section):
+class InstanceConfig(Section, frozen=True):
     """One torchrun."""
 
     host: str = "127.0.0.1"
@@ -106,7 +106,7 @@ class InstanceConfig(Section):
     """Over `cache.num_pages`."""
 
 
-class RouterConfig(Section):
+class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
     port: Port = 21003
@@ -125,19 +125,19 @@ class RouterConfig(Section):
     unified_schedulers: tuple[InstanceConfig, ...] = ()
 
 
-class DPConfig(Section):
+class DPConfig(Section, frozen=True):
     scheduler_base_port: Port | None = None
     """Request port of the scheduler process that reads this (S3: one base port per torchrun); over its `port`."""
     router: RouterConfig = field(default_factory=RouterConfig)
 
 
-class LogConfig(Section):
+class LogConfig(Section, frozen=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     dir: str | None = None
     """Folder of per-process logs of `chitu serve`; unset: a new one under the temporary folder."""
 
 
-class Topology(Section):
+class Topology(Section, frozen=True):
     """A whole cluster: what the YAML file says, with defaults filled in."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -22,8 +22,8 @@ class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Base of the records in a plan."""
 
 
-class Admit(PlanPart):
-    """Give a sequence a slot. `token_ids` (int32 LE) is prompt plus tokens emitted so far (resume after a retraction)."""
+class Admit(PlanPart, frozen=True):
+    """Give a sequence a slot. `token_ids` (int32 LE) is prompt plus tokens emitted so far (for a resume)."""
 
     slot: int
     token_ids: bytes
@@ -36,26 +36,26 @@ class Admit(PlanPart):
     """None on P, which never samples."""
 
 
-class AppendPages(PlanPart):
+class AppendPages(PlanPart, frozen=True):
     slot: int
     pages: tuple[int, ...]
 
 
-class Offload(PlanPart):
+class Offload(PlanPart, frozen=True):
     """Copy the pages that hold `kv_len` tokens of this slot to host memory under `key`, then release the slot."""
 
     slot: int
     key: int
 
 
-class Restore(PlanPart):
+class Restore(PlanPart, frozen=True):
     """Copy the KV saved under `key` into the pages of this freshly admitted slot, and drop the saved copy."""
 
     slot: int
     key: int
 
 
-class PrefillChunk(PlanPart):
+class PrefillChunk(PlanPart, frozen=True):
     """Compute KV of `length` tokens of the slot's token ids from position `start` (== its kv_len so far)."""
 
     slot: int
@@ -67,7 +67,7 @@ class PrefillChunk(PlanPart):
     """Last chunk on P: write the last position's logits (float32, vocab_size) to this aux row."""
 
 
-class FirstToken(PlanPart):
+class FirstToken(PlanPart, frozen=True):
     """D: sample token 1 of this slot from the logits in an aux row. Needs no KV."""
 
     slot: int

@@ -60,7 +60,9 @@ Wake = Callable[[], None]
 class PrefillSenderLike(Protocol):
     """What the step thread of P uses."""
 
-    def add_request(self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int) -> None:
+    def add_request(
+        self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
+    ) -> None:
         """The router's half arrived; the room may have been announced before. Starts the bootstrap deadline."""
         ...
 
@@ -95,8 +97,14 @@ class DecodeReceiverLike(Protocol):
     """What the step thread of D uses."""
 
     def announce(
-        self, room: bytes, request_id: str, pages: Sequence[int], aux_slot: int, num_tokens: int,
-        prefill_rank: int, prefill_incarnation: int,
+        self,
+        room: bytes,
+        request_id: str,
+        pages: Sequence[int],
+        aux_slot: int,
+        num_tokens: int,
+        prefill_rank: int,
+        prefill_incarnation: int,
     ) -> None:
         """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline."""
         ...

@@ -29,7 +29,7 @@ class CopyList(NamedTuple):
 
 
 class WriteError(TransferFailed):
-    """A write did not complete. `settled`: nothing of it can land any more; else call `settle` before pages are reused."""
+    """A write did not complete. `settled`: nothing of it can land any more; else `settle` first."""
 
     def __init__(self, message: str, settled: bool) -> None:
         super().__init__(message)

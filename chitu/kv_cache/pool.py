@@ -1,0 +1,87 @@
+"""The memory itself: one allocation (the *arena*) with the K and V regions of every layer and the aux rows behind them.
+
+One allocation, because every transport registers it once and range checks are then two comparisons. On CPU it is an
+anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and nothing is left
+behind by a `kill -9`. Built by the service, read and written by the executor (step thread) and by transports.
+
+Layout: region r = 2 * layer + (0 for K, 1 for V), each `[num_pages, kv_heads, page_size, head_dim]`: the heads lie
+outside the tokens, so one head group of a page is contiguous. An aux row is a 64 byte header and `vocab_size` float32.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from chitu.errors import ConfigError
+from chitu.messages import KVLayout
+
+AUX_HEADER_BYTES = 64
+ALIGNMENT_BYTES = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def aux_row_bytes(vocab_size: int) -> int:
+    """Header plus one float32 per vocabulary entry, in whole cache lines."""
+    return AUX_HEADER_BYTES + (4 * vocab_size + 63) // 64 * 64
+
+
+def page_bytes(layout: KVLayout) -> int:
+    """Bytes of one page in one region (K or V of one layer) on one TP rank."""
+    heads = max(1, layout.num_kv_heads // layout.tp_size)
+    return heads * layout.page_size * layout.head_dim * DTYPES[layout.dtype].itemsize
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+class KVPool:
+    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]`; `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
+
+    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, device: str = "cpu") -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.num_aux_slots = num_aux_slots
+        self.device = torch.device(device)
+        self.page_bytes = page_bytes(layout)
+        self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
+        region_bytes = _aligned(num_pages * self.page_bytes)
+        self.arena_bytes = 2 * layout.num_layers * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        self.memfd = -1
+        self._map: mmap.mmap | None = None
+        arena = self._allocate()
+        self.arena_base = arena.data_ptr()
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * layout.num_layers))
+        self.aux_base = self.arena_base + 2 * layout.num_layers * region_bytes
+        heads = max(1, layout.num_kv_heads // layout.tp_size)
+        shape = (num_pages, heads, layout.page_size, layout.head_dim)
+        used = num_pages * self.page_bytes
+        regions = [
+            arena[r * region_bytes : r * region_bytes + used].view(DTYPES[layout.dtype]).view(shape)
+            for r in range(2 * layout.num_layers)
+        ]
+        self.k, self.v = regions[0::2], regions[1::2]
+        aux_start = self.aux_base - self.arena_base
+        self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(num_aux_slots, -1)
+        self.aux_logits = self.aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * layout.vocab_size].view(torch.float32)
+        """`[num_aux_slots, vocab_size]` float32 view of the rows."""
+
+    def _allocate(self) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(self.arena_bytes, dtype=torch.uint8, device=self.device)
+        try:
+            self.memfd = os.memfd_create("chitu-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self.memfd, self.arena_bytes)
+            self._map = mmap.mmap(self.memfd, self.arena_bytes)
+        except OSError as error:
+            raise ConfigError(f"cannot allocate {self.arena_bytes} bytes for the KV cache: {error}") from error
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give the file back; the mapping goes with the last tensor that views it."""
+        if self.memfd >= 0:
+            os.close(self.memfd)
+            self.memfd = -1
