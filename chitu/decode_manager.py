@@ -1,0 +1,250 @@
+"""The token half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
+
+Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class moves sequences between its
+queues accordingly and writes the step plan. A unified instance uses it without a receiver: sequences enter by `start`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.config.schema import SchedulerConfig
+from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
+from chitu.errors import ChituError
+from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
+from chitu.prefill_manager import AuxSlots
+from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
+from chitu.scheduling.sequence import Sequence, SequenceState
+from chitu.scheduling.slots import SlotPool
+
+
+class DecodeManager:
+    """`receiver` and `aux` are D's; both are None on a unified instance."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PagedKVCacheManager,
+        slots: SlotPool,
+        receiver: DecodeReceiverLike | None = None,
+        aux: AuxSlots | None = None,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._slots = slots
+        self._receiver = receiver
+        self._aux = aux
+        self._offload_keys = itertools.count()
+        self._dropped_keys: list[int] = []
+        self.retractions = 0
+        self.waiting: dict[bytes, Sequence] = {}
+        self.transfer: dict[bytes, Sequence] = {}
+        self.running: dict[bytes, Sequence] = {}
+        self.retracted: dict[bytes, Sequence] = {}
+        self.closing: dict[bytes, Sequence] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, (self.waiting, self.transfer, self.running, self.retracted, self.closing)))
+
+    def find(self, room: bytes) -> Sequence | None:
+        return self.running.get(room) or self.transfer.get(room) or self.waiting.get(room) or self.retracted.get(room)
+
+    def add(self, sequence: Sequence) -> None:
+        """D: wait for pages, an aux slot and an executor slot."""
+        self.waiting[sequence.room] = sequence
+
+    def start(self, sequence: Sequence) -> None:
+        """KV of the prompt is in the pages and token 1 was emitted: decode from the next step on."""
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.room] = sequence
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, plan: StepPlan) -> None:
+        plan.drop.extend(self._dropped_keys)
+        self._dropped_keys = []
+        self._grow(plan)
+        self._resume(plan)
+        self._announce()
+        self._sample_first_tokens(plan)
+        plan.decode.extend([s.slot for s in self.running.values()])
+
+    def has_room(self, sequence: Sequence, tokens: int, others: Iterable[Sequence] = ()) -> bool:
+        """Whether `sequence` may get pages for `tokens` now; `others` hold pages too and will decode here later."""
+        active = [*self.transfer.values(), *self.running.values(), *others]
+        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in active}
+        reserve = growth_reserve(active, self._cache.page_size, held, self._config.reserved_decode_tokens)
+        return self._slots.num_free > 0 and may_admit(
+            self._cache.num_free_pages, self._cache.pages_for(tokens), reserve, nothing_active=not active
+        )
+
+    def _grow(self, plan: StepPlan) -> None:
+        needy = {s for s in self.running.values() if s.kv_len >= s.capacity_tokens}
+        if not needy:
+            return
+        if len(needy) > self._cache.num_free_pages:
+            held = {room: len(self._cache.get_page_indices(room)) for room in self.running}
+            free = self._cache.num_free_pages
+            for victim in victims_for_growth(self.running.values(), needy, free, held):
+                self._retract(victim, plan)
+                needy.discard(victim)
+        for sequence in needy:
+            pages = self._cache.reserve(sequence.room, sequence.kv_len + 1)
+            sequence.capacity_tokens += len(pages) * self._cache.page_size
+            plan.append.append(AppendPages(sequence.slot, tuple(pages)))
+
+    def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
+        """KV goes to host memory; no token is lost."""
+        sequence.offload_key = next(self._offload_keys)
+        plan.offload.append(Offload(sequence.slot, sequence.offload_key))
+        self._slots.free(sequence, admitted=False)  # the offload releases it on the executor
+        self._cache.remove_task(sequence.room)
+        del self.running[sequence.room]
+        sequence.state = SequenceState.RETRACTED
+        self.retracted[sequence.room] = sequence
+        self.retractions += 1
+
+    def _resume(self, plan: StepPlan) -> None:
+        for sequence in sorted(self.retracted.values(), key=lambda s: s.order):
+            if not self.has_room(sequence, sequence.kv_len + 1):
+                return
+            del self.retracted[sequence.room]
+            self._slots.take(sequence)
+            self._reserve(sequence, sequence.kv_len + 1)
+            self._admit(sequence, plan)
+            plan.restore.append(Restore(sequence.slot, sequence.offload_key))
+            self.start(sequence)
+
+    def _announce(self) -> None:
+        """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
+        if self._receiver is None or self.retracted:
+            return
+        assert self._aux is not None
+        for sequence in list(self.waiting.values()):
+            if not self._aux.num_free or not self.has_room(sequence, sequence.prompt_len):
+                return
+            del self.waiting[sequence.room]
+            self._slots.take(sequence)
+            sequence.aux_slot = self._aux.allocate()
+            pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+            sequence.capacity_tokens = len(pages) * self._cache.page_size
+            sequence.state = SequenceState.TRANSFER
+            self.transfer[sequence.room] = sequence
+            self._receiver.announce(
+                sequence.room,
+                sequence.request_id,
+                pages,
+                sequence.aux_slot,
+                sequence.prompt_len,
+                sequence.prefill_rank,
+                sequence.prefill_incarnation,
+            )
+
+    def _sample_first_tokens(self, plan: StepPlan) -> None:
+        for sequence in self.transfer.values():
+            if sequence.logits_ready and not sequence.admitted:
+                sequence.kv_len = sequence.prompt_len
+                self._admit(sequence, plan)
+                plan.first_tokens.append(FirstToken(sequence.slot, sequence.aux_slot))
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        self._cache.reserve(sequence.room, num_tokens)
+        sequence.capacity_tokens = len(self._cache.get_page_indices(sequence.room)) * self._cache.page_size
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
+        pages = tuple(self._cache.get_page_indices(sequence.room))
+        sequence.admitted = True
+        plan.admit.append(
+            Admit(sequence.slot, sequence.token_ids(), sequence.prompt_len, sequence.kv_len, pages, sequence.sampling)
+        )
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def after_decode(self, slots: list[int]) -> None:
+        """One more token of each is in the KV cache."""
+        for slot in slots:
+            sequence = self._slots.owner[slot]
+            assert sequence is not None
+            sequence.kv_len += 1
+
+    def on_event(self, event: TransferEvent) -> None:
+        """D: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        sequence = self.transfer.get(event.room) or self.closing.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.LOGITS_READY:
+            sequence.logits_ready = True
+        elif event.kind is TransferEventKind.SUCCESS:
+            self._landed(sequence, event.kv_bytes)
+        elif event.kind is TransferEventKind.FAILED:
+            self._close(sequence)
+            self._cache.quarantine(sequence.room)
+        elif event.kind is TransferEventKind.RELEASED:
+            self._close(sequence)
+            self._free(sequence)
+
+    def _landed(self, sequence: Sequence, kv_bytes: int) -> None:
+        sequence.kv_bytes = kv_bytes
+        sequence.kv_ready = True
+        pages = self._cache.get_page_indices(sequence.room)
+        self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
+        if sequence.state is SequenceState.CLOSING:
+            self._free(sequence)
+        elif sequence.emitted:
+            self._join(sequence)
+
+    def after_token(self, sequence: Sequence) -> None:
+        """A token was emitted and the request goes on: where token 1 came after the KV, it starts to run now."""
+        if sequence.state is SequenceState.TRANSFER:
+            if sequence.kv_ready:
+                self._join(sequence)
+        elif sequence.state is SequenceState.COMPUTING:
+            self.start(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        del self.transfer[sequence.room]
+        self._free_aux(sequence)
+        self.start(sequence)
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def finish(self, sequence: Sequence) -> None:
+        """The request is over for the client; what a peer may still write to stays until the peer is done."""
+        waits_for_peer = sequence.state is SequenceState.TRANSFER and not sequence.kv_ready
+        self._close(sequence)
+        if not waits_for_peer:
+            self._free(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        """Like `finish`, at any moment; P is told to stop and the pages are quarantined until it has."""
+        if sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
+            assert self._receiver is not None
+            self._close(sequence)
+            self._cache.quarantine(sequence.room)
+            self._receiver.abort(sequence.room, error)
+        else:
+            self.finish(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.CLOSING:
+            return
+        for queue in (self.waiting, self.transfer, self.running, self.retracted):
+            queue.pop(sequence.room, None)
+        if sequence.state is SequenceState.RETRACTED:
+            self._dropped_keys.append(sequence.offload_key)
+        if sequence.slot >= 0:
+            self._slots.free(sequence, admitted=sequence.admitted)
+        sequence.state = SequenceState.CLOSING
+        self.closing[sequence.room] = sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        self.closing.pop(sequence.room, None)
+        self._free_aux(sequence)
+        self._cache.remove_task(sequence.room)
+
+    def _free_aux(self, sequence: Sequence) -> None:
+        if sequence.aux_slot >= 0 and self._aux is not None:
+            self._aux.free(sequence.aux_slot)
+            sequence.aux_slot = -1

@@ -1,0 +1,93 @@
+"""Which page is in whose hands: free, used or quarantined. Step thread only; knows no request and no tensor.
+
+Invariant: free + used + quarantined == total, and a page is never given out twice. Runs of neighbouring pages are
+preferred, because neighbours travel in one copy and gather as one view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from chitu.errors import Capacity, Internal
+
+_FREE, _USED, _QUARANTINED = 0, 1, 2
+
+
+class PageAllocator:
+    """Pages `0 .. num_pages - 1`."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._state = np.zeros(num_pages, dtype=np.uint8)
+        self._counts = [num_pages, 0, 0]
+
+    @property
+    def num_free(self) -> int:
+        return self._counts[_FREE]
+
+    @property
+    def num_used(self) -> int:
+        return self._counts[_USED]
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._counts[_QUARANTINED]
+
+    def reserve(self, count: int, after: int = -1) -> list[int]:
+        """Take `count` free pages, following page `after` where they can. Capacity where there are not so many."""
+        if count > self.num_free:
+            raise Capacity(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
+        if count == 0:
+            return []
+        pages = self._extension(count, after) or self._best_run(count)
+        self._state[pages] = _USED
+        self._counts[_FREE] -= count
+        self._counts[_USED] += count
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give used or quarantined pages back. Internal where one is free already."""
+        index = np.asarray(pages, dtype=np.int64)
+        states = self._state[index]
+        if (states == _FREE).any() or len(np.unique(index)) != len(index):
+            raise Internal(f"pages released twice: {sorted(pages)}")
+        quarantined = int((states == _QUARANTINED).sum())
+        self._state[index] = _FREE
+        self._counts[_QUARANTINED] -= quarantined
+        self._counts[_USED] -= len(index) - quarantined
+        self._counts[_FREE] += len(index)
+
+    def quarantine(self, pages: Sequence[int]) -> None:
+        """Keep used pages out of everybody's hands: a peer may still write to them (or read them)."""
+        index = np.asarray(pages, dtype=np.int64)
+        if (self._state[index] != _USED).any():
+            raise Internal(f"pages quarantined that are not in use: {sorted(pages)}")
+        self._state[index] = _QUARANTINED
+        self._counts[_USED] -= len(index)
+        self._counts[_QUARANTINED] += len(index)
+
+    def _extension(self, count: int, after: int) -> list[int]:
+        """The pages right behind `after`, where all of them are free."""
+        if after < 0 or after + count >= self.num_pages or self._state[after + 1 : after + 1 + count].any():
+            return []
+        return list(range(after + 1, after + 1 + count))
+
+    def _best_run(self, count: int) -> list[int]:
+        """The shortest free run that holds `count` pages, else the longest runs until there are enough."""
+        free = np.flatnonzero(self._state == _FREE)
+        breaks = np.flatnonzero(np.diff(free) != 1) + 1
+        starts = np.concatenate(([0], breaks))
+        lengths = np.diff(np.concatenate((starts, [len(free)])))
+        fitting = np.flatnonzero(lengths >= count)
+        if len(fitting):
+            start = int(starts[fitting[np.argmin(lengths[fitting])]])
+            return [int(page) for page in free[start : start + count]]
+        pages: list[int] = []
+        for run in np.argsort(-lengths, kind="stable"):
+            start, length = int(starts[run]), int(lengths[run])
+            pages.extend(int(page) for page in free[start : start + min(length, count - len(pages))])
+            if len(pages) == count:
+                break
+        return pages

@@ -1,0 +1,338 @@
+"""`PDScheduler` (S3): the step loop of an instance. A step reads as take events, schedule, run, post-process.
+
+Runs on the step thread; `submit` and `cancel_all` may be called by any thread, everything else by the step thread
+alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing
+is behind `Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chitu import log
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.decode_manager import DecodeManager
+from chitu.engine.executor import Executor, StepPlan, StepResult
+from chitu.errors import Capacity, ChituError, InvalidRequest, QueueTimeout, RequestCancelled
+from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.messages import (
+    CancelRequest,
+    DecodeRequest,
+    Finish,
+    LoadReport,
+    PrefillRequest,
+    SchedulerMessage,
+    UnifiedRequest,
+)
+from chitu.prefill_manager import AuxSlots, PrefillManager
+from chitu.scheduling.prefill import Chunk
+from chitu.scheduling.sequence import Sequence
+from chitu.scheduling.slots import SlotPool
+from chitu.token_manager import TokenManager
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PDSchedulerParts:
+    """What a scheduler is composed of. P has a sender, D a receiver, a unified instance neither."""
+
+    config: SchedulerConfig
+    deadlines: DeadlineConfig
+    executor: Executor
+    cache: PagedKVCacheManager
+    tokens: TokenManager
+    report_failure: Callable[[bytes, ChituError], None]
+    """Tells the router that P failed a room."""
+    clock: Clock
+    aux: AuxSlots | None = None
+    num_aux_slots: int = 0
+    sender: PrefillSenderLike | None = None
+    receiver: DecodeReceiverLike | None = None
+
+
+class PDScheduler:
+    def __init__(self, parts: PDSchedulerParts) -> None:
+        self._parts = parts
+        self._executor = parts.executor
+        self._cache = parts.cache
+        self._tokens = parts.tokens
+        self._clock = parts.clock
+        self._slots = SlotPool(parts.executor.info.num_slots)
+        self._eos = frozenset(parts.executor.info.eos_token_ids)
+        self._decode = DecodeManager(parts.config, parts.cache, self._slots, parts.receiver, parts.aux)
+        unified = parts.sender is None
+        self._prefill = PrefillManager(
+            parts.config,
+            parts.cache,
+            self._slots,
+            parts.sender,
+            parts.aux if not unified else None,
+            self._may_start if unified else None,
+        )
+        self._inbox: deque[SchedulerMessage | None] = deque()
+        self._arrivals = 0
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._bytes_moved = 0
+        self.load = self._load_report()
+        """Snapshot after the newest step; any thread may read the attribute."""
+
+    # ------------------------------------------------------------------------------------------------------ any thread
+
+    def submit(self, message: SchedulerMessage) -> None:
+        """Queue a message of the router for the next step."""
+        self._inbox.append(message)
+
+    def cancel_all(self) -> None:
+        """The router that sent the present requests is gone: nobody reads their tokens."""
+        self._inbox.append(None)
+
+    # ----------------------------------------------------------------------------------------------------- the step
+
+    def step(self) -> bool:
+        """One turn; False where there was nothing to compute, and the caller may wait for the next event."""
+        self._take_messages()
+        self._take_transfer_events()
+        self._expire()
+        plan, chunks = self._schedule()
+        worked = self._has_work(plan)
+        if worked:
+            on_layer = self._parts.sender.on_layer_done if self._parts.sender is not None and chunks else None
+            result = self._executor.execute(plan, on_layer)
+            self._postprocess(plan, chunks, result)
+            self._steps += 1
+        self._tokens.flush()
+        self.load = self._load_report()
+        return worked
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is left, not even one that only waits for a peer to let go of its pages."""
+        return not self._inbox and not len(self._prefill) and not len(self._decode)
+
+    def _schedule(self) -> tuple[StepPlan, list[Chunk]]:
+        plan = StepPlan()
+        self._decode.schedule(plan)
+        chunks = self._prefill.schedule(plan)
+        plan.release.extend(self._slots.take_releases())
+        return plan, chunks
+
+    @staticmethod
+    def _has_work(plan: StepPlan) -> bool:
+        return any(getattr(plan, name) for name in plan.__struct_fields__)
+
+    def _postprocess(self, plan: StepPlan, chunks: list[Chunk], result: StepResult) -> None:
+        self._execute_decode(plan)
+        self._prefill.after_step(chunks)
+        self._prompt_tokens += sum(chunk.length for chunk in chunks)
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            sequence = self._slots.owner[slot]
+            assert sequence is not None
+            self._emit(sequence, token)
+
+    def _execute_decode(self, plan: StepPlan) -> None:
+        """Account for the decode half of the step that just ran."""
+        self._decode.after_decode(plan.decode)
+
+    def _emit(self, sequence: Sequence, token: int) -> None:
+        if not sequence.emitted:
+            sequence.first_token_s = self._clock.monotonic() - sequence.arrival_s
+        sequence.emitted.append(token)
+        self._tokens.push(sequence.room, token)
+        reason = sequence.finish_reason(token)
+        if reason:
+            self._finish(sequence, reason)
+        else:
+            self._decode.after_token(sequence)
+
+    def _finish(self, sequence: Sequence, reason: str, error: ChituError | None = None) -> None:
+        self._tokens.finish(
+            Finish(
+                sequence.room,
+                reason,
+                error.code if error else "",
+                error.message if error else "",
+                sequence.kv_bytes,
+                sequence.first_token_s,
+            )
+        )
+        if error is None:
+            self._decode.finish(sequence)
+
+    # ------------------------------------------------------------------------------------------------------- arrivals
+
+    def _take_messages(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if message is None:
+                self._cancel_all_now()
+            elif isinstance(message, CancelRequest):
+                self._cancel(message.room)
+            elif isinstance(message, PrefillRequest):
+                self._process_prefill_request(message)
+            elif isinstance(message, DecodeRequest):
+                self._process_decode_request(message)
+            else:
+                self._process_unified_request(message)
+
+    def _new_sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
+        self._arrivals += 1
+        sampling = None if isinstance(message, PrefillRequest) else message.sampling
+        stop_ids: frozenset[int] = frozenset()
+        if sampling is not None:
+            stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        return Sequence(
+            message.room,
+            message.request_id,
+            self._arrivals,
+            self._clock.monotonic(),
+            message.token_ids,
+            sampling,
+            stop_ids=stop_ids,
+        )
+
+    def _refusal(self, sequence: Sequence) -> ChituError | None:
+        """Why a request can never run here, found before it takes anything."""
+        if self._prefill.find(sequence.room) or self._decode.find(sequence.room):
+            return InvalidRequest("this room is in use already")
+        info = self._executor.info
+        if not sequence.prompt or len(sequence.prompt) % 4:
+            return InvalidRequest("the prompt has no tokens")
+        total = sequence.prompt_len + (sequence.sampling.max_tokens if sequence.sampling else 0)
+        if total > info.max_model_len:
+            return InvalidRequest(f"{total} tokens wanted, the context holds {info.max_model_len}")
+        if self._cache.pages_for(total) > self._cache.num_pages:
+            return Capacity(
+                f"{total} tokens need {self._cache.pages_for(total)} pages, this instance has {self._cache.num_pages}"
+            )
+        return None
+
+    def _process_prefill_request(self, message: PrefillRequest) -> None:
+        sequence = self._new_sequence(message)
+        refusal = self._refusal(sequence)
+        if self._parts.sender is None:
+            refusal = InvalidRequest("this instance does not prefill for others")
+        if refusal:
+            self._parts.report_failure(message.room, refusal)
+            return
+        logger.info(log.PROCESSING_PREFILL, message.request_id)
+        assert self._parts.sender is not None
+        self._prefill.add(sequence)
+        self._parts.sender.add_request(
+            message.room,
+            message.request_id,
+            sequence.prompt_len,
+            message.decode_rank,
+            message.decode_incarnation,
+        )
+
+    def _process_decode_request(self, message: DecodeRequest) -> None:
+        sequence = self._new_sequence(message)
+        sequence.prefill_rank = message.prefill_rank
+        sequence.prefill_incarnation = message.prefill_incarnation
+        refusal = self._refusal(sequence)
+        if self._parts.receiver is None:
+            refusal = InvalidRequest("this instance does not decode for others")
+        if refusal:
+            self._finish(sequence, "error", refusal)
+            return
+        logger.info(log.PROCESSING_DECODE, message.request_id)
+        self._decode.add(sequence)
+
+    def _process_unified_request(self, message: UnifiedRequest) -> None:
+        sequence = self._new_sequence(message)
+        refusal = self._refusal(sequence)
+        if self._parts.sender is not None or self._parts.receiver is not None:
+            refusal = InvalidRequest("this instance serves half requests only")
+        if refusal:
+            self._finish(sequence, "error", refusal)
+            return
+        sequence.announced = True
+        self._prefill.add(sequence)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """A unified instance's admission: like D's, with the prompts that are being computed counted in."""
+        return not self._decode.retracted and self._decode.has_room(
+            sequence, sequence.prompt_len, self._prefill.computing.values()
+        )
+
+    # ----------------------------------------------------------------------------------------------- transfers, ends
+
+    def _take_transfer_events(self) -> None:
+        if self._parts.sender is not None:
+            for event in self._parts.sender.poll():
+                if event.kind is TransferEventKind.FAILED:
+                    self._report_failed(event)
+                self._bytes_moved += event.kv_bytes
+                self._prefill.on_event(event)
+        if self._parts.receiver is not None:
+            for event in self._parts.receiver.poll():
+                if event.kind is TransferEventKind.FAILED:
+                    self._report_failed(event)
+                self._bytes_moved += event.kv_bytes
+                self._decode.on_event(event)
+
+    def _report_failed(self, event: TransferEvent) -> None:
+        assert event.error is not None
+        if self._parts.sender is not None:
+            if self._prefill.find(event.room) is not None and not isinstance(event.error, RequestCancelled):
+                self._parts.report_failure(event.room, event.error)
+            return
+        sequence = self._decode.find(event.room)
+        if sequence is not None:
+            logger.warning("request %s failed: %s", sequence.request_id, event.error)
+            self._finish(sequence, "error", event.error)
+
+    def _cancel(self, room: bytes) -> None:
+        gone = RequestCancelled("the router cancelled the request")
+        if (sequence := self._prefill.find(room)) is not None:
+            self._prefill.cancel(sequence, gone)
+        elif (sequence := self._decode.find(room)) is not None:
+            self._decode.cancel(sequence, gone)
+
+    def _cancel_all_now(self) -> None:
+        prefill, decode = self._prefill, self._decode
+        queues = (prefill.waiting, prefill.computing, prefill.inflight)
+        for room in [room for queue in queues for room in queue]:
+            self._cancel(room)
+        for room in [r for q in (decode.waiting, decode.transfer, decode.running, decode.retracted) for r in q]:
+            self._cancel(room)
+
+    def _expire(self) -> None:
+        """Nobody waits for pages longer than `queue_s`."""
+        deadline_s = self._parts.deadlines.queue_s
+        oldest_s = self._clock.monotonic() - deadline_s
+        for queue in (self._prefill.waiting, self._decode.waiting):
+            for sequence in [s for s in queue.values() if s.arrival_s < oldest_s]:
+                error = QueueTimeout(f"no pages or slot became free within {deadline_s:g} s")
+                if self._parts.sender is not None:
+                    self._parts.report_failure(sequence.room, error)
+                    self._prefill.cancel(sequence, error)
+                else:
+                    self._finish(sequence, "error", error)
+                    (self._prefill if queue is self._prefill.waiting else self._decode).cancel(sequence, error)
+
+    def _load_report(self) -> LoadReport:
+        prefill, decode, cache = self._prefill, self._decode, self._cache
+        return LoadReport(
+            waiting=len(prefill.waiting) + len(decode.waiting),
+            transferring=len(prefill.inflight) + len(decode.transfer),
+            running=len(prefill.computing) + len(decode.running),
+            retracted=len(decode.retracted),
+            waiting_tokens=sum(s.remaining_prompt for q in (prefill.waiting, prefill.computing) for s in q.values()),
+            pages_total=cache.num_pages,
+            pages_free=cache.num_free_pages,
+            pages_quarantined=cache.num_quarantined_pages,
+            aux_total=self._parts.num_aux_slots,
+            aux_free=self._parts.aux.num_free if self._parts.aux is not None else 0,
+            steps=self._steps,
+            tokens=self._prompt_tokens if self._parts.sender is not None else self._tokens.tokens_sent,
+            bytes_moved=self._bytes_moved,
+            retractions=decode.retractions,
+        )

@@ -1,0 +1,192 @@
+"""The prompt half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
+
+Owned by `PDScheduler`, step thread only. On P a sequence ends here: its pages and aux slot come back with the transfer
+layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeManager` after its last chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.config.schema import SchedulerConfig
+from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.errors import ChituError
+from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
+from chitu.scheduling.sequence import Sequence, SequenceState
+from chitu.scheduling.slots import SlotPool
+
+
+class AuxSlots(Protocol):
+    """The slice of `MetadataBuffers` that scheduling needs."""
+
+    @property
+    def num_free(self) -> int: ...
+
+    def allocate(self) -> int: ...
+
+    def free(self, slot: int) -> None: ...
+
+
+class PrefillManager:
+    """`sender` and `aux` are P's; both are None on a unified instance, whose admission rule is `may_admit`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: PagedKVCacheManager,
+        slots: SlotPool,
+        sender: PrefillSenderLike | None = None,
+        aux: AuxSlots | None = None,
+        may_admit: Callable[[Sequence], bool] | None = None,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._slots = slots
+        self._sender = sender
+        self._aux = aux
+        self._may_admit = may_admit or self._fits
+        self.waiting: dict[bytes, Sequence] = {}
+        self.computing: dict[bytes, Sequence] = {}
+        self.inflight: dict[bytes, Sequence] = {}
+        self.closing: dict[bytes, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.computing) + len(self.inflight) + len(self.closing)
+
+    def find(self, room: bytes) -> Sequence | None:
+        return self.waiting.get(room) or self.computing.get(room) or self.inflight.get(room)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting[sequence.room] = sequence
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, plan: StepPlan) -> list[Chunk]:
+        """Admit what fits and put the step's chunks into the plan."""
+        self._admit(plan)
+        chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
+        for sequence, start, length in chunks:
+            last = start + length == sequence.prompt_len
+            plan.prefill.append(
+                PrefillChunk(
+                    sequence.slot,
+                    start,
+                    length,
+                    sample=last and self._sender is None,
+                    aux_slot=sequence.aux_slot if last and self._sender is not None else -1,
+                )
+            )
+        if self._sender is not None and chunks:
+            self._sender.begin_step(
+                [
+                    KVChunk(c.sequence.room, self._cache.get_page_indices(c.sequence.room), c.start, c.start + c.length)
+                    for c in chunks
+                ]
+            )
+        return chunks
+
+    def after_step(self, chunks: list[Chunk]) -> None:
+        """Account for the computed chunks; P hands finished prompts to the sender and frees their slots."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.kv_len += chunk.length
+            if sequence.remaining_prompt:
+                continue
+            del self.computing[sequence.room]
+            if self._sender is not None:
+                self._slots.free(sequence, admitted=True)
+                sequence.state = SequenceState.INFLIGHT
+                self.inflight[sequence.room] = sequence
+        if self._sender is not None and chunks:
+            self._sender.end_step()
+            for chunk in chunks:
+                if chunk.is_last:
+                    self._sender.send_kv_cache(chunk.sequence.room, chunk.sequence.aux_slot)
+
+    def _admit(self, plan: StepPlan) -> None:
+        for sequence in by_urgency(self.waiting.values()):
+            if not self._may_admit(sequence):
+                return  # strictly in order: a large request is not overtaken for ever by small ones
+            del self.waiting[sequence.room]
+            self._slots.take(sequence)
+            if self._aux is not None:
+                sequence.aux_slot = self._aux.allocate()
+            self._cache.reserve(sequence.room, sequence.prompt_len)
+            pages = self._cache.get_page_indices(sequence.room)
+            sequence.capacity_tokens = len(pages) * self._cache.page_size
+            sequence.state = SequenceState.COMPUTING
+            sequence.admitted = True
+            self.computing[sequence.room] = sequence
+            plan.admit.append(
+                Admit(sequence.slot, sequence.prompt, sequence.prompt_len, 0, tuple(pages), sequence.sampling)
+            )
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""
+        assert self._aux is not None
+        missing_pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
+        missing_aux = 1 - self._aux.num_free
+        if (missing_pages > 0 or missing_aux > 0) and sequence.announced:
+            self._undo_speculation(missing_pages, missing_aux)
+            missing_pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
+            missing_aux = 1 - self._aux.num_free
+        return missing_pages <= 0 and missing_aux <= 0 and self._slots.num_free > 0
+
+    def _undo_speculation(self, pages_wanted: int, aux_wanted: int) -> None:
+        assert self._sender is not None
+        holders = [*self.computing.values(), *self.inflight.values()]
+        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in holders}
+        for sequence in speculation_to_undo(holders, held, pages_wanted, aux_wanted):
+            if not self._sender.reset_chunks(sequence.room):
+                continue  # announced in this very moment: it is urgent itself now
+            self.computing.pop(sequence.room, None)
+            self.inflight.pop(sequence.room, None)
+            self._give_back(sequence)
+            sequence.kv_len = 0
+            sequence.state = SequenceState.WAITING
+            self.waiting[sequence.room] = sequence
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def on_event(self, event: TransferEvent) -> None:
+        """P: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        sequence = self.find(event.room) or self.closing.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.ANNOUNCED:
+            sequence.announced = True
+        elif event.kind is TransferEventKind.FAILED:
+            self._close(sequence)
+        elif event.kind in (TransferEventKind.SUCCESS, TransferEventKind.RELEASED):
+            self._close(sequence)
+            del self.closing[event.room]
+            self._give_back(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        """The request is over. P keeps pages until the sender released the room; a unified instance frees them now."""
+        self._close(sequence)
+        if self._sender is not None:
+            self._sender.abort(sequence.room, error)
+        else:
+            del self.closing[sequence.room]
+            self._give_back(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        for queue in (self.waiting, self.computing, self.inflight):
+            queue.pop(sequence.room, None)
+        if sequence.slot >= 0:
+            self._slots.free(sequence, admitted=True)
+        if sequence.state is not SequenceState.CLOSING:
+            sequence.state = SequenceState.CLOSING
+            self.closing[sequence.room] = sequence
+
+    def _give_back(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self._slots.free(sequence, admitted=True)
+        if sequence.aux_slot >= 0 and self._aux is not None:
+            self._aux.free(sequence.aux_slot)
+            sequence.aux_slot = -1
+        self._cache.remove_task(sequence.room)

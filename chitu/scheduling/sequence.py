@@ -1,0 +1,76 @@
+"""One request on one instance, as the step thread sees it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from chitu.messages import SamplingParams
+
+
+class SequenceState(Enum):
+    """P: WAITING -> COMPUTING -> INFLIGHT. D: WAITING -> TRANSFER -> RUNNING <-> RETRACTED. Unified: WAITING ->
+    COMPUTING -> RUNNING <-> RETRACTED. CLOSING: over for the client, but a peer may still touch its pages."""
+
+    WAITING = auto()
+    COMPUTING = auto()
+    INFLIGHT = auto()
+    TRANSFER = auto()
+    RUNNING = auto()
+    RETRACTED = auto()
+    CLOSING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Identity is the object; `order` is arrival order on this instance, the only priority there is."""
+
+    room: bytes
+    request_id: str
+    order: int
+    arrival_s: float
+    prompt: bytes
+    """int32 LE."""
+    sampling: SamplingParams | None = None
+    prefill_rank: int = -1
+    prefill_incarnation: int = 0
+    state: SequenceState = SequenceState.WAITING
+    announced: bool = False
+    """P: D has reserved its pages, so what is computed can be delivered."""
+    slot: int = -1
+    admitted: bool = False
+    """The executor has been (or is, with the plan in the making) told of the slot."""
+    aux_slot: int = -1
+    kv_len: int = 0
+    """Tokens whose KV is in the pages."""
+    capacity_tokens: int = 0
+    """Tokens that the pages it holds have room for."""
+    emitted: array[int] = field(default_factory=lambda: array("i"))
+    stop_ids: frozenset[int] = frozenset()
+    logits_ready: bool = False
+    """D: the aux row is complete."""
+    kv_ready: bool = False
+    """D: all KV is in the pages and the writer is done."""
+    offload_key: int = -1
+    kv_bytes: int = 0
+    first_token_s: float = 0.0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def remaining_prompt(self) -> int:
+        return self.prompt_len - self.kv_len
+
+    def token_ids(self) -> bytes:
+        """Prompt and emitted tokens, int32 LE."""
+        return self.prompt + self.emitted.tobytes()
+
+    def finish_reason(self, token: int) -> str:
+        """Why the request ends with `token`, just appended to `emitted`; empty where it goes on."""
+        assert self.sampling is not None
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if len(self.emitted) >= self.sampling.max_tokens else ""
