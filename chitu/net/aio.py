@@ -1,0 +1,119 @@
+"""ZMQ sockets on an asyncio loop, without a task or a future per message.
+
+Owned and called by the loop thread alone (the router). `FrameReader` drains a socket when its descriptor wakes the loop;
+`Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired, the socket
+must be read until it says EAGAIN, and after a send on the same socket it must be looked at again (`poke`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+import zmq
+
+from chitu.errors import ProtocolError
+from chitu.net.sockets import connect
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_TURN = 256
+"""After so many messages the loop gets a turn, so that a flood on one socket cannot starve the others."""
+
+
+class FrameReader:
+    """Hands every message of one socket to `on_message` (a list of frames), then calls `on_drained` once per wake.
+
+    A message that raises ProtocolError is counted in `bad_messages`; any other exception is logged. Neither ends reading.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[bytes]], None],
+        on_drained: Callable[[], None] | None = None,
+    ) -> None:
+        self._loop = loop
+        self._socket = socket
+        self._on_message = on_message
+        self._on_drained = on_drained
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._closed = False
+        self.bad_messages = 0
+        loop.add_reader(self._fd, self._drain)
+        loop.call_soon(self._drain)
+
+    def poke(self) -> None:
+        """Look again after a send on the same socket: the send may have swallowed the wake-up."""
+        self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=0)
+
+    def _drain(self) -> None:
+        if self._closed:
+            return
+        receive = self._socket.recv_multipart
+        taken = 0
+        try:
+            while taken < MAX_MESSAGES_PER_TURN:
+                self._take(receive(zmq.NOBLOCK))
+                taken += 1
+            self._loop.call_soon(self._drain)
+        except zmq.Again:
+            pass
+        if taken and self._on_drained is not None:
+            self._on_drained()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            self._on_message(frames)
+        except ProtocolError as error:
+            self.bad_messages += 1
+            log.warning("ignored a bad message: %s", error)
+        except Exception:
+            log.exception("a message handler failed")
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Outbox(Generic[Key]):
+    """One PUSH socket per peer incarnation. A closed peer's queued messages are dropped with its socket, so that its
+    successor on the same port never sees them."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+        self._sockets: dict[Key, zmq.Socket[bytes]] = {}
+
+    def open(self, key: Key, host: str, port: int) -> None:
+        if key not in self._sockets:
+            self._sockets[key] = connect(self._context, zmq.PUSH, host, port)
+
+    def send(self, key: Key, frame: bytes) -> bool:
+        """Queue a frame; False where the peer is not (or no longer) open or its queue is full."""
+        socket = self._sockets.get(key)
+        if socket is None:
+            return False
+        try:
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close_peer(self, key: Key) -> None:
+        socket = self._sockets.pop(key, None)
+        if socket is not None:
+            socket.close(linger=0)
+
+    def close(self, linger_ms: int = 200) -> None:
+        """Close every peer; what is queued (cancellations) may still leave within `linger_ms`."""
+        for socket in self._sockets.values():
+            socket.close(linger=linger_ms)
+        self._sockets.clear()

@@ -1,0 +1,279 @@
+"""Membership of the cluster: who is alive, in which incarnation, until when.
+
+`PDCoordination` is the pure core (a clock in, replies and a view out); `CoordinationPorts` is its shell on the router's
+loop thread: ROUTER coordination, PUB metadata sync, PULL stats. Only the loop thread calls either.
+
+Invariants: at most one live incarnation of an instance (role, engine_rank), the newest that joined; all live P and D
+have one KV layout; an instance is in the view exactly while its lease runs. A lost instance is reported once through
+`on_lost`, after it left the view. Nothing here knows of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig
+from chitu.errors import BadFrame, ChituError, ConfigError, IncompatibleLayout
+from chitu.messages import (
+    PROTOCOL_VERSION,
+    ClusterView,
+    CoordinationMessage,
+    CoordinationReply,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    Leave,
+    LoadReport,
+    RequestFailed,
+    coordination_codec,
+    encode,
+    stats_codec,
+)
+from chitu.net.aio import FrameReader
+from chitu.net.sockets import bind
+from chitu.types import Role, instance_name
+
+log = logging.getLogger(__name__)
+
+MAX_TICK_GAP_S = 0.5
+"""A longer gap between two ticks is a stall of the router; instances are not blamed for it."""
+
+
+@dataclass(slots=True)
+class _Member:
+    info: InstanceInfo
+    lease_end_s: float
+    identity: bytes
+    """ZMQ identity of the connection that it joined through: where a Drain goes."""
+    load: LoadReport = field(default_factory=LoadReport)
+
+
+@dataclass(slots=True)
+class CoordinationEvents:
+    """Who is told what. `on_lost` runs after the instance left the view, `on_change` after every change of it."""
+
+    on_joined: Callable[[InstanceInfo], None]
+    on_lost: Callable[[InstanceInfo, str], None]
+    on_change: Callable[[ClusterView], None]
+    on_renewed: Callable[[InstanceInfo], None]
+    """A heartbeat of a live incarnation came."""
+
+
+class PDCoordination:
+    def __init__(
+        self, clock: Clock, deadlines: DeadlineConfig, router_incarnation: int, events: CoordinationEvents
+    ) -> None:
+        self._clock = clock
+        self._deadlines = deadlines
+        self._events = events
+        self._members: dict[tuple[Role, int], _Member] = {}
+        self._last_tick_s = clock.monotonic()
+        self.view = ClusterView(router_incarnation, 0, ())
+        self.unknown_heartbeats = 0
+
+    def on_message(self, message: CoordinationMessage, identity: bytes = b"") -> CoordinationReply | None:
+        """One message of an instance; the reply to it, if it has one."""
+        if isinstance(message, Join):
+            try:
+                self._join(message, identity)
+            except ChituError as error:
+                log.warning("refused %s: %s", _name(message.instance), error)
+                return JoinReply(message.instance.incarnation, code=error.code, message=error.message)
+            return JoinReply(message.instance.incarnation, lease_s=self._deadlines.lease_s)
+        member = self._live(message.role, message.engine_rank, message.incarnation)
+        if member is None:
+            return None
+        if isinstance(message, Leave):
+            self._remove(member, f"it left ({message.reason})" if message.reason else "it left")
+        elif not member.info.draining:
+            member.info = msgspec.structs.replace(member.info, draining=True)
+            log.info("%s drains", _name(member.info))
+            self._publish()
+        return None
+
+    def on_heartbeat(self, heartbeat: Heartbeat) -> bool:
+        """Renew a lease. False (and nothing else) for an incarnation that is not a member: it will join again."""
+        member = self._live(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
+        if member is None:
+            self.unknown_heartbeats += 1
+            return False
+        member.lease_end_s = self._clock.monotonic() + self._deadlines.lease_s
+        member.load = heartbeat.load
+        self._events.on_renewed(member.info)
+        return True
+
+    def tick(self) -> None:
+        """End the leases that ran out. At least every `MAX_TICK_GAP_S`."""
+        now_s = self._clock.monotonic()
+        stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
+        if stall_s > MAX_TICK_GAP_S:
+            log.warning("the router stood still for %.1f s; leases are extended by it", stall_s)
+            for member in self._members.values():
+                member.lease_end_s += stall_s
+        for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
+            self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
+
+    def loads(self) -> dict[tuple[Role, int], LoadReport]:
+        """The last report of each member."""
+        return {key: member.load for key, member in self._members.items()}
+
+    def identity_of(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
+        member = self._members.get((role, engine_rank))
+        return (member.identity, member.info) if member is not None else None
+
+    def _live(self, role: Role, engine_rank: int, incarnation: int) -> _Member | None:
+        member = self._members.get((role, engine_rank))
+        return member if member is not None and member.info.incarnation == incarnation else None
+
+    def _join(self, join: Join, identity: bytes) -> None:
+        if join.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"protocol version {join.protocol_version}; this router speaks {PROTOCOL_VERSION}: "
+                "run the same release everywhere"
+            )
+        info = join.instance
+        key = (info.role, info.engine_rank)
+        lease_end_s = self._clock.monotonic() + self._deadlines.lease_s
+        present = self._members.get(key)
+        if present is not None and present.info.incarnation > info.incarnation:
+            raise ConfigError(
+                f"{_name(info)} is a newer process already (incarnation {present.info.incarnation}, pid "
+                f"{present.info.pid}): end one of the two, or give it another rank"
+            )
+        self._require_compatible(info)
+        if present is not None and present.info.incarnation == info.incarnation:
+            present.identity = identity
+            present.lease_end_s = lease_end_s
+            if present.info != info and not present.info.draining:
+                present.info = info
+                self._publish()
+            return
+        if present is not None:
+            self._remove(present, "a newer process took its place")
+        self._members[key] = _Member(info, lease_end_s, identity)
+        log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
+        self._events.on_joined(info)
+        self._publish()
+
+    def _require_compatible(self, info: InstanceInfo) -> None:
+        """IncompatibleLayout where a live P or D could not exchange pages with this one."""
+        for member in self._members.values():
+            other = member.info
+            if (other.role, other.engine_rank) == (info.role, info.engine_rank):
+                continue
+            mine, theirs = info.layout, other.layout
+            if Role.UNIFIED in (info.role, other.role):
+                # A unified instance exchanges no pages; it must serve the same model.
+                mismatches = [m for m in mine.mismatches(theirs) if m.startswith(("model_hash:", "vocab_size:"))]
+            else:
+                mismatches = mine.mismatches(theirs)
+            if mismatches:
+                raise IncompatibleLayout(
+                    f"{_name(info)} does not fit {_name(other)} ({'; '.join(mismatches)}). "
+                    f"{_name(info)}: {_layout_text(mine)}. {_name(other)}: {_layout_text(theirs)}"
+                )
+
+    def _remove(self, member: _Member, reason: str) -> None:
+        del self._members[(member.info.role, member.info.engine_rank)]
+        log.warning("%s is gone: %s", _name(member.info), reason)
+        self._publish()
+        self._events.on_lost(member.info, reason)
+
+    def _publish(self) -> None:
+        instances = tuple(member.info for _, member in sorted(self._members.items()))
+        self.view = ClusterView(self.view.router_incarnation, self.view.version + 1, instances)
+        self._events.on_change(self.view)
+
+
+def _name(info: InstanceInfo) -> str:
+    return instance_name(info.role, info.engine_rank)
+
+
+def _layout_text(layout: KVLayout) -> str:
+    return ", ".join(f"{name}={getattr(layout, name)}" for name in layout.__struct_fields__)
+
+
+class CoordinationPorts:
+    """The three sockets of membership. Binds at construction (port 0: picked by the OS); zmq.ZMQError where it cannot."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        ports: tuple[int, int, int],
+        on_request_failed: Callable[[RequestFailed], None],
+    ) -> None:
+        """`ports`: coordination, metadata sync, stats."""
+        self._on_request_failed = on_request_failed
+        self._core: PDCoordination | None = None
+        self._loop = loop
+        self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0])
+        self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1])
+        self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2])
+        self._readers: list[FrameReader] = []
+
+    def start(self, core: PDCoordination) -> None:
+        """From now on messages reach `core`."""
+        self._core = core
+        self._readers = [
+            FrameReader(self._loop, self._router, self._on_coordination),
+            FrameReader(self._loop, self._stats, self._on_stats),
+        ]
+
+    def publish(self, view: ClusterView) -> None:
+        self._pub.send(encode(view), zmq.NOBLOCK)
+
+    def request_drain(self, role: Role, engine_rank: int) -> bool:
+        """Ask an instance to finish what it runs and take nothing new. False where it is not a member."""
+        found = self._core.identity_of(role, engine_rank) if self._core else None
+        if found is None:
+            return False
+        identity, info = found
+        self._send(identity, Drain(role, engine_rank, info.incarnation))
+        self._readers[0].poke()
+        return True
+
+    @property
+    def bad_messages(self) -> int:
+        return sum(reader.bad_messages for reader in self._readers)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        for socket in (self._router, self._pub, self._stats):
+            socket.close(linger=0)
+
+    def _on_coordination(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise BadFrame(f"a coordination message of {len(frames)} frames; two are expected (identity, payload)")
+        assert self._core is not None
+        reply = self._core.on_message(coordination_codec.decode(frames[1]), frames[0])
+        if reply is not None:
+            self._send(frames[0], reply)
+
+    def _send(self, identity: bytes, reply: CoordinationReply) -> None:
+        try:
+            self._router.send_multipart([identity, encode(reply)], zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("no reply could be queued for a joining instance; it will ask again")
+
+    def _on_stats(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            raise BadFrame(f"a stats message of {len(frames)} frames; one is expected")
+        assert self._core is not None
+        message = stats_codec.decode(frames[0])
+        if isinstance(message, Heartbeat):
+            self._core.on_heartbeat(message)
+        else:
+            self._on_request_failed(message)
