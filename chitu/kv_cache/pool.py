@@ -16,16 +16,12 @@ import os
 import torch
 
 from chitu.errors import ConfigError
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
+from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.messages import KVLayout
 
-AUX_HEADER_BYTES = 64
 ALIGNMENT_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def aux_row_bytes(vocab_size: int) -> int:
-    """Header plus one float32 per vocabulary entry, in whole cache lines."""
-    return AUX_HEADER_BYTES + (4 * vocab_size + 63) // 64 * 64
 
 
 def page_bytes(layout: KVLayout) -> int:

@@ -1,0 +1,135 @@
+"""Page lists x regions -> the fewest copies. Pure integers; called by transfer threads and by tests.
+
+A *run* is a stretch of the page lists where both the source and the destination pages follow each other, so it is one
+copy per region. Every index is range checked here, on both sides, because it becomes an address next: an own page that
+is out of range is a bug (`TransferFailed`), a peer's page is a bad message of that peer (`BadFrame`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chitu.errors import BadFrame, ProtocolError, TransferFailed
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.transport import CopyList
+
+Int64s = NDArray[np.int64]
+
+
+def layer_regions(layers: range) -> range:
+    """Regions of these (consecutive) layers: K and V of each."""
+    if layers.step != 1:
+        raise ValueError(f"layers {layers} are not consecutive")
+    return range(2 * layers.start, 2 * layers.stop)
+
+
+def plan_page_copies(
+    src: PagedMemory, dst: PagedMemory, src_pages: Sequence[int], dst_pages: Sequence[int], layers: range
+) -> CopyList:
+    """Copies that bring `src_pages[i]` to `dst_pages[i]` for K and V of `layers`, region by region.
+
+    Raises TransferFailed where our side is out of range or the memories do not match, BadFrame where the peer's is.
+    """
+    if len(src_pages) != len(dst_pages):
+        raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
+    if src.page_bytes != dst.page_bytes:
+        raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
+    regions = layer_regions(layers)
+    if regions.start < 0 or regions.stop > min(len(src.region_bases), len(dst.region_bases)):
+        raise TransferFailed(
+            f"layers {layers.start} to {layers.stop - 1} of memories with {len(src.region_bases) // 2}"
+            f" and {len(dst.region_bases) // 2} layers"
+        )
+    if not len(src_pages) or not regions:
+        return CopyList((), (), ())
+    src_P = _checked_pages(src_pages, src.num_pages, "source", TransferFailed)
+    dst_P = _checked_pages(dst_pages, dst.num_pages, "destination", BadFrame)
+    starts, run_pages = merge_runs(src_P, dst_P)
+    src_R = np.asarray(src.region_bases[regions.start : regions.stop], dtype=np.int64)
+    dst_R = np.asarray(dst.region_bases[regions.start : regions.stop], dtype=np.int64)
+    return CopyList(
+        _as_array(np.add.outer(src_R, src_P[starts] * src.page_bytes)),
+        _as_array(np.add.outer(dst_R, dst_P[starts] * dst.page_bytes)),
+        _as_array(np.tile(run_pages * src.page_bytes, len(regions))),
+    )
+
+
+def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s]:
+    """`(starts, lengths)` of the longest runs that are contiguous in both lists, in list order."""
+    breaks_P = (np.diff(src_pages_P) != 1) | (np.diff(dst_pages_P) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(breaks_P) + 1)).astype(np.int64)
+    return starts, np.diff(np.append(starts, len(src_pages_P))).astype(np.int64)
+
+
+def plan_aux_copy(src: PagedMemory, dst: PagedMemory, src_slot: int, dst_slot: int) -> CopyList:
+    """The one copy that brings aux row `src_slot` to `dst_slot`. Errors as in `plan_page_copies`."""
+    if src.aux_row_bytes != dst.aux_row_bytes:
+        raise TransferFailed(f"aux rows of {src.aux_row_bytes} bytes here and {dst.aux_row_bytes} bytes there")
+    if not 0 <= src_slot < src.num_aux_slots:
+        raise TransferFailed(f"source aux slot {src_slot} of {src.num_aux_slots}")
+    if not 0 <= dst_slot < dst.num_aux_slots:
+        raise BadFrame(f"destination aux slot {dst_slot} of {dst.num_aux_slots}")
+    return CopyList(
+        (src.aux_base + src_slot * src.aux_row_bytes,),
+        (dst.aux_base + dst_slot * dst.aux_row_bytes,),
+        (src.aux_row_bytes,),
+    )
+
+
+def join(*parts: CopyList) -> CopyList:
+    """The copies of all parts, in order, as one list."""
+    src, dst, length = array("q"), array("q"), array("q")
+    for part in parts:
+        src.extend(part.src)
+        dst.extend(part.dst)
+        length.extend(part.length)
+    return CopyList(src, dst, length)
+
+
+def check_copies(copies: CopyList, src: PagedMemory, dst: PagedMemory) -> None:
+    """Every copy lies inside both arenas, whoever made the list; TransferFailed names the first that does not."""
+    if not len(copies.src) == len(copies.dst) == len(copies.length):
+        raise TransferFailed(
+            f"a copy list of {len(copies.src)} sources, {len(copies.dst)} destinations, {len(copies.length)} lengths"
+        )
+    length_N = np.asarray(copies.length, dtype=np.int64)
+    for side, addresses, memory in (("source", copies.src, src), ("destination", copies.dst, dst)):
+        outside = first_outside(np.asarray(addresses, dtype=np.int64), length_N, memory.arena_base, memory.arena_bytes)
+        if outside >= 0:
+            raise TransferFailed(
+                f"copy {outside}: {side} {addresses[outside]:#x} + {copies.length[outside]} bytes is outside the arena"
+                f" ({memory.arena_bytes} bytes at {memory.arena_base:#x})"
+            )
+
+
+def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -> int:
+    """Index of the first span that is not inside `[base, base + nbytes)`, or -1."""
+    start_N = address_N - base
+    bad_N = (start_N < 0) | (length_N < 0) | (length_N > nbytes) | (start_N > nbytes - length_N)
+    return int(np.argmax(bad_N)) if bad_N.any() else -1
+
+
+def _checked_pages(
+    pages: Sequence[int], num_pages: int, side: str, error: type[TransferFailed] | type[ProtocolError]
+) -> Int64s:
+    try:
+        pages_P = np.asarray(pages, dtype=np.int64)
+    except (OverflowError, ValueError, TypeError) as cause:
+        raise error(f"{side} pages are no page indices: {cause}") from cause
+    low, high = int(pages_P.min()), int(pages_P.max())
+    if low < 0 or high >= num_pages:
+        raise error(f"{side} page {low if low < 0 else high} of {num_pages}")
+    if len(pages_P) > 1 and np.bincount(pages_P - low).max() > 1:
+        raise error(f"{side} page {low + int(np.bincount(pages_P - low).argmax())} is listed twice")
+    return pages_P
+
+
+def _as_array(values: Int64s) -> array[int]:
+    """int64 as a compact sequence of Python ints that numpy reads back without a copy."""
+    packed: array[int] = array("q")
+    packed.frombytes(values.tobytes())
+    return packed
