@@ -1,0 +1,143 @@
+"""Slots: what the executor keeps of each sequence between steps, and the batch that a plan makes of them.
+
+Device tensors hold token ids and page tables; lengths are host integers, known without asking the device, since every
+sampled row adds exactly one token. Owned by `ModelRunner`, step thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chitu.engine.executor import Admit, PrefillChunk
+from chitu.errors import Internal
+from chitu.messages import unpack_i32
+from chitu.ops.interface import Batch, Span
+
+
+@dataclass(slots=True)
+class SlotState:
+    """Host side of a slot."""
+
+    num_tokens: int
+    """Prompt and output tokens known so far."""
+    kv_len: int
+    """Tokens whose K and V are in the pages."""
+    num_pages: int
+    samples: bool
+    """Admitted with sampling parameters."""
+
+
+class SlotTable:
+    """`num_slots` sequences of at most `max_model_len` tokens in pages of `page_size`."""
+
+    def __init__(
+        self, num_slots: int, max_model_len: int, page_size: int, num_pages: int, device: torch.device
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.page_size = page_size
+        self._num_pages = num_pages
+        self._device = device
+        max_pages = (max_model_len + page_size - 1) // page_size
+        self.token_ids = torch.zeros(num_slots, max_model_len, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
+        self._sequences: list[SlotState | None] = [None] * num_slots
+
+    def __getitem__(self, slot: int) -> SlotState:
+        sequence = self._sequences[slot] if 0 <= slot < len(self._sequences) else None
+        if sequence is None:
+            raise Internal(f"slot {slot} holds no sequence")
+        return sequence
+
+    def admit(self, admit: Admit) -> torch.Tensor:
+        """Fill a free slot; returns its token ids (int64, host)."""
+        if not 0 <= admit.slot < len(self._sequences) or self._sequences[admit.slot] is not None:
+            raise Internal(f"slot {admit.slot} is not free")
+        tokens = torch.tensor(unpack_i32(admit.token_ids), dtype=torch.int64)
+        if not 0 < len(tokens) <= self.max_model_len:
+            raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
+        self._sequences[admit.slot] = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
+        self.token_ids[admit.slot, : len(tokens)] = tokens.to(self._device)
+        self.append_pages(admit.slot, admit.pages)
+        return tokens
+
+    def release(self, slot: int) -> SlotState:
+        sequence = self[slot]
+        self._sequences[slot] = None
+        return sequence
+
+    def append_pages(self, slot: int, pages: Sequence[int]) -> None:
+        sequence = self[slot]
+        end = sequence.num_pages + len(pages)
+        if end > self.page_table.shape[1] or any(not 0 <= page < self._num_pages for page in pages):
+            raise Internal(f"slot {slot}: pages {list(pages)} after {sequence.num_pages} do not fit")
+        if pages:
+            new = torch.tensor(pages, dtype=torch.int64).to(self._device)
+            self.page_table[slot, sequence.num_pages : end] = new
+        sequence.num_pages = end
+
+    def pages_of(self, slot: int, num_tokens: int) -> torch.Tensor:
+        """Pages (int64, device) that hold the first `num_tokens` of a slot."""
+        count = (num_tokens + self.page_size - 1) // self.page_size
+        if count > self[slot].num_pages:
+            raise Internal(f"slot {slot}: {num_tokens} tokens need {count} pages, it has {self[slot].num_pages}")
+        return self.page_table[slot, :count]
+
+    def append_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        """Sampled tokens `[len(slots)]` (device) become the newest of their slots."""
+        positions = []
+        for slot in slots:
+            sequence = self[slot]
+            positions.append(sequence.num_tokens)
+            # The last token of a full slot is emitted but never fed back, so it needs no place.
+            sequence.num_tokens += 1
+        if max(positions) < self.max_model_len:
+            where = torch.tensor([list(slots), positions]).to(self._device)
+            self.token_ids[where[0], where[1]] = tokens
+            return
+        fits = [i for i, position in enumerate(positions) if position < self.max_model_len]
+        if fits:
+            where = torch.tensor([[slots[i] for i in fits], [positions[i] for i in fits]]).to(self._device)
+            self.token_ids[where[0], where[1]] = tokens[torch.tensor(fits).to(self._device)]
+
+    def build(self, prefill: Sequence[PrefillChunk], decode: Sequence[int]) -> tuple[Batch, torch.Tensor]:
+        """Rows of a forward and their token ids `[T]`; advances `kv_len` of every sequence in it."""
+        slots: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        for chunk in prefill:
+            sequence, end = self[chunk.slot], chunk.start + chunk.length
+            if chunk.length < 1 or chunk.start != sequence.kv_len or end > sequence.num_tokens:
+                raise Internal(
+                    f"chunk {chunk} does not follow kv_len {sequence.kv_len} of {sequence.num_tokens} tokens"
+                )
+            self._advance(chunk.slot, sequence, end)
+            spans.append(Span(len(slots), chunk.length, chunk.slot, chunk.start))
+            slots.extend([chunk.slot] * chunk.length)
+            positions.extend(range(chunk.start, end))
+        decode_row = len(slots)
+        for slot in decode:
+            sequence = self[slot]
+            if sequence.kv_len != sequence.num_tokens - 1:
+                raise Internal(f"slot {slot}: decode with kv_len {sequence.kv_len} of {sequence.num_tokens} tokens")
+            slots.append(slot)
+            positions.append(sequence.kv_len)
+            self._advance(slot, sequence, sequence.kv_len + 1)
+        rows = torch.tensor([slots, positions], dtype=torch.int64).to(self._device, non_blocking=True)
+        batch = Batch(
+            slots_T=rows[0],
+            positions_T=rows[1],
+            page_table=self.page_table,
+            spans=tuple(spans),
+            decode_row=decode_row,
+            decode_slots=tuple(decode),
+            max_decode_len=max(positions[decode_row:], default=-1) + 1,
+        )
+        return batch, self.token_ids[rows[0], rows[1]]
+
+    def _advance(self, slot: int, sequence: SlotState, kv_len: int) -> None:
+        if kv_len > self.max_model_len or kv_len > sequence.num_pages * self.page_size:
+            raise Internal(f"slot {slot}: {kv_len} tokens do not fit into {sequence.num_pages} pages")
+        sequence.kv_len = kv_len

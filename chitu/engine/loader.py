@@ -1,0 +1,55 @@
+"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before any socket opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from chitu.errors import ConfigError
+from chitu.layers.decoder import DecoderModel
+from chitu.models.common import build_decoder
+from chitu.models.config import ModelSpec, read_model_spec
+from chitu.models.registry import traits_of
+from chitu.models.weights import WeightSource
+from chitu.ops.interface import Ops
+from chitu.ops.select import select_ops
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:
+    """`auto` is float32 on CPU and the checkpoint's own elsewhere. ConfigError for float16 on CPU."""
+    resolved = dtype
+    if dtype == "auto":
+        resolved = "float32" if device.type == "cpu" else spec.dtype
+    if resolved not in TORCH_DTYPES:
+        raise ConfigError(f"model.dtype: {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}")
+    if resolved == "float16" and device.type == "cpu":
+        raise ConfigError("model.dtype: float16 needs a CUDA device; use float32 or bfloat16 on CPU")
+    return resolved
+
+
+def load_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+) -> DecoderModel:
+    """Read the weights of a checkpoint folder.
+
+    `progress(bytes_done, bytes_total)` is called after every tensor. `max_model_len` caps the rotary table (and lets a
+    sliding window at least that long pass). `ops` unset: the fastest implementation for this device and dtype. Raises
+    ConfigError (UnsupportedModel) for a folder that we cannot serve, before reading weights where that is possible.
+    """
+    spec = read_model_spec(path, max_model_len)
+    traits = traits_of(spec)
+    target = torch.device(device)
+    torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
+    chosen = ops if ops is not None else select_ops(target, torch_dtype)
+    positions = min(spec.max_position_embeddings, max_model_len or spec.max_position_embeddings)
+    with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress) as weights:
+        return build_decoder(spec, traits, weights, chosen, target, positions)

@@ -1,0 +1,190 @@
+"""The executor that computes: a `StepPlan` in, sampled tokens out (see `executor.py`, whose order and words are binding).
+
+Owns the slots, the model and the use of the pool's pages. The pages are the only store of K and V: a transfer writes
+into them behind this module's back. Called by the step thread alone; one wait for the device per step, at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from chitu.engine.batch import SlotTable
+from chitu.engine.executor import Admit, ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.warmup import run_warmup
+from chitu.errors import ConfigError, Internal
+from chitu.kv_cache.pool import KVPool
+from chitu.layers.decoder import DecoderModel
+from chitu.messages import SamplingParams
+from chitu.models.config import ModelSpec
+
+
+class TokenSampler(Protocol):
+    """What this module asks of a sampler (`engine/sampler.py`)."""
+
+    def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        """float32 `[R, V]` -> int64 `[R]` on the same device."""
+        ...
+
+
+class ModelRunner:
+    """Implements `Executor` on one device.
+
+    `max_model_len`: tokens (prompt plus output) that a slot can hold; at most what the model's rotary table covers.
+    `sampler`: None on P, where no plan samples.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: DecoderModel,
+        pool: KVPool,
+        num_slots: int,
+        max_model_len: int,
+        sampler: TokenSampler | None,
+    ) -> None:
+        covered = model.rotary.cos.shape[0]
+        if max_model_len > covered:
+            raise ConfigError(f"model.max_model_len: {max_model_len} tokens, the model was loaded for {covered}")
+        if (pool.layout.num_layers, pool.layout.head_dim) != (spec.num_layers, spec.head_dim):
+            raise Internal("the KV pool was made for another model")
+        self._spec = spec
+        self._model = model
+        self._pool = pool
+        self._sampler = sampler
+        self._device = pool.device
+        self._slots = SlotTable(num_slots, max_model_len, pool.layout.page_size, pool.num_pages, pool.device)
+        self._saved: dict[int, tuple[int, torch.Tensor]] = {}
+        self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        with torch.inference_mode():
+            return self._execute(plan, on_layer)
+
+    def warmup(self) -> None:
+        run_warmup(self, self._pool.num_pages, self._pool.layout.page_size, samples=self._sampler is not None)
+
+    def close(self) -> None:
+        """Drop saved copies; the pool belongs to the service."""
+        self._saved.clear()
+
+    # ------------------------------------------------------------------------------------------------ the step, in order
+
+    def _execute(self, plan: StepPlan, on_layer: LayerCallback | None) -> StepResult:
+        for offload in plan.offload:
+            self._offload(offload.slot, offload.key)
+        for slot in plan.release:
+            self._release(slot)
+        for key in plan.drop:
+            self._saved.pop(key, None)
+        for admit in plan.admit:
+            self._admit(admit)
+        for append in plan.append:
+            self._slots.append_pages(append.slot, append.pages)
+        for restore in plan.restore:
+            self._restore(restore.slot, restore.key)
+
+        slots: list[int] = []
+        tokens: list[torch.Tensor] = []
+        if plan.first_tokens:
+            first_slots = [first.slot for first in plan.first_tokens]
+            logits = self._pool.aux_logits[[first.aux_slot for first in plan.first_tokens]]
+            tokens.append(self._sample(logits, first_slots))
+            slots.extend(first_slots)
+        if plan.prefill or plan.decode:
+            forward_slots = [chunk.slot for chunk in plan.prefill if chunk.sample] + list(plan.decode)
+            sampled = self._forward(plan, forward_slots, on_layer)
+            if sampled is not None:
+                tokens.append(sampled)
+                slots.extend(forward_slots)
+        if not tokens:
+            return StepResult([], [])
+        return StepResult(slots, (tokens[0] if len(tokens) == 1 else torch.cat(tokens)).tolist())
+
+    def _forward(self, plan: StepPlan, sample_slots: list[int], on_layer: LayerCallback | None) -> torch.Tensor | None:
+        """Compute chunks and decodes; logits only of rows that someone reads. Sampled tokens, or None."""
+        batch, token_ids_T = self._slots.build(plan.prefill, plan.decode)
+        callback = self._visible(on_layer) if plan.prefill else None
+        hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
+        ends = [(chunk, span.row + span.length - 1) for chunk, span in zip(plan.prefill, batch.spans, strict=True)]
+        wanted = [(chunk, row) for chunk, row in ends if chunk.sample or chunk.aux_slot >= 0]
+        decode_rows = range(batch.decode_row, batch.decode_row + len(plan.decode))
+        rows = [row for _, row in wanted] + list(decode_rows)
+        if not rows:
+            return None
+        if len(rows) < hidden_TD.shape[0]:
+            hidden_TD = hidden_TD[rows]
+        logits_RV = self._model.logits(hidden_TD)
+        for index, (chunk, _) in enumerate(wanted):
+            if chunk.aux_slot >= 0:
+                self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
+        if not sample_slots:
+            self._synchronize()  # the aux rows are read by a transfer as soon as the step returns
+            return None
+        picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
+        return self._sample(logits_RV if len(picked) == len(rows) else logits_RV[picked], sample_slots)
+
+    def _sample(self, logits_RV: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        if self._sampler is None or not all(self._slots[slot].samples for slot in slots):
+            raise Internal(f"slots {slots}: a plan samples a sequence that was admitted without sampling parameters")
+        tokens = self._sampler.sample(logits_RV, slots)
+        self._slots.append_tokens(slots, tokens)
+        return tokens
+
+    # ---------------------------------------------------------------------------------------------------- slots and pages
+
+    def _admit(self, admit: Admit) -> None:
+        token_ids = self._slots.admit(admit)
+        if admit.sampling is not None:
+            if self._sampler is None:
+                raise Internal("this executor has no sampler")
+            self._sampler.admit(admit.slot, token_ids, admit.prompt_len, admit.sampling)
+
+    def _release(self, slot: int) -> None:
+        if self._slots.release(slot).samples and self._sampler is not None:
+            self._sampler.release(slot)
+
+    def _offload(self, slot: int, key: int) -> None:
+        if key in self._saved:
+            raise Internal(f"key {key} holds a saved sequence already")
+        kv_len = self._slots[slot].kv_len
+        pages = self._slots.pages_of(slot, kv_len)
+        regions = [region[pages] for pair in zip(self._pool.k, self._pool.v, strict=True) for region in pair]
+        self._saved[key] = kv_len, torch.stack(regions).cpu()
+        self._release(slot)
+
+    def _restore(self, slot: int, key: int) -> None:
+        if key not in self._saved:
+            raise Internal(f"key {key} holds no saved sequence")
+        kv_len, saved = self._saved.pop(key)
+        if kv_len != self._slots[slot].kv_len:
+            raise Internal(f"slot {slot}: admitted with kv_len {self._slots[slot].kv_len}, {kv_len} tokens were saved")
+        pages = self._slots.pages_of(slot, kv_len)
+        on_device = saved.to(self._device, non_blocking=True)
+        for layer in range(self._spec.num_layers):
+            self._pool.k[layer][pages] = on_device[2 * layer]
+            self._pool.v[layer][pages] = on_device[2 * layer + 1]
+
+    def _visible(self, on_layer: LayerCallback | None) -> LayerCallback | None:
+        """On a device with its own queue, the callback must not run ahead of the writes it speaks of."""
+        if on_layer is None or self._device.type == "cpu":
+            return on_layer
+
+        def after_the_writes(layer: int) -> None:
+            self._synchronize()
+            on_layer(layer)
+
+        return after_the_writes
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

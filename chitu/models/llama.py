@@ -1,0 +1,11 @@
+"""Llama 2 and 3, and Mistral without a sliding window: no norms on heads, biases only where the config says so."""
+
+from __future__ import annotations
+
+from chitu.models.common import Traits
+from chitu.models.config import ModelSpec
+
+
+def traits(spec: ModelSpec) -> Traits:
+    """`attention_bias` puts a bias on all four projections."""
+    return Traits(qkv_bias=spec.attention_bias, output_bias=spec.attention_bias)

@@ -1,0 +1,10 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection, whatever the config says."""
+
+from __future__ import annotations
+
+from chitu.models.common import Traits
+from chitu.models.config import ModelSpec
+
+
+def traits(spec: ModelSpec) -> Traits:
+    return Traits(qkv_bias=True)

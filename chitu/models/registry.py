@@ -1,0 +1,24 @@
+"""Architecture name -> what sets its family apart. A new family is one file and one line here and in `config.FAMILIES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chitu.errors import UnsupportedModel
+from chitu.models import llama, qwen2, qwen3
+from chitu.models.common import Traits
+from chitu.models.config import ModelSpec
+
+_FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
+    "llama": llama.traits,
+    "qwen2": qwen2.traits,
+    "qwen3": qwen3.traits,
+}
+
+
+def traits_of(spec: ModelSpec) -> Traits:
+    """UnsupportedModel for a family without code."""
+    try:
+        return _FAMILY_TRAITS[spec.family](spec)
+    except KeyError as error:
+        raise UnsupportedModel(f"architecture {spec.architecture!r} is not supported") from error

@@ -1,0 +1,121 @@
+"""What a model asks of the device: a handful of operations over flattened tokens, and the batch they work on.
+
+A step's tokens, of all prefill chunks and all decoding sequences, are one list of T rows. Row t belongs to the sequence
+in slot `slots_T[t]`, stands at position `positions_T[t]`, and attends to the positions 0 up to its own, through the
+slot's page table. Prefill (later chunks see earlier ones), decode and any mix of the two are this one rule.
+
+Implementations: `reference.py` (the twin that says what is right), `torch_ops.py` (any device, any dtype), `native.py`
+(CPU, float32, own kernels). Called by the step thread alone.
+
+Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S tokens a page, I MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` consecutive rows from `row` on, of one slot, at positions `start`, `start + 1`, ..."""
+
+    row: int
+    length: int
+    slot: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of one forward: first the prefill spans, then one row per decoding sequence."""
+
+    slots_T: torch.Tensor
+    """int64 on the device."""
+    positions_T: torch.Tensor
+    """int64 on the device."""
+    page_table: torch.Tensor
+    """int64 `[num_slots, max_pages]` on the device: page of positions `[i * S, (i + 1) * S)` of a slot."""
+    spans: tuple[Span, ...]
+    decode_row: int
+    """First row of the decoding sequences; T where there is none."""
+    decode_slots: tuple[int, ...]
+    max_decode_len: int
+    """The longest KV length, new token included, of the decoding sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin `[max_positions, N / 2]`, float32, for the half-split rotation of Llama."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """Heads of an attention layer and the per-head norms of Qwen3 (None elsewhere)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    q_norm_N: torch.Tensor | None = None
+    k_norm_N: torch.Tensor | None = None
+
+
+class LinearWeight(Protocol):
+    """A weight `[out, in]` and its bias, in whatever form the implementation wants."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+
+class Ops(Protocol):
+    """Results are new tensors unless said otherwise; they may be reused by the next call of the same operation."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        """Bring a `[out, in]` weight into the form that `linear` wants; the argument may be dropped afterwards."""
+        ...
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """`x W^T + b`."""
+        ...
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        """`residual += x W^T + b`, in place; returns residual."""
+        ...
+
+    def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """`silu(gate) * up` `[T, I]` of a fused weight `[2 I, D]`, gate rows first."""
+        ...
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last dimension; statistics in float32."""
+        ...
+
+    def rope_append(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norm and rotate q and k of `[T, (H + 2 K) N]`, write k and v into the pages; returns q `[T, H, N]`."""
+        ...
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention of every row over its slot's pages; `[T, H N]`."""
+        ...

@@ -1,0 +1,86 @@
+"""The reference twin: every operation in plain torch, written to be read and believed, in float32 throughout.
+
+Faster implementations are tested against it. Slow: one row at a time where that is clearest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.torch_ops import PlainWeight, plain
+
+
+def rotate(x_THN: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding with the first and second half of a head as the two coordinates."""
+    first, second = x_THN.chunk(2, dim=-1)
+    cos, sin = cos_TN.unsqueeze(1), sin_TN.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class ReferenceOps:
+    """Implements `Ops`."""
+
+    name = "reference"
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight, bias)
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        w = plain(weight)
+        y = x_TI.float() @ w.weight.float().T
+        return (y if w.bias is None else y + w.bias.float()).to(x_TI.dtype)
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        return residual_TD.add_(self.linear(x_TI, weight))
+
+    def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        gate, up = self.linear(x_TD, weight).float().chunk(2, dim=-1)
+        return (gate * torch.sigmoid(gate) * up).to(x_TD.dtype)
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x_TD.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return weight_D * x.to(x_TD.dtype)
+
+    def rope_append(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+    ) -> torch.Tensor:
+        num_rows = qkv_TC.shape[0]
+        kv = heads.num_kv_heads
+        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split((heads.num_heads, kv, kv), dim=1)
+        if heads.q_norm_N is not None:
+            q = self.rms_norm(q, heads.q_norm_N, heads.eps)
+        if heads.k_norm_N is not None:
+            k = self.rms_norm(k, heads.k_norm_N, heads.eps)
+        cos, sin = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T]
+        q, k = rotate(q.float(), cos, sin).to(q.dtype), rotate(k.float(), cos, sin).to(k.dtype)
+        page_size = k_PKSN.shape[2]
+        for row in range(num_rows):
+            slot, position = int(batch.slots_T[row]), int(batch.positions_T[row])
+            page = int(batch.page_table[slot, position // page_size])
+            k_PKSN[page, :, position % page_size] = k[row]
+            v_PKSN[page, :, position % page_size] = v[row]
+        return q
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows, page_size = q_THN.shape[0], k_PKSN.shape[2]
+        group = heads.num_heads // heads.num_kv_heads
+        out = torch.empty_like(q_THN)
+        for row in range(num_rows):
+            slot, length = int(batch.slots_T[row]), int(batch.positions_T[row]) + 1
+            pages = batch.page_table[slot, : (length + page_size - 1) // page_size]
+            k_KLN = k_PKSN[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+            v_KLN = v_PKSN[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+            q_KGN = q_THN[row].float().view(heads.num_kv_heads, group, heads.head_dim)
+            scores = (q_KGN @ k_KLN.transpose(1, 2)) * heads.head_dim**-0.5
+            out[row] = (scores.softmax(-1) @ v_KLN).view(heads.num_heads, heads.head_dim).to(out.dtype)
+        return out.view(num_rows, -1)

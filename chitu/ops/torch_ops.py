@@ -1,0 +1,140 @@
+"""The operations in torch calls: any device, any dtype. Few calls per layer, nothing that waits for the device.
+
+Prefill rows attend span by span (`scaled_dot_product_attention`); decoding rows are gathered, padded to the longest and
+done in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """`[out, in]` as the checkpoint has it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+
+def plain(weight: LinearWeight) -> PlainWeight:
+    """The weight as this module's `prepare` made it; TypeError where another implementation made it."""
+    if not isinstance(weight, PlainWeight):
+        raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
+    return weight
+
+
+class TorchOps:
+    """Implements `Ops`."""
+
+    name = "torch"
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight, bias)
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        w = plain(weight)
+        return F.linear(x_TI, w.weight, w.bias)
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        return residual_TD.add_(self.linear(x_TI, weight))
+
+    def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        gate, up = self.linear(x_TD, weight).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
+
+    def rope_append(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+    ) -> torch.Tensor:
+        num_rows, kv, page_size = qkv_TC.shape[0], heads.num_kv_heads, k_PKSN.shape[2]
+        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split((heads.num_heads, kv, kv), dim=1)
+        if heads.q_norm_N is not None:
+            q = self.rms_norm(q, heads.q_norm_N, heads.eps)
+        if heads.k_norm_N is not None:
+            k = self.rms_norm(k, heads.k_norm_N, heads.eps)
+        positions = batch.positions_T
+        cos, sin = rotary.cos[positions].unsqueeze(1), rotary.sin[positions].unsqueeze(1)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        pages, offsets = batch.page_table[batch.slots_T, positions // page_size], positions % page_size
+        k_PKSN[pages, :, offsets] = k
+        v_PKSN[pages, :, offsets] = v
+        return q
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        out_THN = torch.empty_like(q_THN)
+        for span in batch.spans:
+            rows = slice(span.row, span.row + span.length)
+            end = span.start + span.length
+            k_KLN, v_KLN = (_gather(x, batch.page_table[span.slot], end) for x in (k_PKSN, v_PKSN))
+            out_THN[rows] = _causal(q_THN[rows], k_KLN, v_KLN, span.start)
+        if batch.decode_slots:
+            out_THN[batch.decode_row :] = self._decode(q_THN[batch.decode_row :], heads, batch, k_PKSN, v_PKSN)
+        return out_THN.view(q_THN.shape[0], -1)
+
+    def _decode(
+        self, q_BHN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        page_size, length = k_PKSN.shape[2], batch.max_decode_len
+        num_pages = (length + page_size - 1) // page_size
+        pages_BP = batch.page_table[batch.slots_T[batch.decode_row :], :num_pages]
+        k, v = (x[pages_BP].transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSN))
+        columns = torch.arange(num_pages * page_size, device=q_BHN.device)
+        visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
+        # Columns past a sequence's end lie in pages of others, where anything may be; a NaN would survive the mask.
+        hidden = ~visible[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        group = heads.num_heads // heads.num_kv_heads
+        q = q_BHN.unflatten(1, (heads.num_kv_heads, group))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None]).flatten(1, 2)
+
+
+def _rotate(x_THN: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x_THN.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THN.dtype)
+
+
+def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` tokens of a page list as `[K, length, N]`."""
+    page_size = x_PKSN.shape[2]
+    return x_PKSN[pages[: (length + page_size - 1) // page_size]].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMN: torch.Tensor, start: int) -> torch.Tensor:
+    """Rows at positions start, start + 1, ... over the keys 0 .. M - 1; `[L, H, N]`."""
+    q_HLN, length = q_LHN.transpose(0, 1), q_LHN.shape[0]
+    mask = None
+    if start and length > 1:
+        mask = torch.ones(length, start + length, dtype=torch.bool, device=q_LHN.device).tril_(start)
+    out = F.scaled_dot_product_attention(
+        q_HLN.unsqueeze(0),
+        k_KMN.unsqueeze(0),
+        v_KMN.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None and length > 1,
+        enable_gqa=q_HLN.shape[0] != k_KMN.shape[0],
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,172 @@
+"""Tiny random checkpoints of every family, written by `transformers`, and a driver that runs plans like a scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.engine.loader import load_model
+from chitu.engine.model_runner import ModelRunner
+from chitu.kv_cache.pool import KVPool
+from chitu.messages import KVLayout, SamplingParams, pack_i32
+from chitu.models.config import model_hash, read_model_spec
+from chitu.ops.interface import Ops
+
+PAGE_SIZE = 16
+VOCAB_SIZE = 500
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+def write_checkpoint(folder: Path, family: str, **save: Any) -> transformers.PreTrainedModel:
+    """A random float32 model of 3 layers; biases and norms are random too, so that forgetting one shows."""
+    prefix, extra = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{"head_dim": 16, **extra},
+    )
+    torch.manual_seed(sum(family.encode()))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+            else:
+                parameter.normal_(0, 0.12)
+    model.generation_config.eos_token_id = [2, 3]
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def expected_tokens(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by `transformers`, eos ignored."""
+    with torch.inference_mode():
+        out = model(torch.tensor([prompt]), use_cache=True)
+        tokens = [int(out.logits[0, -1].argmax())]
+        while len(tokens) < count:
+            out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+            tokens.append(int(out.logits[0, -1].argmax()))
+    return tokens
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(1000 * seed + length)
+    return [source.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+class GreedySampler:
+    """argmax, and a record of who is admitted: these tests are about logits, not about sampling."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[int, tuple[list[int], int]] = {}
+
+    def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None:
+        assert slot not in self.admitted
+        self.admitted[slot] = token_ids.tolist(), prompt_len
+
+    def release(self, slot: int) -> None:
+        del self.admitted[slot]
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        assert logits.dtype == torch.float32
+        assert all(slot in self.admitted for slot in slots)
+        return logits.argmax(-1)
+
+
+class Engine:
+    """A `ModelRunner` with page bookkeeping: pages are handed out in random order."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_pages: int = 256,
+        num_slots: int = 8,
+        max_model_len: int = 1024,
+        dtype: str = "float32",
+        ops: Ops | None = None,
+        sampling: bool = True,
+        device: str = "cpu",
+    ) -> None:
+        self.spec = read_model_spec(path)
+        model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
+        layout = KVLayout(
+            model_hash=model_hash(path),
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            page_size=PAGE_SIZE,
+            dtype=dtype,
+            vocab_size=self.spec.vocab_size,
+        )
+        self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device)
+        self.runner = ModelRunner(
+            self.spec, model, self.pool, num_slots, max_model_len, GreedySampler() if sampling else None
+        )
+        self._free = list(range(num_pages))
+        random.Random(7).shuffle(self._free)
+
+    def pages(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._free.pop() for _ in range((num_tokens + PAGE_SIZE - 1) // PAGE_SIZE))
+
+    def admit(self, slot: int, tokens: list[int], total: int, **fields: Any) -> Admit:
+        """Room for `total` tokens at once."""
+        sampling = fields.pop("sampling", GREEDY)
+        prompt_len = fields.pop("prompt_len", len(tokens))
+        return Admit(slot, pack_i32(tokens), prompt_len, fields.pop("kv_len", 0), self.pages(total), sampling)
+
+
+def chunks_of(slot: int, length: int, size: int, **last: Any) -> Iterable[PrefillChunk]:
+    """A prompt as chunks of at most `size`; `last` marks the final one."""
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        yield PrefillChunk(slot, start, end - start, **(last if end == length else {}))
+
+
+def generate(engine: Engine, prompts: list[list[int]], count: int, chunk_size: int = 37) -> list[list[int]]:
+    """All prompts at once: in every step each sequence takes its next chunk or its next decode step."""
+    outputs: list[list[int]] = [[] for _ in prompts]
+    pending = {slot: list(chunks_of(slot, len(prompt), chunk_size, sample=True)) for slot, prompt in enumerate(prompts)}
+    admit = [engine.admit(slot, prompt, len(prompt) + count) for slot, prompt in enumerate(prompts)]
+    while any(len(output) < count for output in outputs):
+        plan = StepPlan(
+            admit=admit,
+            prefill=[chunks.pop(0) for chunks in pending.values() if chunks],
+            decode=[slot for slot, output in enumerate(outputs) if 0 < len(output) < count],
+        )
+        admit = []
+        result = engine.runner.execute(plan)
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            outputs[slot].append(token)
+    engine.runner.execute(StepPlan(release=list(range(len(prompts)))))
+    return outputs
