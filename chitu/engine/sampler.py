@@ -1,0 +1,333 @@
+"""Logits to tokens, batched on the device. Owns what each slot's sampling depends on; called by the step thread.
+
+Order of operations of a row: repetition, frequency and presence penalty; logit bias; eos and stop ids masked until
+min_tokens; then argmax (temperature 0), or temperature, min-p, top-k, top-p and one draw. The draw depends on the seed
+and the number of tokens emitted so far alone: the same request gets the same tokens in any batch, before and after a
+retraction (`admit` with the emitted tokens takes up where it stopped), on D or on a unified instance.
+
+Invariants: slots that are plain greedy cost one argmax; a row pays only for what its own request asked for; nothing
+here waits for the device. Whether a token ends its request is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chitu.engine import sampling_ops
+from chitu.errors import Internal
+from chitu.messages import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing logits by less overflows float32."""
+ROWS_AT_ONCE = 64
+"""Rows drawn together; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
+
+_TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
+_SEED, _POSITION, _TOP_K, _PENALTY_ROW = range(4)
+
+
+@dataclass(slots=True)
+class _SlotState:
+    """Host side facts of an admitted slot: which work its rows need."""
+
+    random: bool
+    top_k: int
+    top_p: float
+    filtered: bool
+    penalised: bool
+    biased: bool
+    masked_steps: int
+    """Tokens still to emit before eos and stop ids are allowed."""
+
+    @property
+    def edited(self) -> bool:
+        return self.penalised or self.biased or self.masked_steps > 0
+
+    @property
+    def special(self) -> bool:
+        return self.random or self.edited
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Contiguous random rows of the work matrix that are drawn together."""
+
+    start: int
+    end: int
+    filtered: bool
+    largest_k: int
+    open_top_p: bool
+
+
+@dataclass(slots=True)
+class _BatchLayout:
+    """Where the special rows of one batch go. Kept while the same slots come again, so a steady batch plans once."""
+
+    rows: Tensor
+    """Rows of the logits that need more than an argmax, in the order of the work matrix."""
+    slots: Tensor
+    """Their slots."""
+    num_greedy: int
+    """The work matrix starts with the edited greedy rows; the others are drawn."""
+    num_edited: int
+    """Its first rows are edited: greedy ones, then random ones."""
+    penalised: Tensor | None
+    """Work rows with penalties."""
+    segments: list[_Segment]
+    masked: list[int]
+    """Slots short of min_tokens: each batch brings them one token nearer."""
+    any_plain: bool
+
+
+class _PaddedTable:
+    """Per slot a short list of (token id, value to add), as one padded pair of tensors that grows when needed."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+        self._values = torch.zeros(num_slots, 0, dtype=torch.float32, device=device)
+
+    def set(self, slot: int, ids: list[int], values: list[float]) -> None:
+        missing = len(ids) - self._ids.shape[1]
+        if missing > 0:
+            self._ids = torch.nn.functional.pad(self._ids, (0, missing))
+            self._values = torch.nn.functional.pad(self._values, (0, missing))
+        self._ids[slot].zero_()
+        self._values[slot].zero_()
+        self._ids[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64).to(self._ids.device)
+        self._values[slot, : len(ids)] = torch.tensor(values, dtype=torch.float32).to(self._ids.device)
+
+    def add_to_(self, logits: Tensor, slots: Tensor) -> None:
+        """Padding adds 0 to token 0."""
+        if self._ids.shape[1]:
+            logits.scatter_add_(1, self._ids.index_select(0, slots), self._values.index_select(0, slots))
+
+
+class Sampler:
+    """`num_slots` slots, each free or admitted. `eos_token_ids` are masked with the stop ids until min_tokens."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._eos = eos_token_ids
+        self._states: list[_SlotState | None] = [None] * num_slots
+        self._special: set[int] = set()
+        self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
+        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
+        self._bias = _PaddedTable(num_slots, device)
+        self._mask = _PaddedTable(num_slots, device)
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._penalty_row: dict[int, int] = {}
+        self._free_rows: list[int] = []
+        self._layout_of: list[int] = []
+        self._layout: _BatchLayout | None = None
+
+    def admit(self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams) -> None:
+        """Start or resume a request in a free slot (a slot that is taken is replaced).
+
+        `token_ids`: int64 `[prompt + already emitted]` on this device; the first `prompt_len` are the prompt. Bias and
+        stop ids outside the vocabulary are ignored: refusing them is the router's part.
+        """
+        self.release(slot)
+        emitted = token_ids.shape[0] - prompt_len
+        bias = {t: v for t, v in params.logit_bias.items() if 0 <= t < self.vocab_size and v != 0.0}
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
+        masked = sorted(t for t in stops if 0 <= t < self.vocab_size) if params.min_tokens > emitted else []
+        random = params.temperature >= GREEDY_BELOW
+        state = _SlotState(
+            random=random,
+            top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
+            top_p=params.top_p,
+            filtered=random and (0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0),
+            penalised=(params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
+            biased=bool(bias),
+            masked_steps=params.min_tokens - emitted if masked else 0,
+        )
+        self._states[slot] = state
+        self._layout = None
+        if not state.special:
+            return
+        self._special.add(slot)
+        row = self._count_tokens(slot, token_ids, prompt_len) if state.penalised else 0
+        floats = [
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        ]
+        ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row]
+        self._floats[slot] = torch.tensor(floats, dtype=torch.float64).to(self.device)
+        self._ints[slot] = torch.tensor(ints, dtype=torch.int64).to(self.device)
+        self._bias.set(slot, list(bias), list(bias.values()))
+        self._mask.set(slot, masked, [-torch.inf] * len(masked))
+
+    def release(self, slot: int) -> None:
+        """Free a slot; a free one stays free."""
+        if self._states[slot] is None:
+            return
+        self._states[slot] = None
+        self._special.discard(slot)
+        self._layout = None
+        if slot in self._penalty_row:
+            self._free_rows.append(self._penalty_row.pop(slot))
+
+    def sample(self, logits: Tensor, slots: list[int]) -> Tensor:
+        """The next token of each slot: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.
+
+        Each slot at most once a call, and admitted. Counts the tokens as emitted; leaves `logits` as they are.
+        """
+        if not self._special:
+            return logits.argmax(dim=-1)
+        layout = self._layout_for(slots)
+        if layout is None:
+            return logits.argmax(dim=-1)
+        work = logits.index_select(0, layout.rows)
+        if layout.num_edited:
+            self._edit_(work[: layout.num_edited], layout)
+        chosen = [work[: layout.num_greedy].argmax(dim=-1)] if layout.num_greedy else []
+        chosen += [self._draw(work, segment, layout.slots) for segment in layout.segments]
+        special = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+        self._ints[:, _POSITION].index_add_(0, layout.slots, torch.ones_like(layout.slots))
+        if layout.penalised is not None:
+            counted = layout.slots.index_select(0, layout.penalised)
+            cells = self._ints[:, _PENALTY_ROW].index_select(0, counted) * self.vocab_size
+            cells += special.index_select(0, layout.penalised)
+            self._counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+        if layout.masked:
+            self._count_down(layout.masked)
+        tokens = logits.argmax(dim=-1) if layout.any_plain else torch.empty_like(special)
+        return tokens.index_copy_(0, layout.rows, special)
+
+    def _edit_(self, work: Tensor, layout: _BatchLayout) -> None:
+        """Penalties, bias and mask on the edited rows, in place."""
+        if layout.penalised is not None:
+            slots = layout.slots.index_select(0, layout.penalised)
+            floats = self._floats.index_select(0, slots).float()
+            rows = work.index_select(0, layout.penalised)
+            counts = self._counts.index_select(0, self._ints[:, _PENALTY_ROW].index_select(0, slots))
+            sampling_ops.apply_penalties_(
+                rows, counts, floats[:, _PRESENCE], floats[:, _FREQUENCY], floats[:, _REPETITION]
+            )
+            work.index_copy_(0, layout.penalised, rows)
+        edited = layout.slots[: layout.num_edited]
+        self._bias.add_to_(work, edited)
+        self._mask.add_to_(work, edited)
+
+    def _draw(self, work: Tensor, segment: _Segment, slots: Tensor) -> Tensor:
+        """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
+        part = slots[segment.start : segment.end]
+        floats = self._floats.index_select(0, part)
+        ints = self._ints.index_select(0, part)
+        scaled = work[segment.start : segment.end].div_(floats[:, _TEMPERATURE, None].float())
+        mass = sampling_ops.weights(scaled)
+        if segment.filtered:
+            smallest = sampling_ops.cutoff(
+                scaled,
+                mass,
+                ints[:, _TOP_K],
+                floats[:, _TOP_P],
+                floats[:, _MIN_P],
+                segment.largest_k,
+                segment.open_top_p,
+            )
+            mass.masked_fill_(scaled < smallest[:, None], 0)
+        return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, _SEED], ints[:, _POSITION]))
+
+    def _layout_for(self, slots: list[int]) -> _BatchLayout | None:
+        """The layout of this batch; None where no row of it is special."""
+        if self._layout is not None and self._layout_of == slots:
+            return self._layout
+        states = [self._require(slot) for slot in slots]
+        rows = [row for row, slot in enumerate(slots) if slot in self._special]
+        if not rows:
+            return None
+        # Edited greedy | edited random, unfiltered | edited random, filtered | filtered | unfiltered: then the edited
+        # rows, the greedy rows and the filtered rows are each one slice of the work matrix.
+        rows.sort(key=lambda row: _place(states[row]))
+        ordered = [states[row] for row in rows]
+        penalised = [i for i, state in enumerate(ordered) if state.penalised]
+        num_greedy = sum(not state.random for state in ordered)
+        self._layout = _BatchLayout(
+            rows=self._indices(rows),
+            slots=self._indices([slots[row] for row in rows]),
+            num_greedy=num_greedy,
+            num_edited=sum(state.edited for state in ordered),
+            penalised=self._indices(penalised) if penalised else None,
+            segments=_segments(ordered, num_greedy),
+            masked=[slots[row] for row in rows if states[row].masked_steps > 0],
+            any_plain=len(rows) < len(slots),
+        )
+        self._layout_of = list(slots)
+        return self._layout
+
+    def _count_down(self, slots: list[int]) -> None:
+        """One token nearer to min_tokens; who reaches it gets its eos and stop ids back."""
+        for slot in slots:
+            state = self._require(slot)
+            state.masked_steps -= 1
+            if state.masked_steps == 0:
+                self._mask.set(slot, [], [])
+                self._layout = None
+                if not state.special:
+                    self._special.discard(slot)
+
+    def _count_tokens(self, slot: int, token_ids: Tensor, prompt_len: int) -> int:
+        """Give the slot a row of token counts, filled from its tokens so far; returns the row."""
+        if not self._free_rows:
+            have = self._counts.shape[0]
+            more = min(max(have, 4), len(self._states) - have)
+            self._counts = torch.nn.functional.pad(self._counts, (0, 0, 0, more))
+            self._free_rows = list(range(have, have + more))
+        row = self._penalty_row[slot] = self._free_rows.pop()
+        counts = self._counts[row].zero_()
+        counts.index_fill_(0, token_ids[:prompt_len], sampling_ops.IN_PROMPT)
+        emitted = token_ids[prompt_len:]
+        counts.index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
+        return row
+
+    def _require(self, slot: int) -> _SlotState:
+        state = self._states[slot]
+        if state is None:
+            raise Internal(f"sampling slot {slot}, which was never admitted")
+        return state
+
+    def _indices(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(self.device)
+
+
+def _place(state: _SlotState) -> int:
+    """Rank of a special row in the work matrix."""
+    if not state.random:
+        return 0
+    if state.edited:
+        return 2 if state.filtered else 1
+    return 3 if state.filtered else 4
+
+
+def _segments(ordered: list[_SlotState], start: int) -> list[_Segment]:
+    """The random rows from `start` on, cut where filtering begins or ends and after ROWS_AT_ONCE rows."""
+    segments = []
+    while start < len(ordered):
+        filtered = ordered[start].filtered
+        end = start + 1
+        while end < len(ordered) and end - start < ROWS_AT_ONCE and ordered[end].filtered == filtered:
+            end += 1
+        part = ordered[start:end]
+        segments.append(
+            _Segment(
+                start=start,
+                end=end,
+                filtered=filtered,
+                largest_k=max(state.top_k for state in part),
+                open_top_p=any(state.top_p < 1.0 and state.top_k == 0 for state in part),
+            )
+        )
+        start = end
+    return segments

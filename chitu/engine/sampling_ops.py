@@ -1,0 +1,140 @@
+"""Tensor arithmetic of sampling: stateless, one row a request, every row computed as if it were alone.
+
+Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the narrow search of
+`cutoff` on a CPU, where reading a value is free.
+
+Probabilities are integers: `floor(exp(logit - row max) * 2^40)`. Sums of integers do not depend on the order of
+summation, so a row has the same cumulative sums whatever the batch, the number of threads or the kernel, and the same
+uniform number picks the same token. The inverse CDF runs in token id order, not in order of probability: a rounding
+difference that swaps two near-equal tokens then moves a boundary by that difference, instead of exchanging the two.
+
+Shape suffixes: M rows, V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+WEIGHT_SCALE = float(1 << 40)
+"""Weight of a row's most probable token; 2^22 of them still fit an int64."""
+NARROW_SEARCH = 256
+"""Candidates that a CPU looks at first for top-p, before it sorts the whole vocabulary."""
+IN_PROMPT = 1 << 30
+"""Flag in a row of token counts: the token occurs in the prompt. The bits below count emitted ones."""
+
+
+def _signed(value: int) -> int:
+    """A 64 bit pattern as the int64 that tensors hold."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def seed_bits(seed: int) -> int:
+    """Any integer as an int64: the low 64 bits of it."""
+    return _signed(seed)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; `>>` of an int64 drags the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(x: Tensor) -> Tensor:
+    x = x + _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
+    """One float64 in [0, 1) a row, from the request's seed and the number of tokens it emitted so far (both int64).
+
+    Counter based (splitmix64 twice): no generator state to carry through a retraction or from P to D.
+    """
+    return _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 11).double() * 2.0**-53
+
+
+def apply_penalties_(
+    logits_MV: Tensor, counts_MV: Tensor, presence_M: Tensor, frequency_M: Tensor, repetition_M: Tensor
+) -> None:
+    """Repetition, then frequency and presence penalty, in place. `counts` as described at `IN_PROMPT` (int32)."""
+    factor_MV = torch.where(logits_MV > 0, 1.0 / repetition_M[:, None], repetition_M[:, None])
+    logits_MV.mul_(factor_MV.masked_fill_(counts_MV == 0, 1.0))
+    emitted_MV = counts_MV & (IN_PROMPT - 1)
+    logits_MV.sub_(frequency_M[:, None] * emitted_MV)
+    logits_MV.sub_(presence_M[:, None] * (emitted_MV > 0))
+
+
+def weights(scaled_MV: Tensor) -> Tensor:
+    """Unnormalised probabilities as int64; the row's maximum is 2^40."""
+    shifted_MV = scaled_MV - scaled_MV.amax(dim=-1, keepdim=True)
+    return shifted_MV.exp_().mul_(WEIGHT_SCALE).long()
+
+
+def cutoff(
+    scaled_MV: Tensor,
+    weights_MV: Tensor,
+    top_k_M: Tensor,
+    top_p_M: Tensor,
+    min_p_M: Tensor,
+    largest_k: int,
+    open_top_p: bool,
+) -> Tensor:
+    """Smallest logit that each row may still choose `[M]`: min-p, then top-k, then top-p of what these left.
+
+    Tokens that tie with the last one kept are kept too (as transformers does for top-k), so the order in which a sort
+    puts equal values never matters. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `largest_k`: the largest top-k of the
+    rows; `open_top_p`: some row has a top-p without a top-k, so that any number of candidates may be needed.
+    """
+    floor_M = scaled_MV.amax(dim=-1) + min_p_M.log().float()
+    if largest_k == 0 and not open_top_p:
+        return floor_M
+    vocab = scaled_MV.shape[-1]
+    candidates = min(vocab, largest_k)
+    if open_top_p:
+        candidates = min(vocab, max(candidates, NARROW_SEARCH)) if scaled_MV.device.type == "cpu" else vocab
+    sorted_MK = _largest(scaled_MV, candidates)
+    kth_M = sorted_MK.gather(1, (top_k_M - 1).clamp(0, candidates - 1)[:, None]).squeeze(1)
+    floor_M = torch.maximum(floor_M, torch.where(top_k_M > 0, kth_M, -math.inf))
+
+    allowed_M = torch.where(scaled_MV >= floor_M[:, None], weights_MV, 0).sum(-1).double() * top_p_M
+    while True:
+        # Token j of the order stays if those before it hold less than top_p of what is left.
+        weights_MK = (sorted_MK - sorted_MK[:, :1]).exp_().mul_(WEIGHT_SCALE).long()
+        weights_MK.masked_fill_(sorted_MK < floor_M[:, None], 0)
+        reached_MK = weights_MK.cumsum(-1)
+        if candidates < vocab and open_top_p:
+            short_M = (reached_MK[:, -1] < allowed_M) & (sorted_MK[:, -1] > floor_M) & (top_p_M < 1)
+            if bool(short_M.any()):
+                candidates = vocab
+                sorted_MK = _largest(scaled_MV, vocab)
+                continue
+        kept_M = ((reached_MK - weights_MK) < allowed_M[:, None]).sum(-1).clamp_(min=1)
+        nucleus_M = sorted_MK.gather(1, (kept_M - 1)[:, None]).squeeze(1)
+        return torch.where(top_p_M < 1, torch.maximum(floor_M, nucleus_M), floor_M)
+
+
+def _largest(scaled_MV: Tensor, count: int) -> Tensor:
+    """The `count` largest values of each row, descending."""
+    if count == scaled_MV.shape[-1]:
+        return scaled_MV.sort(dim=-1, descending=True).values
+    return scaled_MV.topk(count, dim=-1).values
+
+
+def choose(weights_MV: Tensor, uniform_M: Tensor) -> Tensor:
+    """Inverse CDF in token id order: the first token whose cumulative weight exceeds `uniform * total` `[M]` int64.
+
+    A row without any weight (all logits NaN or -inf) gives the last token id, never an id outside the vocabulary.
+    """
+    cumulative_MV = weights_MV.cumsum(-1)
+    target_M = (uniform_M * cumulative_MV[:, -1]).long()
+    return (
+        torch.searchsorted(cumulative_MV, target_M[:, None], right=True).squeeze(1).clamp_(max=weights_MV.shape[1] - 1)
+    )
