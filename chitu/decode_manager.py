@@ -14,7 +14,7 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
-from chitu.prefill_manager import AuxSlots
+from chitu.prefill_manager import AuxSlots, take_aux_slot
 from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
 from chitu.scheduling.sequence import Sequence, SequenceState
 from chitu.scheduling.slots import SlotPool
@@ -127,7 +127,7 @@ class DecodeManager:
                 return
             del self.waiting[sequence.room]
             self._slots.take(sequence)
-            sequence.aux_slot = self._aux.allocate()
+            sequence.aux_slot = take_aux_slot(self._aux)
             pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             sequence.state = SequenceState.TRANSFER

@@ -12,7 +12,7 @@ from typing import Protocol
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
-from chitu.errors import ChituError
+from chitu.errors import ChituError, Internal
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
 from chitu.scheduling.sequence import Sequence, SequenceState
@@ -25,9 +25,17 @@ class AuxSlots(Protocol):
     @property
     def num_free(self) -> int: ...
 
-    def allocate(self) -> int: ...
+    def allocate(self) -> int | None: ...
 
     def free(self, slot: int) -> None: ...
+
+
+def take_aux_slot(aux: AuxSlots) -> int:
+    """A slot, where the caller has just seen that one is free."""
+    slot = aux.allocate()
+    if slot is None:
+        raise Internal("no aux slot is free after all")
+    return slot
 
 
 class PrefillManager:
@@ -113,7 +121,7 @@ class PrefillManager:
             del self.waiting[sequence.room]
             self._slots.take(sequence)
             if self._aux is not None:
-                sequence.aux_slot = self._aux.allocate()
+                sequence.aux_slot = take_aux_slot(self._aux)
             self._cache.reserve(sequence.room, sequence.prompt_len)
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size

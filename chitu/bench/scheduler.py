@@ -1,0 +1,109 @@
+"""What scheduling and messaging cost per step, with an executor that computes nothing.
+
+    python -m chitu.bench.scheduler
+
+Runs a unified scheduler at 1, 64 and 256 running requests. Everything but the model is real: admission, page growth,
+finish checks, the token message (encoded and sent through a real ZMQ socket to a reader). Time is CPU time of the
+process divided by steps, so a busy machine does not change it much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from array import array
+from pathlib import Path
+
+import zmq
+
+from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import RealClock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.errors import ChituError, Internal
+from chitu.messages import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
+from chitu.net.sockets import bind, connect
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.token_manager import TokenManager
+from chitu.types import new_room
+
+PROMPT_TOKENS = 32
+OUTPUT_TOKENS = 512
+
+
+class IdleExecutor:
+    """Answers every plan at once with the same token; counts the time spent in here, which is not the scheduler's."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.info = ExecutorInfo(num_slots, PROMPT_TOKENS + OUTPUT_TOKENS, 32000, 1, ())
+        self.cpu_s = 0.0
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        start_s = time.thread_time()
+        slots = [chunk.slot for chunk in plan.prefill if chunk.sample] + plan.decode
+        result = StepResult(slots, [7] * len(slots))
+        self.cpu_s += time.thread_time() - start_s
+        return result
+
+    def warmup(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def measure(running: int) -> tuple[float, float, int]:
+    """(CPU us per step, CPU us per step and request, steps) with so many requests decoding."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reader, port = bind(context, zmq.PULL, "127.0.0.1", 0)
+    writer = connect(context, zmq.PUSH, "127.0.0.1", port)
+    executor = IdleExecutor(running)
+
+    def send(frame: bytes) -> bool:
+        writer.send(frame, zmq.NOBLOCK)
+        return True
+
+    def refuse(room: bytes, error: ChituError) -> None:
+        raise Internal(f"a unified scheduler reported a failure: {error}")
+
+    scheduler = PDScheduler(
+        PDSchedulerParts(
+            config=SchedulerConfig(max_running_requests=running, max_batched_tokens=PROMPT_TOKENS * running),
+            deadlines=DeadlineConfig(),
+            executor=executor,
+            cache=PagedKVCacheManager(running * ((PROMPT_TOKENS + OUTPUT_TOKENS) // 16 + 1), 16),
+            tokens=TokenManager(1, send),
+            report_failure=refuse,
+            clock=RealClock(),
+        )
+    )
+    prompt = pack_i32(array("i", range(PROMPT_TOKENS)))
+    for index in range(running):
+        request = UnifiedRequest(new_room(), f"r{index}", prompt, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))
+        scheduler.submit(scheduler_codec.decode(encode(request)))
+    scheduler.step()
+    executor.cpu_s = 0.0
+    steps = 0
+    start_s = time.thread_time()
+    while not scheduler.is_idle:
+        scheduler.step()
+        steps += 1
+    cpu_s = time.thread_time() - start_s - executor.cpu_s
+    received = 0
+    while received < running * OUTPUT_TOKENS:
+        received += len(token_codec.decode(reader.recv()).tokens)
+    for socket in (reader, writer):
+        socket.close()
+    context.term()
+    return cpu_s / steps * 1e6, cpu_s / steps / running * 1e6, steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
+    arguments = parser.parse_args()
+    rows = [(running, *measure(running)) for running in (1, 64, 256)]
+    publish("scheduler", ("running requests", "us/step", "us/step/request", "steps"), rows, arguments.json_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Threads of a worker process. A thread that dies unexpectedly takes its process with it, loudly: a half-dead process
+would keep its lease and lose requests in silence."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+EXIT_DEAD_THREAD = 70
+
+
+class ServiceThread(threading.Thread):
+    """Runs `target` to its end; an exception ends the process with `EXIT_DEAD_THREAD`."""
+
+    def __init__(self, name: str, target: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._run_target = target
+
+    def run(self) -> None:
+        _name_os_thread(self.name)
+        try:
+            self._run_target()
+        except BaseException:
+            logger.critical("thread %s died; ending the process", self.name, exc_info=True)
+            for handler in logging.getLogger().handlers:
+                handler.flush()
+            os._exit(EXIT_DEAD_THREAD)
+
+
+def _name_os_thread(name: str) -> None:
+    """Show the name in top and py-spy; threads are all called `python` otherwise."""
+    pr_set_name = 15
+    ctypes.CDLL(None).prctl(pr_set_name, name.encode()[:15], 0, 0, 0)
+
+
+class Waker:
+    """Wakes one thread that sleeps in `wait`. Any thread may `wake`; never blocks; wakes are never lost."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def wake(self) -> None:
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at the next wake (also one that came before), or after the timeout."""
+        self._event.wait(timeout_s)
+        self._event.clear()

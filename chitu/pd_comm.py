@@ -1,0 +1,258 @@
+"""The comm thread of a P, D or unified process: every socket but the token and heartbeat ones, and no policy.
+
+It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
+and one PUSH per peer. Other threads hand it frames through a queue and an eventfd; it hands messages on by callbacks
+that return at once. A bad frame is counted and costs nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from chitu.clock import Clock
+from chitu.errors import BadFrame, ConfigError, UnknownKind
+from chitu.kv_transfer.events import CommSide
+from chitu.messages import (
+    PROTOCOL_VERSION,
+    ClusterView,
+    Drain,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    Leave,
+    SchedulerMessage,
+    Wire,
+    coordination_reply_codec,
+    encode,
+    scheduler_codec,
+    view_codec,
+)
+from chitu.net.sockets import bind, connect
+from chitu.types import Role, instance_name
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 50
+"""Upper bound between two ticks of the deadlines."""
+
+
+@dataclass(slots=True, frozen=True)
+class RouterAddress:
+    """Where the router listens (all TCP)."""
+
+    host: str
+    stats_port: int
+    coordination_port: int
+    metadata_sync_port: int
+
+
+@dataclass(slots=True)
+class CommCallbacks:
+    """All are called on the comm thread and return at once."""
+
+    on_request: Callable[[SchedulerMessage], None]
+    on_view: Callable[[ClusterView], None]
+    on_new_router: Callable[[], None]
+    """A router with another incarnation speaks: the requests of the old one are nobody's."""
+    on_refused: Callable[[ConfigError], None]
+    """The router will never take this instance."""
+
+
+class CommLoop:
+    """Built (and bound) by the main thread, then run by the comm thread alone."""
+
+    def __init__(self, role: Role, bind_host: str, port: int, router: RouterAddress, clock: Clock) -> None:
+        self._role = role
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._requests, self.port = bind(self._context, zmq.PULL, bind_host, port)
+        self._control, self.control_port = bind(self._context, zmq.PULL, bind_host, 0)
+        self._coordination = connect(self._context, zmq.DEALER, router.host, router.coordination_port)
+        self._view = connect(self._context, zmq.SUB, router.host, router.metadata_sync_port)
+        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        self._stats = connect(self._context, zmq.PUSH, router.host, router.stats_port)
+        self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+        self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._instance: InstanceInfo | None = None
+        self._router_incarnation = 0
+        self._view_version = -1
+        self._joined = False
+        self._next_join_s = 0.0
+        self.bad_frames = 0
+        self.unknown_frames = 0
+
+    @property
+    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        return self._context
+
+    @property
+    def joined(self) -> bool:
+        """Whether the newest view of the router has this instance in it."""
+        return self._joined
+
+    # ------------------------------------------------------------------------------------------------------ any thread
+
+    def send_peer(self, host: str, port: int, room: bytes, payload: bytes) -> None:
+        """Queue a P<->D control message (`PeerLink`)."""
+        self._outbox.append((host, port, (room, payload)))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def send_stats(self, message: Wire) -> None:
+        """Queue a message to the router's stats port."""
+        self._outbox.append(("stats", 0, (encode(message),)))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def send_coordination(self, message: Drain | Leave) -> None:
+        """Queue a message to the router's coordination port."""
+        self._outbox.append(("coordination", 0, (encode(message),)))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def stop(self) -> None:
+        """End `run` after what is queued was handed to the sockets."""
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ----------------------------------------------------------------------------------------------------- comm thread
+
+    def run(
+        self, instance: InstanceInfo, kv: CommSide | None, callbacks: CommCallbacks, join_interval_s: float
+    ) -> None:
+        self._instance = instance
+        poller = zmq.Poller()
+        for socket in (self._requests, self._control, self._coordination, self._view):
+            poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while not self._stopping or self._outbox:
+            now_s = self._clock.monotonic()
+            if not self._joined and now_s >= self._next_join_s and not self._stopping:
+                self._next_join_s = now_s + join_interval_s
+                self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
+            ready = dict(poller.poll(POLL_MS))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            self._flush_outbox()
+            if self._requests in ready:
+                self._drain_requests(callbacks)
+            if self._control in ready:
+                self._drain_control(kv)
+            if self._coordination in ready:
+                self._drain_coordination(callbacks)
+            if self._view in ready:
+                self._drain_views(kv, callbacks)
+            if kv is not None:
+                kv.tick(self._clock.monotonic())
+                self._flush_outbox()
+        self._close()
+
+    def _flush_outbox(self) -> None:
+        while self._outbox:
+            host, port, frames = self._outbox.popleft()
+            if port:
+                socket = self._peer(host, port)
+            else:
+                socket = self._stats if host == "stats" else self._coordination
+            try:
+                socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                # Protocol messages are repeated until answered; this peer has not read for 100,000 messages.
+                logger.warning("queue to %s:%d is full, message dropped", host, port)
+
+    def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
+        socket = self._peers.get((host, port))
+        if socket is None:
+            socket = self._peers[host, port] = connect(self._context, zmq.PUSH, host, port)
+        return socket
+
+    def _drain_requests(self, callbacks: CommCallbacks) -> None:
+        for frame in _received(self._requests):
+            try:
+                if len(frame) != 1:
+                    raise BadFrame(f"{len(frame)} frames instead of 1")
+                callbacks.on_request(scheduler_codec.decode(frame[0]))
+            except UnknownKind as error:
+                self.unknown_frames += 1
+                logger.warning("request port: ignored: %s", error)
+            except BadFrame as error:
+                self.bad_frames += 1
+                logger.warning("request port: bad frame: %s", error)
+
+    def _drain_control(self, kv: CommSide | None) -> None:
+        for frame in _received(self._control):
+            if len(frame) != 2 or len(frame[0]) != 16 or kv is None:
+                self.bad_frames += 1
+                logger.warning("control port: bad frame of %d parts", len(frame))
+                continue
+            kv.on_frame(frame[0], frame[1])
+
+    def _drain_coordination(self, callbacks: CommCallbacks) -> None:
+        assert self._instance is not None
+        for frame in _received(self._coordination):
+            try:
+                reply = coordination_reply_codec.decode(frame[-1])
+            except (BadFrame, UnknownKind) as error:
+                self.bad_frames += 1
+                logger.warning("coordination: bad frame: %s", error)
+                continue
+            if isinstance(reply, JoinReply) and reply.code and reply.incarnation == self._instance.incarnation:
+                name = instance_name(self._role, self._instance.engine_rank)
+                callbacks.on_refused(ConfigError(f"the router refused {name}: {reply.message} ({reply.code})"))
+
+    def _drain_views(self, kv: CommSide | None, callbacks: CommCallbacks) -> None:
+        view: ClusterView | None = None
+        for frame in _received(self._view):
+            try:
+                view = view_codec.decode(frame[-1])
+            except (BadFrame, UnknownKind) as error:
+                self.bad_frames += 1
+                logger.warning("view: bad frame: %s", error)
+        if view is None:
+            return
+        assert self._instance is not None
+        incarnation = self._instance.incarnation
+        self._joined = any(member.incarnation == incarnation for member in view.instances)
+        if view.router_incarnation != self._router_incarnation:
+            if self._router_incarnation:
+                logger.warning("a new router took over")
+                callbacks.on_new_router()
+            self._router_incarnation = view.router_incarnation
+            self._view_version = -1
+        if view.version == self._view_version:
+            return
+        self._view_version = view.version
+        self._forget_peers(view)
+        if kv is not None:
+            kv.on_view(view)
+        callbacks.on_view(view)
+
+    def _forget_peers(self, view: ClusterView) -> None:
+        """Close sockets to control ports that no member has any more."""
+        ports = {member.control_port for member in view.instances}
+        for address in [a for a in self._peers if a[1] not in ports]:
+            self._peers.pop(address).close()
+
+    def _close(self) -> None:
+        # Linger is short but not 0: the Leave that was queued last should reach the router.
+        for socket in (*self._peers.values(), self._requests, self._control, self._view):
+            socket.close(0)
+        for socket in (self._stats, self._coordination):
+            socket.close(200)
+        os.close(self._wake_fd)
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """All messages that lie ready, so that one poll serves a burst."""
+    messages: list[list[bytes]] = []
+    while len(messages) < 1000:
+        try:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            break
+    return messages

@@ -1,0 +1,65 @@
+"""The pure batch policies: who computes, who grows, who gives way."""
+
+from chitu.messages import SamplingParams, pack_i32
+from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
+from chitu.scheduling.prefill import select_chunks, speculation_to_undo
+from chitu.scheduling.sequence import Sequence
+
+
+def sequence(
+    order: int, prompt_len: int = 10, max_tokens: int = 6, kv_len: int = 0, announced: bool = True
+) -> Sequence:
+    return Sequence(
+        bytes([order]) * 16,
+        f"r{order}",
+        order,
+        0.0,
+        pack_i32(range(prompt_len)),
+        SamplingParams(max_tokens),
+        kv_len=kv_len,
+        announced=announced,
+    )
+
+
+def test_chunks_follow_arrival_and_share_the_budget() -> None:
+    a, b, c = sequence(1, 10), sequence(2, 10, kv_len=7), sequence(3, 10)
+    chunks = select_chunks([c, b, a], max_batched_tokens=9, chunk_size=4)
+    assert [(x.sequence, x.start, x.length) for x in chunks] == [(a, 0, 4), (b, 7, 3), (c, 0, 2)]
+    assert [x.is_last for x in chunks] == [False, True, False]
+
+
+def test_announced_requests_are_computed_before_speculation() -> None:
+    early, late = sequence(1, announced=False), sequence(2)
+    assert [c.sequence for c in select_chunks([early, late], 10, 10)] == [late]
+
+
+def test_speculation_gives_way_youngest_first_and_only_when_that_helps() -> None:
+    old, young, promised = sequence(1, announced=False), sequence(2, announced=False), sequence(3)
+    held = {s.room: 3 for s in (old, young, promised)}
+    assert speculation_to_undo([old, young, promised], held, pages_wanted=2, aux_wanted=0) == [young]
+    assert speculation_to_undo([old, young, promised], held, pages_wanted=4, aux_wanted=0) == [young, old]
+    assert speculation_to_undo([old, young, promised], held, pages_wanted=7, aux_wanted=0) == []
+
+
+def test_the_growth_reserve_lets_everybody_grow_soon_and_one_to_its_end() -> None:
+    a = sequence(1, prompt_len=8, max_tokens=100, kv_len=8)
+    b = sequence(2, prompt_len=8, max_tokens=4, kv_len=8)
+    held = {a.room: 2, b.room: 2}
+    # a: 8 + 16 tokens soon = 6 pages, 4 more than it has; b: 12 tokens at most = 3 pages, 1 more.
+    # a to its end: 108 tokens = 27 pages, 25 more, of which retracting b returns 2.
+    assert growth_reserve([a, b], 4, held, reserved_decode_tokens=16) == 23
+    assert growth_reserve([b], 4, {b.room: 2}, reserved_decode_tokens=16) == 1
+
+
+def test_admission_keeps_the_reserve_unless_nobody_is_there_to_keep_it_for() -> None:
+    assert may_admit(10, 6, 4, nothing_active=False)
+    assert not may_admit(10, 7, 4, nothing_active=False)
+    assert may_admit(10, 10, 4, nothing_active=True)
+
+
+def test_the_youngest_are_retracted_until_the_rest_can_step() -> None:
+    a, b, c = (sequence(n) for n in (1, 2, 3))
+    held = {s.room: 2 for s in (a, b, c)}
+    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=3, pages_of=held) == []
+    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=0, pages_of=held) == [c]
+    assert victims_for_growth([a], {a}, free_pages=0, pages_of=held) == [a], "alone and stuck: it waits in host memory"
