@@ -1,0 +1,140 @@
+"""The comm loop against a router made of bare sockets: joins until it is seen, survives garbage, hands things on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from chitu.clock import RealClock
+from chitu.errors import ConfigError
+from chitu.messages import (
+    CancelRequest,
+    ClusterView,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    SchedulerMessage,
+    coordination_codec,
+    encode,
+)
+from chitu.net.sockets import bind, connect
+from chitu.net.threads import ServiceThread, Waker
+from chitu.pd_comm import CommCallbacks, CommLoop, RouterAddress
+from chitu.types import Role
+
+LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+"""Of no importance here."""
+
+
+class Router:
+    """Bare sockets of a router, and what the comm loop handed on."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.stats, stats = bind(self.context, zmq.PULL, "127.0.0.1", 0)
+        self.coordination, coordination = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
+        self.view, view = bind(self.context, zmq.PUB, "127.0.0.1", 0)
+        self.loop = CommLoop(
+            Role.DECODE, "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, coordination, view), RealClock()
+        )
+        self.requests: list[SchedulerMessage] = []
+        self.views: list[ClusterView] = []
+        self.new_routers = 0
+        self.refusals: list[ConfigError] = []
+        self.happened = Waker()
+        self.info = InstanceInfo(
+            Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
+        )
+        callbacks = CommCallbacks(self._on_request, self._on_view, self._on_new_router, self._on_refused)
+        self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, 0.05))
+        self.thread.start()
+
+    def _on_request(self, message: SchedulerMessage) -> None:
+        self.requests.append(message)
+        self.happened.wake()
+
+    def _on_view(self, view: ClusterView) -> None:
+        self.views.append(view)
+        self.happened.wake()
+
+    def _on_new_router(self) -> None:
+        self.new_routers += 1
+        self.happened.wake()
+
+    def _on_refused(self, error: ConfigError) -> None:
+        self.refusals.append(error)
+        self.happened.wake()
+
+    def joins(self, count: int) -> bytes:
+        """Take so many joins; returns the identity that they came from."""
+        identity = b""
+        for _ in range(count):
+            assert self.coordination.poll(5000), "no join came"
+            identity, frame = self.coordination.recv_multipart()
+            assert coordination_codec.decode(frame) == Join(1, self.info)
+        return identity
+
+    def publish(self, router_incarnation: int, version: int) -> None:
+        """Repeat a view until the loop has it: a SUB that has just connected misses messages."""
+        before = len(self.views)
+        for _ in range(200):
+            self.view.send(encode(ClusterView(router_incarnation, version, (self.info,))))
+            self.happened.wait(0.05)
+            if len(self.views) > before:
+                return
+        raise AssertionError("the view never arrived")
+
+    def close(self) -> None:
+        self.loop.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        for socket in (self.stats, self.coordination, self.view):
+            socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    router = Router()
+    yield router
+    router.close()
+
+
+def test_it_joins_until_the_view_has_it(router: Router) -> None:
+    router.joins(3)
+    assert not router.loop.joined
+    router.publish(1, 1)
+    assert router.loop.joined
+
+
+def test_a_router_with_another_incarnation_is_reported_once(router: Router) -> None:
+    router.publish(1, 1)
+    assert router.new_routers == 0
+    router.publish(2, 1)
+    assert router.new_routers == 1
+
+
+def test_a_refused_join_is_an_error_that_names_the_instance(router: Router) -> None:
+    identity = router.joins(1)
+    reply = JoinReply(router.info.incarnation, 0.0, "incompatible_layout", "page_size: 16 != 32")
+    router.coordination.send_multipart((identity, encode(reply)))
+    router.happened.wait(5)
+    assert [e.message for e in router.refusals] == ["the router refused D0: page_size: 16 != 32 (incompatible_layout)"]
+
+
+def test_garbage_is_counted_and_the_next_request_is_served(router: Router) -> None:
+    push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
+    for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "what"}), msgspec.msgpack.encode([1, 2])):
+        push.send(frame)
+    push.send_multipart([b"two", b"frames"])
+    push.send(encode(CancelRequest(b"r" * 16)))
+    while not router.requests:
+        router.happened.wait(5)
+    push.close()
+    assert router.requests == [CancelRequest(b"r" * 16)]
+    assert (router.loop.bad_frames, router.loop.unknown_frames) == (4, 1)
