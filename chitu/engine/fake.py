@@ -1,0 +1,312 @@
+"""An executor without tensors: what the scheduler's tests and benchmarks run against. Called by the step thread alone.
+
+The next token of a slot is a checksum of all tokens it holds, so a token lost, doubled or put in the wrong order by
+admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record of a plan
+is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible raises
+`InvariantViolation` with the values in it.
+
+The KV cache is not imitated, only who owns which page and how many tokens are in it. The logits row is: `aux` takes
+writable memory, in which a row holds the state of the checksum, so that a transport can carry it from P to D.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chitu.engine.executor import (
+    Admit,
+    AppendPages,
+    ExecutorInfo,
+    FirstToken,
+    LayerCallback,
+    Offload,
+    PrefillChunk,
+    Restore,
+    StepPlan,
+    StepResult,
+)
+from chitu.errors import Internal
+from chitu.messages import SamplingParams, unpack_i32
+
+_ROW = struct.Struct("<4sI")
+_ROW_MARK = b"FAKE"
+
+
+class InvariantViolation(Internal):
+    """The plan asks for something that no executor could do: a bug of whoever made the plan."""
+
+
+def _extend(state: int, token: int) -> int:
+    return zlib.crc32(token.to_bytes(4, "little"), state)
+
+
+def _next_token(state: int, sampling: SamplingParams, info: ExecutorInfo) -> int:
+    """Never an eos id: requests end when the test says so (max_tokens, stop ids)."""
+    salt = sampling.seed if sampling.temperature > 0 else 0
+    token = ((state ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % info.vocab_size
+    while token in info.eos_token_ids:
+        token = (token + 1) % info.vocab_size
+    return token
+
+
+def expected_tokens(
+    prompt: Sequence[int], n: int, info: ExecutorInfo, sampling: SamplingParams | None = None
+) -> list[int]:
+    """The first `n` tokens that a request with this prompt gets, on any instance; greedy where no sampling is given."""
+    sampling = sampling or SamplingParams(max_tokens=max(1, n), temperature=0.0)
+    state = 0
+    for token in prompt:
+        state = _extend(state, token)
+    tokens = []
+    for _ in range(n):
+        tokens.append(_next_token(state, sampling, info))
+        state = _extend(state, tokens[-1])
+    return tokens
+
+
+@dataclass(slots=True)
+class _Slot:
+    tokens: list[int]
+    prompt_len: int
+    state: int
+    """Checksum of `tokens`."""
+    kv_len: int
+    pages: list[int]
+    sampling: SamplingParams | None
+    lacks_restore: bool
+    """Resumed with KV that nothing has brought back yet."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Saved:
+    """Host copy of a retracted sequence's KV."""
+
+    kv_len: int
+    state: int
+    """Checksum of the tokens whose KV it is."""
+
+
+class FakeExecutor:
+    """`aux`: memory of `num_aux_slots` rows of `aux_row_bytes`; the logits of a row start `aux_offset` bytes into it.
+
+    Without `aux` the rows lie in memory of its own: enough on a unified instance and where a test copies `aux_row`.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        num_pages: int,
+        page_size: int,
+        num_aux_slots: int = 0,
+        aux: memoryview | None = None,
+        aux_row_bytes: int = 128,
+        aux_offset: int = 64,
+    ) -> None:
+        self._info = info
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._num_aux_slots = num_aux_slots
+        self._aux = memoryview(bytearray(num_aux_slots * aux_row_bytes)) if aux is None else aux.cast("B")
+        self._aux_row_bytes = aux_row_bytes
+        self._aux_offset = aux_offset
+        self._slots: dict[int, _Slot] = {}
+        self._owner: dict[int, int] = {}
+        self._saved: dict[int, _Saved] = {}
+        self.steps = 0
+        self.closed = False
+        _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
+        _check(len(self._aux) >= num_aux_slots * aux_row_bytes, f"aux memory of {len(self._aux)} bytes is too small")
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @property
+    def live_slots(self) -> frozenset[int]:
+        return frozenset(self._slots)
+
+    @property
+    def owned_pages(self) -> frozenset[int]:
+        return frozenset(self._owner)
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return frozenset(self._saved)
+
+    def aux_row(self, aux_slot: int) -> memoryview:
+        """The bytes of one row, writable: what a transport copies."""
+        _check(0 <= aux_slot < self._num_aux_slots, f"aux slot {aux_slot} of {self._num_aux_slots}")
+        return self._aux[aux_slot * self._aux_row_bytes : (aux_slot + 1) * self._aux_row_bytes]
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        _check(not self.closed, "a step after close")
+        self.steps += 1
+        result = StepResult([], [])
+        for offload in plan.offload:
+            self._offload(offload)
+        for slot in plan.release:
+            self._release(slot)
+        for key in plan.drop:
+            _check(self._saved.pop(key, None) is not None, f"drop of key {key}, under which nothing is saved")
+        for admit in plan.admit:
+            self._admit(admit)
+        for append in plan.append:
+            self._append(append)
+        for restore in plan.restore:
+            self._restore(restore)
+        for first in plan.first_tokens:
+            self._first_token(first, result)
+        for chunk in plan.prefill:
+            self._prefill(chunk, result)
+        if plan.prefill and on_layer is not None:
+            for layer in range(self._info.num_layers):
+                on_layer(layer)
+        _check(len(set(plan.decode)) == len(plan.decode), f"a slot decodes twice in one step: {plan.decode}")
+        for slot in plan.decode:
+            self._decode(slot, result)
+        return result
+
+    def warmup(self) -> None:
+        """Nothing to run once."""
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _live(self, slot: int, what: str) -> _Slot:
+        state = self._slots.get(slot)
+        if state is None:
+            raise InvariantViolation(f"{what} of slot {slot}, which is free")
+        return state
+
+    def _admit(self, admit: Admit) -> None:
+        slot = admit.slot
+        tokens = unpack_i32(admit.token_ids).tolist()
+        _check(0 <= slot < self._info.num_slots, f"admit to slot {slot} of {self._info.num_slots}")
+        _check(slot not in self._slots, f"admit to slot {slot}, which is taken")
+        _check(
+            1 <= admit.prompt_len <= len(tokens), f"slot {slot}: prompt of {admit.prompt_len} in {len(tokens)} tokens"
+        )
+        _check(len(tokens) <= self._info.max_model_len, f"slot {slot}: {len(tokens)} tokens exceed the context")
+        _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
+        bad = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
+        _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
+        state = self._slots[slot] = _Slot(
+            tokens=tokens,
+            prompt_len=admit.prompt_len,
+            state=zlib.crc32(admit.token_ids),
+            kv_len=admit.kv_len,
+            pages=[],
+            sampling=admit.sampling,
+            lacks_restore=admit.kv_len > 0 and len(tokens) > admit.prompt_len,
+        )
+        self._take_pages(slot, state, admit.pages)
+        self._require_pages(slot, state, admit.kv_len)
+
+    def _append(self, append: AppendPages) -> None:
+        self._take_pages(append.slot, self._live(append.slot, "append"), append.pages)
+
+    def _take_pages(self, slot: int, state: _Slot, pages: Sequence[int]) -> None:
+        for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise InvariantViolation(f"slot {slot}: page {page} of {self.num_pages}")
+            if page in self._owner:
+                raise InvariantViolation(f"page {page} for slot {slot} belongs to slot {self._owner[page]}")
+            self._owner[page] = slot
+            state.pages.append(page)
+
+    def _require_pages(self, slot: int, state: _Slot, tokens: int) -> None:
+        if tokens > len(state.pages) * self.page_size:
+            raise InvariantViolation(f"slot {slot}: {tokens} tokens in {len(state.pages)} pages of {self.page_size}")
+        if tokens > self._info.max_model_len:
+            raise InvariantViolation(f"slot {slot}: {tokens} tokens exceed the context")
+
+    def _release(self, slot: int) -> None:
+        state = self._live(slot, "release")
+        for page in state.pages:
+            del self._owner[page]
+        del self._slots[slot]
+
+    def _offload(self, offload: Offload) -> None:
+        state = self._live(offload.slot, "offload")
+        _check(offload.key not in self._saved, f"offload under key {offload.key}, which is in use")
+        _check(not state.lacks_restore, f"offload of slot {offload.slot}, whose KV was never restored")
+        _check(state.kv_len > 0, f"offload of slot {offload.slot}, which holds no KV")
+        self._saved[offload.key] = _Saved(state.kv_len, _state_of(state.tokens[: state.kv_len]))
+        self._release(offload.slot)
+
+    def _restore(self, restore: Restore) -> None:
+        state = self._live(restore.slot, "restore")
+        saved = self._saved.pop(restore.key, None)
+        if saved is None:
+            raise InvariantViolation(f"restore of key {restore.key}, under which nothing is saved")
+        _check(
+            saved.kv_len == state.kv_len,
+            f"slot {restore.slot}: kv_len {state.kv_len}, but {saved.kv_len} tokens are saved under {restore.key}",
+        )
+        _check(
+            saved.state == _state_of(state.tokens[: state.kv_len]),
+            f"slot {restore.slot}: the KV under key {restore.key} is of other tokens",
+        )
+        state.lacks_restore = False
+
+    def _first_token(self, first: FirstToken, result: StepResult) -> None:
+        state = self._live(first.slot, "first token")
+        row = self.aux_row(first.aux_slot)
+        mark, checksum = _ROW.unpack_from(row, self._aux_offset)
+        _check(mark == _ROW_MARK, f"slot {first.slot}: aux slot {first.aux_slot} holds no logits")
+        _check(checksum == state.state, f"slot {first.slot}: aux slot {first.aux_slot} holds logits of other tokens")
+        _check(
+            len(state.tokens) == state.prompt_len,
+            f"slot {first.slot}: first token after {len(state.tokens) - state.prompt_len} tokens",
+        )
+        self._sample(first.slot, state, checksum, result)
+
+    def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
+        state = self._live(chunk.slot, "prefill")
+        end = chunk.start + chunk.length
+        _check(chunk.length > 0, f"slot {chunk.slot}: chunk of {chunk.length} tokens")
+        _check(chunk.start == state.kv_len, f"slot {chunk.slot}: chunk from {chunk.start}, kv_len is {state.kv_len}")
+        _check(end <= len(state.tokens), f"slot {chunk.slot}: chunk to {end} of {len(state.tokens)} tokens")
+        _check(not state.lacks_restore, f"slot {chunk.slot}: prefill onto KV that was never restored")
+        self._require_pages(chunk.slot, state, end)
+        state.kv_len = end
+        if chunk.sample or chunk.aux_slot >= 0:
+            _check(end == len(state.tokens), f"slot {chunk.slot}: logits at {end} of {len(state.tokens)} tokens")
+        if chunk.aux_slot >= 0:
+            _ROW.pack_into(self.aux_row(chunk.aux_slot), self._aux_offset, _ROW_MARK, state.state)
+        if chunk.sample:
+            self._sample(chunk.slot, state, state.state, result)
+
+    def _decode(self, slot: int, result: StepResult) -> None:
+        state = self._live(slot, "decode")
+        if not 0 < state.kv_len == len(state.tokens) - 1:
+            raise InvariantViolation(f"slot {slot}: decode with KV of {state.kv_len} tokens of {len(state.tokens)}")
+        if state.lacks_restore:
+            raise InvariantViolation(f"slot {slot}: decode with KV that was never restored")
+        self._require_pages(slot, state, state.kv_len + 1)
+        state.kv_len += 1
+        self._sample(slot, state, state.state, result)
+
+    def _sample(self, slot: int, state: _Slot, checksum: int, result: StepResult) -> None:
+        if state.sampling is None:
+            raise InvariantViolation(f"slot {slot} was admitted without sampling parameters and shall sample")
+        emitted = len(state.tokens) - state.prompt_len
+        if emitted >= state.sampling.max_tokens:
+            raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
+        token = _next_token(checksum, state.sampling, self._info)
+        state.tokens.append(token)
+        state.state = _extend(state.state, token)
+        result.slots.append(slot)
+        result.tokens.append(token)
+
+
+def _state_of(tokens: Sequence[int]) -> int:
+    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in tokens))
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvariantViolation(message)
