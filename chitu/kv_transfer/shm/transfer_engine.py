@@ -1,0 +1,270 @@
+"""Transport `shm`: the peer is a process of the same host and user; its arena is an anonymous shared file (memfd).
+
+A session says how to find that file: host id, pid, start time of the process, fd and inode. `connect` opens it through
+`/proc/<pid>/fd/<fd>` (which needs the same user, no ptrace rights), checks that it is that very file, and maps it; a
+write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `settle`
+is always True; bytes written after the peer died go to a file that nobody reads. Nothing is ever left in /dev/shm.
+
+Invariant: a mapping lives until the peer was disconnected and its last write has returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.plan import first_outside
+from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
+from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
+from chitu.messages import RankMemory, TransportSession
+
+NAME = "shm"
+
+
+def host_id() -> str:
+    """Equal for two processes that may open each other's files: same boot, same pid namespace, same user."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+        return f"{boot_id}:{os.readlink('/proc/self/ns/pid')}:{os.geteuid()}"
+    except OSError:
+        return ""
+
+
+def _start_time(stat: str) -> str:
+    """Field 22 of /proc/<pid>/stat; the command name before it may hold spaces and brackets."""
+    return stat.rpartition(")")[2].split()[19]
+
+
+class _Range(NamedTuple):
+    """A registered allocation; `fd` < 0: not a shared file, good as a source only."""
+
+    base: int
+    nbytes: int
+    fd: int
+    offset: int
+
+
+@dataclass(slots=True)
+class ShmPeer:
+    """A mapped arena of another process."""
+
+    session_id: str
+    arena_base: int
+    """In the peer's address space."""
+    arena_bytes: int
+    pidfd: int
+    mapping: mmap.mmap
+    local_base: int
+    """Where `arena_base` is in ours."""
+    writers: int = 0
+    is_closed: bool = False
+
+    def is_alive(self) -> bool:
+        """A pidfd becomes readable when its process ends, even before it is reaped."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+
+class ShmTransport:
+    """See `kv_transfer.transport.Transport`."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._host_id = host_id()
+        self._engine = CopyEngine()
+        self._ranges: list[_Range] = []
+        self._peers: list[ShmPeer] = []
+        self._lock = threading.Lock()
+
+    def register(self, base: int, nbytes: int) -> None:
+        if any((known.base, known.nbytes) == (base, nbytes) for known in self._ranges):
+            return
+        self._ranges.append(_find_range(base, nbytes))
+
+    def local_session(self) -> TransportSession:
+        for known in self._ranges:
+            if known.fd >= 0:
+                with open("/proc/self/stat") as file:
+                    start_time = _start_time(file.read())
+                return TransportSession(
+                    transport=NAME,
+                    session_id=f"{self._host_id}/{os.getpid()}/{known.fd}",
+                    attributes={
+                        "host_id": self._host_id,
+                        "pid": str(os.getpid()),
+                        "start_time": start_time,
+                        "fd": str(known.fd),
+                        "inode": str(os.fstat(known.fd).st_ino),
+                        "offset": str(known.offset),
+                    },
+                )
+        raise TransferFailed("shm: no registered memory is a shared file, so no process can map it")
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return session.transport == NAME and self._host_id != "" and session.attributes.get("host_id") == self._host_id
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> ShmPeer:
+        if not self.can_reach(session):
+            raise TransferFailed(f"shm: {session.session_id} is not a process of this host and user")
+        try:
+            numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
+        except (KeyError, ValueError) as error:
+            raise TransferFailed(f"shm: session {session.session_id} is not well formed: {error}") from error
+        if min(numbers) < 0:
+            raise TransferFailed(f"shm: session {session.session_id} has a negative number")
+        try:
+            peer = _open_peer(memory, session, *numbers)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransferFailed(f"shm: cannot map the memory of {session.session_id}: {error}") from error
+        with self._lock:
+            self._peers.append(peer)
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        assert isinstance(peer, ShmPeer)
+        deadline_s = time.monotonic() + timeout_s
+        src_N = np.asarray(copies.src, dtype=np.int64)
+        dst_N = np.asarray(copies.dst, dtype=np.int64)
+        length_N = np.asarray(copies.length, dtype=np.int64)
+        outside = first_outside(dst_N, length_N, peer.arena_base, peer.arena_bytes)
+        if outside >= 0:
+            raise WriteError(
+                f"shm: copy {outside} ({copies.length[outside]} bytes at {copies.dst[outside]:#x}) is outside the"
+                f" peer's arena ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
+                settled=True,
+            )
+        if not any(first_outside(src_N, length_N, known.base, known.nbytes) < 0 for known in self._ranges):
+            raise WriteError("shm: a source lies outside the registered memory", settled=True)
+        with self._lock:
+            if peer.is_closed:
+                raise WriteError(f"shm: {peer.session_id} was disconnected", settled=True)
+            peer.writers += 1
+        try:
+            self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
+            is_alive = peer.is_alive()
+        except CopyFault as error:
+            raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
+        except CopyTimeout as error:
+            raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
+        finally:
+            self._leave(peer)
+        if not is_alive:
+            raise WriteError(f"shm: the process of {peer.session_id} has ended", settled=True)
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        """Always True: a copy is over when `write` returns."""
+        return True
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, ShmPeer)
+        with self._lock:
+            if peer.is_closed:
+                return
+            peer.is_closed = True
+            self._peers.remove(peer)
+            if peer.writers == 0:
+                _unmap(peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for known in self._ranges:
+            if known.fd >= 0:
+                os.close(known.fd)
+        self._ranges.clear()
+
+    def _leave(self, peer: ShmPeer) -> None:
+        with self._lock:
+            peer.writers -= 1
+            if peer.is_closed and peer.writers == 0:
+                _unmap(peer)
+
+
+def _unmap(peer: ShmPeer) -> None:
+    os.close(peer.pidfd)
+    peer.mapping.close()
+
+
+def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int, inode: int, offset: int) -> ShmPeer:
+    """Map the file. The pidfd and the /proc folder hold on to one process, so a reused pid cannot slip in between."""
+    with contextlib.ExitStack() as stack:
+        pidfd = os.pidfd_open(pid)
+        stack.callback(os.close, pidfd)
+        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with open(os.open("stat", os.O_RDONLY, dir_fd=folder)) as stat:
+                if _start_time(stat.read()) != session.attributes.get("start_time"):
+                    raise TransferFailed(f"shm: process {pid} of {session.session_id} is another one by now")
+            file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            found = os.fstat(file)
+            if found.st_ino != inode:
+                raise TransferFailed(f"shm: fd {fd} of process {pid} is inode {found.st_ino}, announced was {inode}")
+            if offset + memory.arena_bytes > found.st_size:
+                raise TransferFailed(
+                    f"shm: the file of {session.session_id} has {found.st_size} bytes, too few for an arena of"
+                    f" {memory.arena_bytes} bytes at offset {offset}"
+                )
+            mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(file)
+        stack.pop_all()
+    return ShmPeer(
+        session_id=session.session_id,
+        arena_base=memory.arena_base,
+        arena_bytes=memory.arena_bytes,
+        pidfd=pidfd,
+        mapping=mapping,
+        local_base=ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset,
+    )
+
+
+def _find_range(base: int, nbytes: int) -> _Range:
+    """The mapping that holds `[base, base + nbytes)` and, where it is a shared file, an own fd of that file."""
+    if nbytes <= 0:
+        raise TransferFailed(f"shm: cannot register {nbytes} bytes")
+    end = base
+    first: tuple[str, int, str, int] | None = None
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, mode, offset, device, inode = line.split(None, 5)[:5]
+            low, high = (int(text, 16) for text in span.split("-"))
+            if not low <= end < high or mode[0] != "r":
+                continue
+            if first is None:
+                first = (mode, int(offset, 16) + base - low, device, int(inode))
+            end = high
+            if end >= base + nbytes:
+                break
+    if first is None or end < base + nbytes:
+        raise TransferFailed(f"shm: {nbytes} bytes at {base:#x} are not host memory of this process")
+    mode, file_offset, device, inode_number = first
+    if mode[3] != "s":
+        return _Range(base, nbytes, -1, 0)
+    return _Range(base, nbytes, _own_fd(device, inode_number), file_offset)
+
+
+def _own_fd(device: str, inode: int) -> int:
+    """A duplicate of the fd of this file, so that a session stays valid however long its allocator keeps its own."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            found = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            if (status.st_ino, found) == (inode, device):
+                return os.dup(int(name))
+    return -1
