@@ -1,0 +1,253 @@
+"""What a topology means as a whole: its instances, and the checks that need more than one key.
+
+Pure: values in, values out (the only look outside is whether the model folder exists). Called by `chitu serve`,
+`chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from chitu.config.schema import InstanceConfig, RouterConfig, Topology
+from chitu.errors import ConfigError
+from chitu.types import Role, instance_name
+
+PLACEHOLDER_SUFFIX = ".example"
+"""Host names that the multi-node files carry until someone puts real ones in (RFC 2606 keeps them unresolvable)."""
+
+SECTIONS = {
+    Role.PREFILL: "prefill_schedulers",
+    Role.DECODE: "decode_schedulers",
+    Role.UNIFIED: "unified_schedulers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One torchrun of the topology; `key` is its path in the YAML."""
+
+    role: Role
+    engine_rank: int
+    config: InstanceConfig
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.role, self.engine_rank)
+
+    @property
+    def key(self) -> str:
+        return f"dp_config.router.{SECTIONS[self.role]}.{self.engine_rank}"
+
+
+def instances(topology: Topology) -> tuple[Instance, ...]:
+    """P0, P1, ..., D0, ..., U0, ... in this order."""
+    router = topology.dp_config.router
+    return tuple(
+        Instance(role, rank, config) for role in Role for rank, config in enumerate(getattr(router, SECTIONS[role]))
+    )
+
+
+def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
+    """The instance that a scheduler process is told to be, `dp_config.scheduler_base_port` taken into account."""
+    for instance in instances(topology):
+        if (instance.role, instance.engine_rank) == (role, engine_rank):
+            base_port = topology.dp_config.scheduler_base_port
+            if base_port is None:
+                return instance
+            return Instance(role, engine_rank, msgspec.structs.replace(instance.config, port=base_port))
+    names = ", ".join(instance.name for instance in instances(topology)) or "none"
+    raise ConfigError(f"the topology has no instance {instance_name(role, engine_rank)}; it has {names}")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _same_host(host: str) -> str:
+    return "127.0.0.1" if is_loopback(host) else host
+
+
+def host_names(topology: Topology) -> list[str]:
+    """Every host once, the router's first; all loopback names count as one."""
+    named = [topology.dp_config.router.host, *(instance.config.host for instance in instances(topology))]
+    return list(dict.fromkeys(_same_host(host) for host in named))
+
+
+def instances_on(topology: Topology, host: str) -> list[Instance]:
+    return [instance for instance in instances(topology) if _same_host(instance.config.host) == _same_host(host)]
+
+
+def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
+    """The same cluster with every process on `host`: what `chitu serve` starts."""
+    router = topology.dp_config.router
+    moved = {
+        section: tuple(msgspec.structs.replace(config, host=host) for config in getattr(router, section))
+        for section in SECTIONS.values()
+    }
+    router = msgspec.structs.replace(router, host=host, **moved)
+    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+
+
+def router_ports(router: RouterConfig) -> dict[str, int]:
+    """Ports that the router listens on, by key path."""
+    pd = router.pd_disaggregation
+    return {
+        "dp_config.router.port": router.port,
+        "dp_config.router.stats_port": router.stats_port,
+        "dp_config.router.token_port": router.token_port,
+        "dp_config.router.pd_disaggregation.coordination_port": pd.coordination_port,
+        "dp_config.router.pd_disaggregation.metadata_sync_port": pd.metadata_sync_port,
+        "dp_config.router.pd_disaggregation.bootstrap_port": pd.bootstrap_port,
+    }
+
+
+def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
+    """CPU threads of an instance's math on a host with `cores` cores."""
+    return (
+        instance.config.threads
+        or topology.scheduler.threads
+        or max(1, cores // max(1, len(instances_on(topology, instance.config.host))))
+    )
+
+
+def check(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> None:
+    """Raise ConfigError with the first problem, if there is one."""
+    for problem in problems(topology, master_addr, need_model):
+        raise ConfigError(problem)
+
+
+def problems(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> Iterator[str]:
+    """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
+    yield from _instance_problems(topology)
+    yield from _host_problems(topology, master_addr)
+    yield from _port_problems(topology)
+    yield from _size_problems(topology)
+    if need_model:
+        yield from _model_problems(topology.model.path)
+
+
+def _instance_problems(topology: Topology) -> Iterator[str]:
+    router = topology.dp_config.router
+    prefills, decodes = len(router.prefill_schedulers), len(router.decode_schedulers)
+    if bool(prefills) != bool(decodes):
+        missing, present = ("decode", "prefill") if prefills else ("prefill", "decode")
+        yield (
+            f"dp_config.router.{missing}_schedulers is empty but there are {present}_schedulers: "
+            "a request needs one of each"
+        )
+    if not (prefills or decodes or router.unified_schedulers):
+        yield (
+            "the topology has no instance: give dp_config.router.prefill_schedulers and "
+            "dp_config.router.decode_schedulers, or dp_config.router.unified_schedulers"
+        )
+    for instance in instances(topology):
+        config = instance.config
+        if config.tp_size > 1:
+            yield f"{instance.key}.tp_size is {config.tp_size}: tensor parallelism is not there yet, only 1 works"
+        elif len(config.devices) != config.tp_size:
+            yield (
+                f"{instance.key}.devices names {len(config.devices)} devices, but {instance.key}.tp_size is "
+                f"{config.tp_size}: give one device per rank"
+            )
+        for device in config.devices:
+            kind, _, index = device.partition(":")
+            if not (device == "cpu" or (kind == "cuda" and (index.isdigit() or device == "cuda"))):
+                yield f"{instance.key}.devices has {device!r}: a device is 'cpu' or 'cuda:N'"
+
+
+def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:
+    router = topology.dp_config.router
+    hosts = host_names(topology)
+    by_key = {"dp_config.router.host": router.host}
+    by_key |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
+    for key, host in by_key.items():
+        if host.endswith(PLACEHOLDER_SUFFIX):
+            yield f"{key} is still the placeholder {host!r}: give the address of the machine"
+        elif not host:
+            yield f"{key} is empty: give the address of the machine"
+        elif host in ("0.0.0.0", "::"):
+            yield f"{key} is {host}, which is no address that others can reach: give the machine's own"
+        elif len(hosts) > 1 and is_loopback(host):
+            yield (
+                f"{key} is the loopback address {host}, but the topology has {len(hosts)} hosts "
+                f"({', '.join(hosts)}): give an address that the others can reach"
+            )
+    if master_addr and len(hosts) > 1 and is_loopback(master_addr):
+        yield (
+            f"PD_MASTER_ADDR is the loopback address {master_addr}, but the topology has {len(hosts)} hosts: "
+            "set it to the router's address"
+        )
+    transport = router.pd_disaggregation.transport
+    if transport == "shm" and len(hosts) > 1:
+        yield (
+            f"dp_config.router.pd_disaggregation.transport is shm, but the topology has {len(hosts)} hosts: "
+            "use auto or mooncake"
+        )
+    if transport == "fake":
+        yield (
+            "dp_config.router.pd_disaggregation.transport is fake, which works inside one process only: "
+            "use auto, shm or mooncake"
+        )
+
+
+def _port_problems(topology: Topology) -> Iterator[str]:
+    router = topology.dp_config.router
+    used: dict[tuple[str, int], str] = {}
+    wanted = [(_same_host(router.host), port, key) for key, port in router_ports(router).items()]
+    wanted += [
+        (_same_host(instance.config.host), instance.config.port, f"{instance.key}.port")
+        for instance in instances(topology)
+    ]
+    for host, port, key in wanted:
+        if port == 0:
+            continue
+        other = used.setdefault((host, port), key)
+        if other != key:
+            yield f"{key} and {other} are both port {port} on {host}: give one of them another port, or 0"
+
+
+def _size_problems(topology: Topology) -> Iterator[str]:
+    scheduler, cache, deadlines = (
+        topology.scheduler,
+        topology.cache,
+        topology.dp_config.router.pd_disaggregation.deadlines,
+    )
+    if scheduler.chunk_size > scheduler.max_batched_tokens:
+        yield (
+            f"scheduler.chunk_size is {scheduler.chunk_size}, more than scheduler.max_batched_tokens "
+            f"({scheduler.max_batched_tokens}): no chunk would ever fit a step"
+        )
+    if topology.model.max_model_len is not None:
+        for key, pages in [
+            ("cache.num_pages", cache.num_pages),
+            *((f"{instance.key}.num_pages", instance.config.num_pages) for instance in instances(topology)),
+        ]:
+            if pages is not None and pages * cache.page_size < topology.model.max_model_len:
+                yield (
+                    f"{key} is {pages}: {pages} pages of {cache.page_size} tokens hold less than one request of "
+                    f"model.max_model_len ({topology.model.max_model_len}) tokens"
+                )
+    if deadlines.lease_s < 2 * deadlines.heartbeat_interval_s:
+        prefix = "dp_config.router.pd_disaggregation.deadlines"
+        yield (
+            f"{prefix}.lease_s is {deadlines.lease_s:g}, less than two heartbeats "
+            f"({prefix}.heartbeat_interval_s is {deadlines.heartbeat_interval_s:g}): one late heartbeat would end a lease"
+        )
+
+
+def _model_problems(path: str) -> Iterator[str]:
+    folder = Path(path).expanduser()
+    if not path:
+        yield "model.path is empty: give the folder of a Hugging Face checkpoint (--model PATH)"
+    elif not folder.is_dir():
+        yield f"model.path is {path!r}, but there is no such folder"
+    elif not (folder / "config.json").is_file():
+        yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
