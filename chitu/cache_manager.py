@@ -39,6 +39,7 @@ class PagedKVCacheManager:
         self._allocator = PageAllocator(num_pages)
         self._tables: dict[bytes, list[int]] = {}
         self._in_transfer: set[bytes] = set()
+        self._quarantined: set[bytes] = set()
 
     @property
     def block_size(self) -> int:
@@ -96,13 +97,16 @@ class PagedKVCacheManager:
         self._in_transfer.discard(room)
 
     def quarantine(self, room: bytes) -> None:
-        """The room is dead, its pages may still be written or read by a peer. `remove_task` frees them later."""
-        self._allocator.quarantine(self._tables.get(room, ()))
+        """The room is dead, its pages may still be written or read by a peer. `remove_task` frees them. Idempotent."""
+        if room in self._tables and room not in self._quarantined:
+            self._quarantined.add(room)
+            self._allocator.quarantine(self._tables[room])
 
     def remove_task(self, room: bytes) -> None:
         """Free the room's pages. The caller knows that no peer touches them. Idempotent."""
         pages = self._tables.pop(room, None)
         self._in_transfer.discard(room)
+        self._quarantined.discard(room)
         if pages:
             self._allocator.release(pages)
 

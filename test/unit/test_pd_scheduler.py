@@ -1,0 +1,395 @@
+"""The step loop with an executor that checks every plan: right tokens, nothing leaked, whatever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import FakeClock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import ExecutorInfo
+from chitu.engine.fake import FakeExecutor, expected_tokens
+from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
+from chitu.messages import (
+    CancelRequest,
+    DecodeRequest,
+    Finish,
+    PrefillRequest,
+    SamplingParams,
+    UnifiedRequest,
+    pack_i32,
+    token_codec,
+)
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.token_manager import TokenManager
+
+PAGE_SIZE = 4
+INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=2, eos_token_ids=(2,))
+
+
+class Slots:
+    """Aux slots, and nothing else of `MetadataBuffers`."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def free(self, slot: int) -> None:
+        assert slot not in self._free
+        self._free.append(slot)
+
+
+class Instance:
+    """One scheduler with a fake executor, and what came out of it."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        sender: Wire | None = None,
+        receiver: Wire | None = None,
+        chunk: int = 5,
+        aux_slots: int = 4,
+        clock: FakeClock | None = None,
+    ) -> None:
+        self.clock = clock or FakeClock()
+        self.tokens: dict[bytes, list[int]] = {}
+        self.finishes: dict[bytes, Finish] = {}
+        self.failures: dict[bytes, ChituError] = {}
+        self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE)
+        self.aux = Slots(aux_slots)
+        self.executor = FakeExecutor(INFO, num_pages, PAGE_SIZE, aux_slots)
+        self.scheduler = PDScheduler(
+            PDSchedulerParts(
+                config=SchedulerConfig(
+                    max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
+                ),
+                deadlines=DeadlineConfig(),
+                executor=self.executor,
+                cache=self.cache,
+                tokens=TokenManager(1, self._take),
+                report_failure=self.failures.__setitem__,
+                clock=self.clock,
+                aux=self.aux if sender or receiver else None,
+                num_aux_slots=aux_slots,
+                sender=sender,
+                receiver=receiver,
+            )
+        )
+
+    def _take(self, frame: bytes) -> bool:
+        batch = token_codec.decode(frame)
+        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+            assert room not in self.finishes, "a token after the end"
+            self.tokens.setdefault(room, []).append(token)
+        for finish in batch.finished:
+            assert finish.room not in self.finishes, "two ends"
+            self.finishes[finish.room] = finish
+        return True
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            self.scheduler.step()
+            if self.scheduler.is_idle:
+                self.scheduler.step()
+                return
+        raise AssertionError(f"still busy after {limit} steps: {self.scheduler.load}")
+
+    def check_empty(self) -> None:
+        self.cache.check_idle()
+        assert not self.executor.saved_keys
+        load = self.scheduler.load
+        assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
+        assert load.pages_free == load.pages_total
+
+
+class Wire:
+    """A perfect transfer between two schedulers: both role interfaces, moving aux rows when the test says so."""
+
+    def __init__(self) -> None:
+        self.prefill: Instance | None = None
+        self.decode: Instance | None = None
+        self.announced: dict[bytes, int] = {}
+        self.requested: set[bytes] = set()
+        self.computed: dict[bytes, int] = {}
+        self.delivered: set[bytes] = set()
+        self.dead: set[bytes] = set()
+        self.failing: set[bytes] = set()
+        self.events_p: list[TransferEvent] = []
+        self.events_d: list[TransferEvent] = []
+        self.side = "P"
+
+    def add_request(
+        self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
+    ) -> None:
+        self.requested.add(room)
+        if room in self.announced:
+            self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
+
+    def begin_step(self, chunks: Sequence[KVChunk]) -> None:
+        for chunk in chunks:
+            assert len(chunk.pages) * PAGE_SIZE >= chunk.end
+
+    def on_layer_done(self, layer: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+        self.computed[room] = aux_slot
+
+    def reset_chunks(self, room: bytes) -> bool:
+        self.computed.pop(room, None)
+        return room not in self.announced
+
+    def announce(
+        self,
+        room: bytes,
+        request_id: str,
+        pages: Sequence[int],
+        aux_slot: int,
+        num_tokens: int,
+        prefill_rank: int,
+        prefill_incarnation: int,
+    ) -> None:
+        assert len(pages) == -(-num_tokens // PAGE_SIZE)
+        self.announced[room] = aux_slot
+        if room in self.requested:
+            self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
+
+    def abort(self, room: bytes, error: ChituError) -> None:
+        self.dead.add(room)
+        for events in (self.events_p, self.events_d):
+            events.append(TransferEvent(TransferEventKind.RELEASED, room))
+
+    def deliver(self, rng: random.Random) -> None:
+        """Move some of what is computed and announced, logits and KV sometimes in different steps."""
+        assert self.prefill and self.decode
+        for room, source in list(self.computed.items()):
+            if room in self.dead or room not in self.announced or rng.random() < 0.5:
+                continue
+            if room in self.failing:
+                error = TransferFailed("the link broke")
+                self.dead.add(room)
+                for events in (self.events_p, self.events_d):
+                    events.append(TransferEvent(TransferEventKind.FAILED, room, error))
+                    events.append(TransferEvent(TransferEventKind.RELEASED, room))
+            elif room not in self.delivered:
+                self.delivered.add(room)
+                target = self.decode.executor.aux_row(self.announced[room])
+                target[:] = self.prefill.executor.aux_row(source)
+                self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room))
+            else:
+                del self.computed[room]
+                self.events_d.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
+                self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
+
+
+class PSide(Wire):
+    """`poll` of P on a shared wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.__dict__ = wire.__dict__
+
+    def poll(self) -> list[TransferEvent]:
+        events = list(self.events_p)
+        self.events_p.clear()
+        return events
+
+
+class DSide(Wire):
+    """`poll` of D on a shared wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.__dict__ = wire.__dict__
+
+    def poll(self) -> list[TransferEvent]:
+        events = list(self.events_d)
+        self.events_d.clear()
+        return events
+
+
+def room_of(index: int) -> bytes:
+    return index.to_bytes(16, "big")
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    return [(index * 31 + position * 7) % INFO.vocab_size for position in range(length)]
+
+
+loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(loads, st.integers(17, 60), st.integers(1, 16))
+def test_unified_tokens_are_right_and_every_page_comes_back(
+    load: list[tuple[int, int]], num_pages: int, chunk: int
+) -> None:
+    instance = Instance(num_pages, chunk=chunk)
+    for index, (prompt_len, max_tokens) in enumerate(load):
+        sampling = SamplingParams(max_tokens, temperature=0.0)
+        prompt = pack_i32(prompt_of(index, prompt_len))
+        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling))
+    instance.run()
+    for index, (prompt_len, max_tokens) in enumerate(load):
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, prompt_len), max_tokens, INFO)
+        assert instance.finishes[room_of(index)].reason == "length"
+    instance.check_empty()
+
+
+@settings(max_examples=150, deadline=None)
+@given(loads, st.integers(17, 50), st.integers(17, 50), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
+    load: list[tuple[int, int]], pages_p: int, pages_d: int, aux_slots: int, rng: random.Random
+) -> None:
+    wire = Wire()
+    prefill = wire.prefill = Instance(pages_p, sender=PSide(wire), aux_slots=aux_slots)
+    decode = wire.decode = Instance(pages_d, receiver=DSide(wire), aux_slots=aux_slots)
+    cancelled: set[bytes] = set()
+    pending = list(enumerate(load))
+    for _ in range(4000):
+        if pending and rng.random() < 0.7:
+            index, (prompt_len, max_tokens) = pending.pop(0)
+            prompt = pack_i32(prompt_of(index, prompt_len))
+            sampling = SamplingParams(max_tokens, temperature=0.0)
+            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1))
+            prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1))
+            fate = rng.random()
+            if fate < 0.15:
+                wire.failing.add(room_of(index))
+        if rng.random() < 0.05 and len(pending) < len(load):
+            room = room_of(rng.randrange(len(load) - len(pending)))
+            if room not in decode.finishes:
+                cancelled.add(room)
+                prefill.scheduler.submit(CancelRequest(room))
+                decode.scheduler.submit(CancelRequest(room))
+        for instance in (prefill, decode) if rng.random() < 0.5 else (decode, prefill):
+            if rng.random() < 0.8:
+                instance.scheduler.step()
+        wire.deliver(rng)
+        if not pending and prefill.scheduler.is_idle and decode.scheduler.is_idle:
+            break
+    prefill.run()
+    decode.run()
+    for index, (prompt_len, max_tokens) in enumerate(load):
+        room = room_of(index)
+        expected = expected_tokens(prompt_of(index, prompt_len), max_tokens, INFO)
+        tokens = decode.tokens.get(room, [])
+        if room in cancelled or (room in wire.failing and decode.finishes[room].reason == "error"):
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert tokens == expected
+            assert decode.finishes[room].reason == "length"
+    prefill.check_empty()
+    decode.check_empty()
+    assert not prefill.tokens, "P never samples"
+
+
+def test_a_stop_id_ends_a_request_at_once_and_ignore_eos_overrides_only_eos() -> None:
+    prompt = prompt_of(1, 6)
+    tokens = expected_tokens(prompt, 10, INFO)
+    instance = Instance(32)
+    sampling = SamplingParams(10, temperature=0.0, stop_token_ids=(tokens[3],))
+    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling))
+    instance.run()
+    end = tokens.index(tokens[3]) + 1
+    assert instance.tokens[room_of(1)] == tokens[:end]
+    assert instance.finishes[room_of(1)].reason == "stop"
+
+
+def test_an_impossible_request_is_refused_and_the_next_one_served() -> None:
+    instance = Instance(8)
+    instance.scheduler.submit(UnifiedRequest(room_of(1), "big", pack_i32(prompt_of(1, 30)), SamplingParams(10)))
+    instance.scheduler.submit(UnifiedRequest(room_of(2), "empty", b"", SamplingParams(10)))
+    instance.scheduler.submit(UnifiedRequest(room_of(3), "long", pack_i32(prompt_of(1, 300)), SamplingParams(10)))
+    instance.scheduler.submit(UnifiedRequest(room_of(4), "ok", pack_i32(prompt_of(1, 3)), SamplingParams(2)))
+    instance.run()
+    codes = [instance.finishes[room_of(n)].code for n in (1, 2, 3, 4)]
+    assert codes == ["capacity", "invalid_request", "invalid_request", ""]
+
+
+def test_half_requests_on_the_wrong_role_are_refused() -> None:
+    wire = Wire()
+    prefill, unified = Instance(8, sender=PSide(wire)), Instance(8)
+    prompt = pack_i32(array("i", [1, 2]))
+    unified.scheduler.submit(PrefillRequest(room_of(1), "r", prompt, 0, 1))
+    unified.scheduler.submit(DecodeRequest(room_of(2), "r", prompt, SamplingParams(1), 0, 1))
+    prefill.scheduler.submit(UnifiedRequest(room_of(3), "r", prompt, SamplingParams(1)))
+    unified.run()
+    prefill.run()
+    assert unified.failures[room_of(1)].code == "invalid_request"
+    assert unified.finishes[room_of(2)].code == "invalid_request"
+    assert prefill.finishes[room_of(3)].code == "invalid_request"
+
+
+@pytest.mark.parametrize("role", ["decode", "unified"])
+def test_waiting_for_pages_has_a_deadline(role: str) -> None:
+    wire = Wire()
+    clock = FakeClock()
+    instance = Instance(8, receiver=DSide(wire) if role == "decode" else None, clock=clock)
+    prompt = pack_i32(prompt_of(1, 20))
+    for index in (1, 2):
+        if role == "decode":
+            instance.scheduler.submit(DecodeRequest(room_of(index), "r", prompt, SamplingParams(12), 0, 1))
+        else:
+            instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(12)))
+    instance.scheduler.step()
+    clock.advance(30.5)
+    instance.scheduler.step()
+    assert instance.finishes[room_of(2)].code == "queue_timeout"
+    assert room_of(1) not in instance.finishes
+
+
+def test_a_new_router_ends_everything_of_the_old_one() -> None:
+    instance = Instance(32)
+    for index in range(5):
+        prompt = pack_i32(prompt_of(index, 9))
+        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(50)))
+    for _ in range(3):
+        instance.scheduler.step()
+    instance.scheduler.cancel_all()
+    instance.scheduler.step()
+    instance.run()
+    assert not instance.finishes
+    instance.check_empty()
+
+
+def test_retraction_really_happens_and_loses_no_token() -> None:
+    instance = Instance(num_pages=17)
+    for index in range(6):
+        prompt = pack_i32(prompt_of(index, 7))
+        sampling = SamplingParams(40, temperature=0.0)
+        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, sampling))
+    instance.run()
+    assert instance.scheduler.load.retractions > 0
+    for index in range(6):
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO)
+    instance.check_empty()
+
+
+def test_speculative_prompts_give_their_pages_to_announced_ones() -> None:
+    wire = Wire()
+    prefill = Instance(num_pages=8, sender=PSide(wire))
+    speculative, promised = prompt_of(1, 30), prompt_of(2, 20)
+    prefill.scheduler.submit(PrefillRequest(room_of(1), "speculative", pack_i32(speculative), 0, 1))
+    for _ in range(8):
+        prefill.scheduler.step()
+    assert room_of(1) in wire.computed
+    wire.announced[room_of(2)] = 0
+    prefill.scheduler.submit(PrefillRequest(room_of(2), "promised", pack_i32(promised), 0, 1))
+    for _ in range(8):
+        prefill.scheduler.step()
+    assert room_of(2) in wire.computed
+    assert room_of(1) not in wire.computed, "its pages went to the announced request; it waits to be computed again"
+    assert prefill.scheduler.load.waiting == 1
