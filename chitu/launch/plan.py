@@ -1,0 +1,93 @@
+"""Topology -> processes: which commands with which environment make the cluster. Pure; starts nothing.
+
+Called by the local supervisor and by `chitu plan`. The router is a plain process; an instance is one torchrun with
+`tp_size` ranks and its own rendezvous (`--standalone` picks a free port), so instances never meet in torch.distributed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chitu.config.schema import Topology
+from chitu.config.topology import Instance, instances, router_ports, threads_of
+
+ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start. `env` holds only what is put over the inherited environment."""
+
+    name: str
+    """`router`, `P0`, `D1`, `U0`."""
+    host: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Modules that the processes run, and the interpreter that runs them. Tests of the supervisor put stand-ins here."""
+
+    router: str = "chitu.serve.api_server"
+    scheduler: str = "chitu.serve.scheduler"
+    python: str = sys.executable
+
+
+def router_spec(
+    topology: Topology, config: str, overrides: Sequence[str], ready_file: str | None, entries: Entries
+) -> ProcessSpec:
+    """The router process; it writes its actual ports to `ready_file` once it listens."""
+    ready = ("--ready-file", ready_file) if ready_file else ()
+    return ProcessSpec(
+        name=ROUTER,
+        host=topology.dp_config.router.host,
+        argv=(entries.python, "-m", entries.router, "--config", config, *ready, *overrides),
+        env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+def instance_spec(
+    topology: Topology, instance: Instance, config: str, overrides: Sequence[str], cores: int, entries: Entries
+) -> ProcessSpec:
+    """One torchrun. `cores`: CPU cores of its host."""
+    return ProcessSpec(
+        name=instance.name,
+        host=instance.config.host,
+        argv=(
+            *(entries.python, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0"),
+            *("-m", entries.scheduler, "--config", config),
+            *("--role", instance.role.value, "--rank", str(instance.engine_rank), *overrides),
+        ),
+        env={
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(threads_of(topology, instance, cores)),
+            "PD_MASTER_ADDR": topology.dp_config.router.host,
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+    )
+
+
+def plan(
+    topology: Topology, config: str, overrides: Sequence[str], cores: int, entries: Entries | None = None
+) -> tuple[ProcessSpec, ...]:
+    """All processes of the topology, router first, as `chitu plan` shows them."""
+    entries = entries or Entries()
+    return (
+        router_spec(topology, config, overrides, None, entries),
+        *(instance_spec(topology, member, config, overrides, cores, entries) for member in instances(topology)),
+    )
+
+
+def port_overrides(ports: dict[str, int]) -> list[str]:
+    """Overrides that pin the router's ports (by short name, as its ready file gives them) for everyone else."""
+    keys = {key.rsplit(".", 1)[1]: key for key in router_ports_keys()}
+    return [f"{keys[name]}={port}" for name, port in ports.items() if name in keys]
+
+
+def router_ports_keys() -> list[str]:
+    """Key paths of the router's ports."""
+    return list(router_ports(Topology().dp_config.router))

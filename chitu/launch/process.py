@@ -1,0 +1,128 @@
+"""One child process tree: started in a session of its own, its log in a file, ended as a whole.
+
+Used by `LocalCluster`, from one thread. Invariant: a child dies with its supervisor (`PR_SET_PDEATHSIG`), even when that
+is killed with -9. The signal follows the *thread* that started the child, so start children from a thread that lives as
+long as they shall. Every process of a tree carries `CHITU_PROCESS` in its environment; since torchrun puts its workers
+into sessions of their own, that mark, not the process group, says who belongs to the tree. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from chitu.config.load import child_environment
+from chitu.errors import ConfigError
+
+PR_SET_PDEATHSIG = 1
+MARK = "CHITU_PROCESS"
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends. Call first thing in a process entry.
+
+    `parent_pid`: who the parent was when the caller decided to start this; if it is gone already, exit now.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def processes_marked(mark: str) -> list[int]:
+    """Pids of live processes whose environment carries `CHITU_PROCESS=<mark>`."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # Processes of others cannot be read, and any of them may end while we look.
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0") and not _is_zombie(entry):
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def _is_zombie(entry: Path) -> bool:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+class ChildProcess:
+    """A started process tree. `mark` is unique to it."""
+
+    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, mark: str) -> None:
+        self.name = name
+        self.mark = mark
+        self.log = log
+        self.started_s = time.monotonic()
+        self._log_start = log.stat().st_size if log.exists() else 0
+        supervisor = os.getpid()
+        with log.open("ab") as output:
+            try:
+                self._popen = subprocess.Popen(
+                    argv,
+                    env=child_environment({**env, MARK: mark}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(supervisor),
+                )
+            except OSError as error:
+                raise ConfigError(f"{name} cannot be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started: torchrun's, for an instance."""
+        return self._popen.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._popen.poll()
+
+    def worker_pids(self) -> list[int]:
+        """Pids of the tree below the started process, oldest first (the schedulers under a torchrun)."""
+        return [pid for pid in processes_marked(self.mark) if pid != self.pid]
+
+    def terminate(self) -> None:
+        """SIGTERM to the workers, else to the process itself: torchrun then sees them end in their own good time."""
+        for pid in self.worker_pids() or [self.pid]:
+            self._signal(pid, signal.SIGTERM)
+
+    def kill_tree(self) -> None:
+        """SIGKILL to every process of the tree, until none is left."""
+        while pids := processes_marked(self.mark):
+            for pid in pids:
+                self._signal(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout=0.05)
+        self._popen.wait()
+
+    def tail(self, lines: int = 15) -> list[str]:
+        """Its last log lines, without torchrun's report about them."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            text = file.read().decode("utf-8", "replace").splitlines()
+        first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
+        return (text[:first_noise] or text)[-lines:]
+
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        if pid == self.pid and self.exit_code() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 3`, `killed by SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

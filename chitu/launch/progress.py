@@ -1,0 +1,65 @@
+"""How far a scheduler process has come, told to the supervisor through a file of JSON lines.
+
+The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "loading", "done": bytes, "total":
+bytes}`, `{"state": "warmup"}`, `{"state": "ready"}`. A file, not a pipe: it survives torchrun in between, and a process
+started by hand simply has none. Written by the main thread of the scheduler process, read by the supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from chitu.config.load import progress_file
+
+MIN_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`state`: `starting`, `loading`, `warmup` or `ready`. `done`, `total` in bytes while loading."""
+
+    state: str = "starting"
+    done: int = 0
+    total: int = 0
+
+
+class ProgressWriter:
+    """Appends to the file that the environment names; does nothing where it names none."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or progress_file()
+        self._last_s = 0.0
+
+    def state(self, state: str) -> None:
+        self._write({"state": state})
+
+    def loading(self, done: int, total: int) -> None:
+        """Bytes of weights read so far; called as often as one likes."""
+        now_s = time.monotonic()
+        if done < total and now_s - self._last_s < MIN_INTERVAL_S:
+            return
+        self._last_s = now_s
+        self._write({"state": "loading", "done": done, "total": total})
+
+    def _write(self, record: dict[str, str | int]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def read_progress(path: Path) -> Progress:
+    """The last complete record; `starting` where there is none yet."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    except FileNotFoundError:
+        return Progress()
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            return Progress(str(record["state"]), int(record.get("done", 0)), int(record.get("total", 0)))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return Progress()
