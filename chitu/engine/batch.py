@@ -131,6 +131,7 @@ class SlotTable:
             positions_T=rows[1],
             page_table=self.page_table,
             spans=tuple(spans),
+            spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
             decode_row=decode_row,
             decode_slots=tuple(decode),
             max_decode_len=max(positions[decode_row:], default=-1) + 1,

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before any socket opens."""
+"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before it opens sockets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The executor that computes: a `StepPlan` in, sampled tokens out (see `executor.py`, whose order and words are binding).
+"""The executor that computes: a `StepPlan` in, sampled tokens out (`executor.py` is binding for order and meaning).
 
 Owns the slots, the model and the use of the pool's pages. The pages are the only store of K and V: a transfer writes
-into them behind this module's back. Called by the step thread alone; one wait for the device per step, at its end.
+into them behind this module's back. Called by the step thread alone; one wait for the device per step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelRunner:
         """Drop saved copies; the pool belongs to the service."""
         self._saved.clear()
 
-    # ------------------------------------------------------------------------------------------------ the step, in order
+    # --------------------------------------------------------------------------------------------- the step, in order
 
     def _execute(self, plan: StepPlan, on_layer: LayerCallback | None) -> StepResult:
         for offload in plan.offload:
@@ -140,7 +140,7 @@ class ModelRunner:
         self._slots.append_tokens(slots, tokens)
         return tokens
 
-    # ---------------------------------------------------------------------------------------------------- slots and pages
+    # ------------------------------------------------------------------------------------------------ slots and pages
 
     def _admit(self, admit: Admit) -> None:
         token_ids = self._slots.admit(admit)

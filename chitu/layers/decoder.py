@@ -1,7 +1,7 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: embedding, layers of attention and gated MLP, final norm, head.
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: embedding, layers of attention and gated MLP, norm, head.
 
-A family (`chitu/models/*.py`) says which tensors of its checkpoint go where; this says how they are computed. q, k and v
-are one weight, so are gate and up: one large product instead of several. Holds no state of any request.
+A family (`chitu/models/*.py`) says which tensors of its checkpoint go where; this says how they are computed. q, k and
+v are one weight, so are gate and up: one large product instead of several. Holds no state of any request.
 """
 
 from __future__ import annotations

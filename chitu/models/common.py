@@ -14,7 +14,9 @@ from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, Gat
 from chitu.layers.rotary import inverse_frequencies, rotary_table
 from chitu.models.config import ModelSpec
 from chitu.models.weights import WeightSource
-from chitu.ops.interface import HeadSpec, LinearWeight, Ops
+from chitu.ops.interface import HeadSpec, Ops
+
+StackedWeight = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +65,27 @@ def build_decoder(
 
 def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, prefix: str) -> DecoderLayer:
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = f"{prefix}.self_attn"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     q_norm_N = weights.take(f"{attention}.q_norm.weight", spec.head_dim) if traits.qk_norm else None
     k_norm_N = weights.take(f"{attention}.k_norm.weight", spec.head_dim) if traits.qk_norm else None
 
-    def linear(
-        parts: list[tuple[str, int]], in_features: int, bias: bool, module: str = f"{prefix}.mlp"
-    ) -> LinearWeight:
+    def stack(module: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> StackedWeight:
         weight = weights.take_rows([(f"{module}.{name}.weight", rows) for name, rows in parts], in_features)
-        biases = weights.take_rows([(f"{module}.{name}.bias", rows) for name, rows in parts]) if bias else None
-        return ops.prepare(weight, biases)
+        return weight, weights.take_rows([(f"{module}.{name}.bias", rows) for name, rows in parts]) if bias else None
 
     qkv = [("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)]
+    output, down = [("o_proj", spec.hidden_size)], [("down_proj", spec.hidden_size)]
     gate_up = [("gate_proj", spec.intermediate_size), ("up_proj", spec.intermediate_size)]
     return DecoderLayer(
         input_norm_D=weights.take(f"{prefix}.input_layernorm.weight", spec.hidden_size),
         attention=AttentionLayer(
             heads=HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_norm_eps, q_norm_N, k_norm_N),
-            qkv=linear(qkv, spec.hidden_size, traits.qkv_bias, attention),
-            output=linear([("o_proj", spec.hidden_size)], q_rows, traits.output_bias, attention),
+            qkv=ops.prepare(*stack(attention, qkv, spec.hidden_size, traits.qkv_bias)),
+            output=ops.prepare(*stack(attention, output, q_rows, traits.output_bias)),
         ),
         post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", spec.hidden_size),
         mlp=GatedMLP(
-            gate_up=linear(gate_up, spec.hidden_size, spec.mlp_bias),
-            down=linear([("down_proj", spec.hidden_size)], spec.intermediate_size, spec.mlp_bias),
+            gate_up=ops.prepare_gate_up(*stack(mlp, gate_up, spec.hidden_size, spec.mlp_bias)),
+            down=ops.prepare(*stack(mlp, down, spec.intermediate_size, spec.mlp_bias)),
         ),
     )

@@ -1,8 +1,8 @@
 """What a checkpoint folder says about its model, without torch and without reading weights.
 
-Owns the translation of Hugging Face's config.json (old `rope_theta`/`rope_scaling` and the newer `rope_parameters`) into
-one frozen `ModelSpec`. Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash
-but no tensors. Whatever this project cannot compute is refused here, by name, before a byte of weights is read.
+Owns the translation of Hugging Face's config.json (`rope_theta`/`rope_scaling` as well as the newer `rope_parameters`)
+into one frozen `ModelSpec`. Called by the engine's loader, and by the router, which needs limits, eos ids and the model
+hash but no tensors. Whatever this project cannot compute is refused here, by name, before a byte of weights is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Architecture name -> what sets its family apart. A new family is one file and one line here and in `config.FAMILIES`."""
+"""Architecture name -> what sets its family apart. A new family is a file, a line here and one in `config.FAMILIES`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensors of a checkpoint folder, taken by name, each exactly once.
 
-`WeightSource` reads safetensors files lazily, converts to the wanted dtype and device, checks shapes and reports progress
-in bytes. A model that leaves tensors behind would compute something else than its checkpoint means, so `finish` refuses
-leftovers by name. Used by the loader on the thread that starts the service.
+`WeightSource` reads safetensors files lazily, converts to the wanted dtype and device, checks shapes and reports
+progress in bytes. A model that leaves tensors behind would compute something else than its checkpoint means, so
+`finish` refuses leftovers by name. Used by the loader on the thread that starts the service.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ class Batch:
     page_table: torch.Tensor
     """int64 `[num_slots, max_pages]` on the device: page of positions `[i * S, (i + 1) * S)` of a slot."""
     spans: tuple[Span, ...]
+    spans_X4: torch.Tensor
+    """The same, int64 `[spans, 4]` on the host: row, length, slot, start."""
     decode_row: int
     """First row of the decoding sequences; T where there is none."""
     decode_slots: tuple[int, ...]
@@ -86,6 +88,10 @@ class Ops(Protocol):
         """Bring a `[out, in]` weight into the form that `linear` wants; the argument may be dropped afterwards."""
         ...
 
+    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        """The same for a fused `[2 I, D]` weight, gate rows first, as `gate_up` wants it."""
+        ...
+
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """`x W^T + b`."""
         ...
@@ -95,7 +101,7 @@ class Ops(Protocol):
         ...
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """`silu(gate) * up` `[T, I]` of a fused weight `[2 I, D]`, gate rows first."""
+        """`silu(gate) * up` `[T, I]` of a weight from `prepare_gate_up`."""
         ...
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,6 +26,9 @@ class ReferenceOps:
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight, bias)
 
+    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight, bias)
+
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)
         y = x_TI.float() @ w.weight.float().T
@@ -54,7 +57,7 @@ class ReferenceOps:
     ) -> torch.Tensor:
         num_rows = qkv_TC.shape[0]
         kv = heads.num_kv_heads
-        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split((heads.num_heads, kv, kv), dim=1)
+        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split_with_sizes((heads.num_heads, kv, kv), dim=1)
         if heads.q_norm_N is not None:
             q = self.rms_norm(q, heads.q_norm_N, heads.eps)
         if heads.k_norm_N is not None:

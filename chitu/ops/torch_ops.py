@@ -45,6 +45,9 @@ class TorchOps:
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight, bias)
 
+    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight, bias)
+
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)
         return F.linear(x_TI, w.weight, w.bias)
@@ -69,7 +72,7 @@ class TorchOps:
         v_PKSN: torch.Tensor,
     ) -> torch.Tensor:
         num_rows, kv, page_size = qkv_TC.shape[0], heads.num_kv_heads, k_PKSN.shape[2]
-        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split((heads.num_heads, kv, kv), dim=1)
+        q, k, v = qkv_TC.view(num_rows, -1, heads.head_dim).split_with_sizes((heads.num_heads, kv, kv), dim=1)
         if heads.q_norm_N is not None:
             q = self.rms_norm(q, heads.q_norm_N, heads.eps)
         if heads.k_norm_N is not None:
@@ -108,7 +111,7 @@ class TorchOps:
         hidden = ~visible[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
         group = heads.num_heads // heads.num_kv_heads
-        q = q_BHN.unflatten(1, (heads.num_kv_heads, group))
+        q = q_BHN.view(-1, heads.num_kv_heads, group, heads.head_dim)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None]).flatten(1, 2)
 
 

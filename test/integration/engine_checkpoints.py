@@ -32,9 +32,9 @@ LLAMA3_ROPE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
 }
 
 
@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, family: str, **save: Any) -> transformers.Pre
         max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
-        **{"head_dim": 16, **extra},
+        **{"head_dim": 32, **extra},
     )
     torch.manual_seed(sum(family.encode()))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()

@@ -1,0 +1,377 @@
+/* float32 kernels for CPUs: packed matrix product, RMS norm, rotary + append, paged attention. See native.py.
+ *
+ * Plain C with GCC vector extensions; LANES follows the instruction set. One register tile (`tile`) serves the linear
+ * layers, q k^T and p v. Weights come packed as panels `[out / 32][in][32]`, so the tile reads them in order. KV pages
+ * are `[pages, kv_heads, page_size, head_dim]`. All index arrays are int64. Nothing here allocates or keeps state.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define MAX_ROWS 12
+#elif defined(__AVX__)
+#define LANES 8
+#define MAX_ROWS 3
+#else
+#define LANES 4
+#define MAX_ROWS 3
+#endif
+#define PANEL 32
+#define VECTORS (PANEL / LANES)
+#define QUERY_BLOCK 64
+#define KEY_BLOCK 64
+#define MAX_HEAD_DIM 256
+#define MAX_GROUP 16
+
+typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+static inline vf load(const float *p) { return *(const vf *)p; }
+static inline void store(float *p, vf v) { *(vf *)p = v; }
+static inline vf splat(float x) { return x - (vf){}; }
+
+static inline float sum(vf v) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+static inline vf vmax(vf a, vf b) {
+    vi larger = a > b;
+    return (vf)(((vi)a & larger) | ((vi)b & ~larger));
+}
+
+static inline float maximum(vf v) {
+    float highest = v[0];
+    for (int i = 1; i < LANES; i++) highest = v[i] > highest ? v[i] : highest;
+    return highest;
+}
+
+/* e^x within 2 ulp for x <= 88; below -87 the result is 0, which is what a softmax wants. */
+static inline vf vexp(vf x) {
+    vf low = splat(-87.0f), high = splat(88.0f);
+    vi under = x < low;
+    x = (vf)(((vi)x & ~under) | ((vi)low & under));
+    vi over = x > high;
+    x = (vf)(((vi)x & ~over) | ((vi)high & over));
+    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* round to nearest */
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    return (vf)((vi)(p * (vf)exponent) & ~under);
+}
+
+/* acc[r][:] = sum over i of x[r][i] * b[i][0:32]; rows is a constant at every call, so acc stays in registers. */
+static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t x_stride, const float *b,
+                                                       int64_t b_stride, int64_t inner, vf acc[][VECTORS]) {
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = (vf){};
+    for (int64_t i = 0; i < inner; i++) {
+        vf column[VECTORS];
+        for (int v = 0; v < VECTORS; v++) column[v] = load(b + i * b_stride + v * LANES);
+        __builtin_prefetch(b + i * b_stride + 16 * PANEL);
+        __builtin_prefetch(b + i * b_stride + 16 * PANEL + 16);
+        for (int r = 0; r < rows; r++) {
+            float value = x[r * x_stride + i];
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += value * column[v];
+        }
+    }
+}
+
+enum epilogue { STORE = 0, ADD = 1, GATE_UP = 2, SCALE_ADD = 3 };
+
+static inline __attribute__((always_inline)) void finish(const int rows, vf acc[][VECTORS], float *y, int64_t y_stride,
+                                                         int64_t columns, const float *bias, const float *scale,
+                                                         int mode) {
+    for (int r = 0; r < rows; r++) {
+        if (bias)
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += load(bias + v * LANES);
+        float *out = y + r * y_stride;
+        if (mode == GATE_UP) { /* the first half of a panel is gate, the second up */
+            for (int v = 0; v < VECTORS / 2; v++) {
+                vf gate = acc[r][v];
+                acc[r][v] = gate / (1.0f + vexp(-gate)) * acc[r][v + VECTORS / 2];
+            }
+        }
+        if (columns == (mode == GATE_UP ? PANEL / 2 : PANEL)) {
+            for (int v = 0; v < (mode == GATE_UP ? VECTORS / 2 : VECTORS); v++) {
+                vf value = acc[r][v];
+                if (mode == ADD) value += load(out + v * LANES);
+                if (mode == SCALE_ADD) value += load(out + v * LANES) * scale[r];
+                store(out + v * LANES, value);
+            }
+        } else {
+            float spill[PANEL];
+            for (int v = 0; v < VECTORS; v++) store(spill + v * LANES, acc[r][v]);
+            for (int64_t c = 0; c < columns; c++) out[c] = mode == ADD ? out[c] + spill[c] : spill[c];
+        }
+    }
+}
+
+#define CASE(n)                                                       \
+    case n: {                                                         \
+        vf acc[n][VECTORS];                                           \
+        tile(n, x, x_stride, b, b_stride, inner, acc);                \
+        finish(n, acc, y, y_stride, columns, bias, scale, mode);      \
+        break;                                                        \
+    }
+
+static inline __attribute__((always_inline)) void block(int64_t rows, const float *x, int64_t x_stride, const float *b,
+                                                        int64_t b_stride, int64_t inner, float *y, int64_t y_stride,
+                                                        int64_t columns, const float *bias, const float *scale,
+                                                        const int mode) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3)
+#if MAX_ROWS == 12
+        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+}
+
+/* All rows against one panel, in blocks as equal as possible (16 rows are 8 + 8, not 12 + 4). */
+static inline __attribute__((always_inline)) void panel_rows(int64_t rows, const float *x, int64_t x_stride,
+                                                             const float *b, int64_t b_stride, int64_t inner, float *y,
+                                                             int64_t y_stride, int64_t columns, const float *bias,
+                                                             const float *scale, const int mode) {
+    int64_t blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int64_t i = 0, row = 0; i < blocks; i++) {
+        int64_t count = (rows - row) / (blocks - i);
+        block(count, x + row * x_stride, x_stride, b, b_stride, inner, y + row * y_stride, y_stride, columns, bias,
+              scale ? scale + row : scale, mode);
+        row += count;
+    }
+}
+
+#define ROW_GROUP 192
+
+/* y = x W^T (+ bias), y += ..., or silu(gate) * up. `out` counts columns of y; bias is padded to whole panels. */
+void chitu_linear(const float *x, int64_t rows, int64_t inner, const float *packed, const float *bias, float *y,
+                  int64_t out, int64_t mode, int64_t threads) {
+    int64_t width = mode == GATE_UP ? PANEL / 2 : PANEL;
+    int64_t panels = (out + width - 1) / width, groups = (rows + ROW_GROUP - 1) / ROW_GROUP, tasks = panels * groups;
+    int64_t share = tasks / (threads * 8);
+    if (share < 1) share = 1;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, share) if (threads > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t first = task / panels * ROW_GROUP, p = task % panels;
+        int64_t count = rows - first < ROW_GROUP ? rows - first : ROW_GROUP;
+        int64_t columns = out - p * width < width ? out - p * width : width;
+        const float *b = packed + p * inner * PANEL, *panel_bias = bias ? bias + p * PANEL : 0, *in = x + first * inner;
+        float *result = y + first * out + p * width;
+        if (mode == STORE)
+            panel_rows(count, in, inner, b, PANEL, inner, result, out, columns, panel_bias, 0, STORE);
+        else if (mode == ADD)
+            panel_rows(count, in, inner, b, PANEL, inner, result, out, columns, panel_bias, 0, ADD);
+        else
+            panel_rows(count, in, inner, b, PANEL, inner, result, out, columns, panel_bias, 0, GATE_UP);
+    }
+}
+
+static inline float inverse_rms(const float *x, int64_t n, float eps) {
+    vf squares = {};
+    int64_t i = 0;
+    float total = 0;
+    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i < n; i++) total += x[i] * x[i];
+    return 1.0f / sqrtf((total + sum(squares)) / n + eps);
+}
+
+void chitu_rms_norm(const float *x, const float *weight, float *y, int64_t rows, int64_t n, float eps,
+                    int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 64)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *in = x + r * n;
+        float *out = y + r * n, scale = inverse_rms(in, n, eps);
+        for (int64_t i = 0; i < n; i++) out[i] = weight[i] * (in[i] * scale);
+    }
+}
+
+/* One head: optional RMS norm, then the half-split rotation. */
+static inline void rotate_head(const float *in, float *out, const float *norm, float eps, const float *cosine,
+                               const float *sine, int64_t n) {
+    float scale = norm ? inverse_rms(in, n, eps) : 1.0f;
+    int64_t half = n / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float first = in[i], second = in[i + half];
+        if (norm) {
+            first = norm[i] * (first * scale);
+            second = norm[i + half] * (second * scale);
+        }
+        out[i] = first * cosine[i] - second * sine[i];
+        out[i + half] = second * cosine[i] + first * sine[i];
+    }
+}
+
+/* qkv `[rows, (heads + 2 kv_heads) * n]`: q is rotated into q_out `[rows, heads, n]`, k and v go into their pages. */
+void chitu_rope_append(const float *qkv, float *q_out, const float *q_norm, const float *k_norm, float eps,
+                       const float *cosine, const float *sine, const int64_t *slots, const int64_t *positions,
+                       const int64_t *page_table, int64_t table_stride, float *k_pages, float *v_pages, int64_t rows,
+                       int64_t heads, int64_t kv_heads, int64_t n, int64_t page_size, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows >= 64)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *in = qkv + r * (heads + 2 * kv_heads) * n;
+        int64_t position = positions[r], page = page_table[slots[r] * table_stride + position / page_size];
+        const float *c = cosine + position * (n / 2), *s = sine + position * (n / 2);
+        for (int64_t h = 0; h < heads; h++)
+            rotate_head(in + h * n, q_out + (r * heads + h) * n, q_norm, eps, c, s, n);
+        for (int64_t h = 0; h < kv_heads; h++) {
+            int64_t at = ((page * kv_heads + h) * page_size + position % page_size) * n;
+            rotate_head(in + (heads + h) * n, k_pages + at, k_norm, eps, c, s, n);
+            memcpy(v_pages + at, in + (heads + kv_heads + h) * n, n * sizeof(float));
+        }
+    }
+}
+
+/* One new token per sequence: each (row, KV head) reads its K and V once, for all query heads of the group. */
+void chitu_decode_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
+                            const int64_t *slots, const int64_t *positions, const int64_t *page_table,
+                            int64_t table_stride, int64_t rows, int64_t heads, int64_t kv_heads, int64_t n,
+                            int64_t page_size, float scale, int64_t threads) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t task = 0; task < rows * kv_heads; task++) {
+        int64_t r = task / kv_heads, h = task % kv_heads, length = positions[r] + 1;
+        const int64_t *table = page_table + slots[r] * table_stride;
+        float query[MAX_GROUP * MAX_HEAD_DIM], mixed[MAX_GROUP * MAX_HEAD_DIM], scores[MAX_GROUP][KEY_BLOCK];
+        float top[MAX_GROUP], total[MAX_GROUP];
+        for (int64_t i = 0; i < group * n; i++) query[i] = q[(r * heads + h * group) * n + i] * scale;
+        memset(mixed, 0, group * n * sizeof(float));
+        for (int64_t g = 0; g < group; g++) top[g] = -INFINITY, total[g] = 0;
+        for (int64_t start = 0; start < length; start += KEY_BLOCK) {
+            int64_t count = length - start < KEY_BLOCK ? length - start : KEY_BLOCK;
+            const float *values[KEY_BLOCK];
+            for (int64_t j = 0; j < count; j++) {
+                int64_t position = start + j, page = table[position / page_size];
+                int64_t at = ((page * kv_heads + h) * page_size + position % page_size) * n;
+                const float *key = k_pages + at;
+                values[j] = v_pages + at;
+                for (int64_t g = 0; g < group; g++) {
+                    vf dot = {};
+                    for (int64_t i = 0; i < n; i += LANES) dot += load(query + g * n + i) * load(key + i);
+                    scores[g][j] = sum(dot);
+                }
+            }
+            for (int64_t g = 0; g < group; g++) {
+                for (int64_t j = count; j < KEY_BLOCK; j++) scores[g][j] = -INFINITY;
+                vf largest = splat(top[g]);
+                for (int64_t j = 0; j < KEY_BLOCK; j += LANES) largest = vmax(load(scores[g] + j), largest);
+                float highest = maximum(largest);
+                float keep = expf(top[g] - highest);
+                vf weights = {};
+                for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
+                    vf e = vexp(load(scores[g] + j) - highest);
+                    store(scores[g] + j, e);
+                    weights += e;
+                }
+                total[g] = total[g] * keep + sum(weights);
+                top[g] = highest;
+                float *m = mixed + g * n;
+                for (int64_t i = 0; i < n; i += PANEL) {
+                    vf acc[VECTORS];
+                    for (int v = 0; v < VECTORS; v++) acc[v] = load(m + i + v * LANES) * keep;
+                    for (int64_t j = 0; j < count; j++)
+                        for (int v = 0; v < VECTORS; v++) acc[v] += scores[g][j] * load(values[j] + i + v * LANES);
+                    for (int v = 0; v < VECTORS; v++) store(m + i + v * LANES, acc[v]);
+                }
+            }
+        }
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t i = 0; i < n; i++) out[(r * heads + h * group + g) * n + i] = mixed[g * n + i] / total[g];
+    }
+}
+
+/* K of `count` tokens of one head as panels `[KEY_BLOCK / 32][n][32]`, V as rows; absent tokens are zero. */
+static void gather(const float *k_pages, const float *v_pages, const int64_t *table, int64_t start, int64_t count,
+                   int64_t kv_heads, int64_t h, int64_t n, int64_t page_size, float *keys, float *values) {
+    for (int64_t j = 0; j < KEY_BLOCK; j++) {
+        float *column = keys + j / PANEL * n * PANEL + j % PANEL;
+        if (j >= count) {
+            for (int64_t i = 0; i < n; i++) column[i * PANEL] = 0;
+            memset(values + j * n, 0, n * sizeof(float));
+            continue;
+        }
+        int64_t position = start + j, page = table[position / page_size];
+        int64_t at = ((page * kv_heads + h) * page_size + position % page_size) * n;
+        for (int64_t i = 0; i < n; i++) column[i * PANEL] = k_pages[at + i];
+        memcpy(values + j * n, v_pages + at, n * sizeof(float));
+    }
+}
+
+/* Chunks of prompts: a task is QUERY_BLOCK tokens of one span and one KV head, with an online softmax over key blocks. */
+void chitu_prefill_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
+                             const int64_t *spans, int64_t num_spans, const int64_t *page_table, int64_t table_stride,
+                             int64_t heads, int64_t kv_heads, int64_t n, int64_t page_size, float scale,
+                             int64_t threads) {
+    int64_t group = heads / kv_heads, tasks = 0;
+    for (int64_t s = 0; s < num_spans; s++)
+        tasks += (spans[4 * s + 1] + QUERY_BLOCK - 1) / QUERY_BLOCK * kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t *span = spans;
+        int64_t rest = task, blocks;
+        while (rest >= (blocks = (span[1] + QUERY_BLOCK - 1) / QUERY_BLOCK) * kv_heads) rest -= blocks * kv_heads, span += 4;
+        int64_t h = rest % kv_heads, first = rest / kv_heads * QUERY_BLOCK;
+        int64_t rows = span[1] - first < QUERY_BLOCK ? span[1] - first : QUERY_BLOCK;
+        int64_t position = span[3] + first, end = position + rows;
+        const int64_t *table = page_table + span[2] * table_stride;
+        int64_t stride = heads * n;
+        const float *query = q + (span[0] + first) * stride + h * group * n;
+        float *result = out + (span[0] + first) * stride + h * group * n;
+        float keys[KEY_BLOCK * MAX_HEAD_DIM], values[KEY_BLOCK * MAX_HEAD_DIM], scores[QUERY_BLOCK * KEY_BLOCK];
+        float top[MAX_GROUP][QUERY_BLOCK], total[MAX_GROUP][QUERY_BLOCK], keep[QUERY_BLOCK];
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t t = 0; t < rows; t++) {
+                top[g][t] = -INFINITY, total[g][t] = 0;
+                memset(result + t * stride + g * n, 0, n * sizeof(float));
+            }
+        for (int64_t start = 0; start < end; start += KEY_BLOCK) {
+            int64_t count = end - start < KEY_BLOCK ? end - start : KEY_BLOCK;
+            gather(k_pages, v_pages, table, start, count, kv_heads, h, n, page_size, keys, values);
+            for (int64_t g = 0; g < group; g++) {
+                for (int64_t p = 0; p < KEY_BLOCK / PANEL; p++)
+                    panel_rows(rows, query + g * n, stride, keys + p * n * PANEL, PANEL, n, scores + p * PANEL,
+                               KEY_BLOCK, PANEL, 0, 0, STORE);
+                for (int64_t t = 0; t < rows; t++) {
+                    float *s = scores + t * KEY_BLOCK;
+                    int64_t visible = position + t + 1 - start;
+                    if (visible > KEY_BLOCK) visible = KEY_BLOCK;
+                    if (visible < 0) visible = 0;
+                    for (int64_t j = visible; j < KEY_BLOCK; j++) s[j] = -INFINITY;
+                    vf largest = splat(top[g][t]);
+                    for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
+                        vf scaled = load(s + j) * scale;
+                        store(s + j, scaled);
+                        largest = vmax(scaled, largest);
+                    }
+                    float highest = maximum(largest);
+                    keep[t] = expf(top[g][t] - highest);
+                    vf weights = {};
+                    for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
+                        vf e = vexp(load(s + j) - highest);
+                        store(s + j, e);
+                        weights += e;
+                    }
+                    total[g][t] = total[g][t] * keep[t] + sum(weights);
+                    top[g][t] = highest;
+                }
+                for (int64_t i = 0; i < n; i += PANEL)
+                    panel_rows(rows, scores, KEY_BLOCK, values + i, n, KEY_BLOCK, result + g * n + i, stride, PANEL, 0,
+                               keep, SCALE_ADD);
+            }
+        }
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t t = 0; t < rows; t++) {
+                float inverse = 1.0f / total[g][t];
+                for (int64_t i = 0; i < n; i++) result[t * stride + g * n + i] *= inverse;
+            }
+    }
+}

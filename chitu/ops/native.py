@@ -1,0 +1,272 @@
+"""The operations on CPU in float32, by own C kernels (`native.c`), for speed.
+
+The library is compiled with the machine's C compiler on first use and kept under the user's cache folder by the hash of
+source, flags and CPU; `load_library` returns None where there is no compiler, and `select.py` then takes `TorchOps`.
+It shares torch's OpenMP runtime: torch is loaded first, and both ask for `libgomp.so.1`.
+
+Results live in buffers that the next call of the same operation reuses, so a step allocates next to nothing. Called by
+the step thread alone; one `NativeOps` per model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+
+PANEL = 32
+MAX_HEAD_DIM = 256
+MAX_GROUP = 16
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+STORE, ADD, GATE_UP = 0, 1, 2
+COMPILE_TIMEOUT_S = 120
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "chitu_linear": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "chitu_rms_norm": [_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT],
+    "chitu_rope_append": [_POINTER] * 4 + [_FLOAT] + [_POINTER] * 5 + [_INT] + [_POINTER] * 2 + [_INT] * 6,
+    "chitu_decode_attention": [_POINTER] * 7 + [_INT] * 6 + [_FLOAT, _INT],
+    "chitu_prefill_attention": [_POINTER] * 5 + [_INT, _POINTER] + [_INT] * 5 + [_FLOAT, _INT],
+}
+
+
+def _cpu_flags() -> str:
+    """What `-march=native` depends on: a cache folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one line in the log) where they cannot be compiled or loaded."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if platform.system() != "Linux" or compiler is None:
+        logger.info("no C compiler: the CPU kernels are not used, torch operations take their place")
+        return None
+    source = Path(__file__).with_name("native.c")
+    key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *FLAGS, _cpu_flags())).encode()).hexdigest()[:16]
+    folder = cache_folder or Path.home() / ".cache" / "chitu"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"native-{key}.so"
+        if not target.exists():
+            _compile(compiler, source, target)
+        library = ctypes.CDLL(str(target))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("CPU kernels are not available, torch operations take their place: %s", error)
+        return None
+    for name, argument_types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = argument_types, None
+    return library
+
+
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    """Compile beside the target and rename, so that processes starting together never load half a file."""
+    handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(handle)
+    try:
+        command = [compiler, *FLAGS, str(source), "-o", partial, "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+        os.replace(partial, target)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """`[ceil(out / 32), in, 32]`, zero padded; `gate_up`: each panel holds 16 gate columns, then the 16 up ones."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    panels_pointer: int
+    bias_pointer: int | None
+
+
+def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
+    """Panels of a `[out, in]` weight. With `gate_up`, `out_features` is the width of the result (half the rows)."""
+    out_features, in_features = weight_OI.shape
+    if gate_up:
+        weight_OI = _interleave(weight_OI)
+        bias_O = None if bias_O is None else _interleave(bias_O.unsqueeze(1)).squeeze(1)
+        out_features //= 2
+    padding = -weight_OI.shape[0] % PANEL
+    padded = torch.nn.functional.pad(weight_OI, (0, 0, 0, padding)) if padding else weight_OI
+    panels = padded.view(-1, PANEL, in_features).transpose(1, 2).contiguous()
+    if bias_O is not None:
+        bias_O = torch.nn.functional.pad(bias_O, (0, padding)).contiguous()
+    bias_pointer = None if bias_O is None else bias_O.data_ptr()
+    return PackedWeight(panels, bias_O, out_features, in_features, panels.data_ptr(), bias_pointer)
+
+
+def _interleave(rows: torch.Tensor) -> torch.Tensor:
+    """`[gate; up]` to alternating half panels, each half padded with zeros."""
+    half = PANEL // 2
+    padding = -(rows.shape[0] // 2) % half
+    gate, up = (
+        torch.nn.functional.pad(part, (0, 0, 0, padding)).view(-1, half, rows.shape[1]) for part in rows.chunk(2)
+    )
+    return torch.stack((gate, up), dim=1).view(-1, rows.shape[1])
+
+
+def packed(weight: LinearWeight) -> PackedWeight:
+    """The weight as this module prepared it; TypeError where another implementation made it."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
+    return weight
+
+
+class NativeOps:
+    """Implements `Ops`; head sizes that the kernels do not know go through `TorchOps`."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._fallback = TorchOps()
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return pack(weight, bias)
+
+    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return pack(weight, bias, gate_up=True)
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self._linear(x_TI, packed(weight), STORE, None)
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        return self._linear(x_TI, packed(weight), ADD, residual_TD)
+
+    def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self._linear(x_TD, packed(weight), GATE_UP, None)
+
+    def _linear(self, x_TI: torch.Tensor, weight: PackedWeight, mode: int, result: torch.Tensor | None) -> torch.Tensor:
+        rows = x_TI.shape[0]
+        if result is None:
+            result = self._buffer(f"linear{weight.out_features}", rows, weight.out_features)
+        self._library.chitu_linear(
+            x_TI.contiguous().data_ptr(),
+            rows,
+            weight.in_features,
+            weight.panels_pointer,
+            weight.bias_pointer,
+            result.data_ptr(),
+            weight.out_features,
+            mode,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, width = x_TD.shape
+        out = self._buffer("norm", rows, width)
+        self._library.chitu_rms_norm(
+            x_TD.contiguous().data_ptr(),
+            weight_D.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rope_append(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, head_dim = qkv_TC.shape[0], heads.head_dim
+        q_TC = self._buffer("q", rows, heads.num_heads * head_dim)
+        self._library.chitu_rope_append(
+            qkv_TC.data_ptr(),
+            q_TC.data_ptr(),
+            None if heads.q_norm_N is None else heads.q_norm_N.data_ptr(),
+            None if heads.k_norm_N is None else heads.k_norm_N.data_ptr(),
+            heads.eps,
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            batch.slots_T.data_ptr(),
+            batch.positions_T.data_ptr(),
+            batch.page_table.data_ptr(),
+            batch.page_table.shape[1],
+            k_PKSN.data_ptr(),
+            v_PKSN.data_ptr(),
+            rows,
+            heads.num_heads,
+            heads.num_kv_heads,
+            head_dim,
+            k_PKSN.shape[2],
+            torch.get_num_threads(),
+        )
+        return q_TC.view(rows, heads.num_heads, head_dim)
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        rows, num_heads, head_dim = q_THN.shape
+        group = num_heads // heads.num_kv_heads
+        if head_dim % PANEL or head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+            return self._fallback.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
+        out = self._buffer("mixed", rows, num_heads * head_dim)
+        shape = (num_heads, heads.num_kv_heads, head_dim, k_PKSN.shape[2], head_dim**-0.5, torch.get_num_threads())
+        pages = k_PKSN.data_ptr(), v_PKSN.data_ptr()
+        table = batch.page_table.data_ptr(), batch.page_table.shape[1]
+        if batch.spans:
+            spans = batch.spans_X4
+            self._library.chitu_prefill_attention(
+                q_THN.data_ptr(), out.data_ptr(), *pages, spans.data_ptr(), spans.shape[0], *table, *shape
+            )
+        if batch.decode_slots:
+            row = batch.decode_row
+            skipped = row * num_heads * head_dim * 4
+            self._library.chitu_decode_attention(
+                q_THN.data_ptr() + skipped,
+                out.data_ptr() + skipped,
+                *pages,
+                batch.slots_T.data_ptr() + row * 8,
+                batch.positions_T.data_ptr() + row * 8,
+                *table,
+                rows - row,
+                *shape,
+            )
+        return out
+
+    def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """A contiguous `[rows, width]` view of this name's buffer, which grows to the largest step seen."""
+        view = self._views.get(name)
+        if view is not None and view.shape == (rows, width):
+            return view
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < rows * width:
+            buffer = self._buffers[name] = torch.empty(rows * width, dtype=torch.float32)
+        view = self._views[name] = buffer[: rows * width].view(rows, width)
+        return view
