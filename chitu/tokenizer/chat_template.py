@@ -1,0 +1,129 @@
+"""A checkpoint's chat template: found among the files and rendered as transformers does, without importing it.
+
+A template is code from the checkpoint, so it runs in jinja's immutable sandbox. Rendering is thread safe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from chitu.errors import ConfigError, InvalidRequest
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; it renders as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own: no HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name: chat_template.jinja before chat_template.json before the one in tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    inline = tokenizer_config.get("chat_template")
+    if isinstance(inline, str):
+        templates[DEFAULT] = inline
+    elif isinstance(inline, list):
+        templates |= {entry["name"]: entry["template"] for entry in inline}
+    as_json = folder / "chat_template.json"
+    if as_json.is_file():
+        templates[DEFAULT] = json.loads(as_json.read_text(encoding="utf-8"))["chat_template"]
+    as_jinja = folder / "chat_template.jinja"
+    if as_jinja.is_file():
+        templates[DEFAULT] = as_jinja.read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    return templates
+
+
+class ChatTemplate:
+    """The compiled templates of one checkpoint and the special tokens that they name (`bos_token`, ...)."""
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        environment = _environment()
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in templates.items()}
+        except TemplateError as error:
+            raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The prompt's text. InvalidRequest where there is no template or it refuses the messages."""
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        template = self._templates.get(name)
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it takes prompts (/v1/completions) but no messages",
+                param="messages",
+            )
+        given = {
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(given)
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            # The template ran into data of a shape it does not know: the messages' fault, not the server's.
+            raise InvalidRequest(
+                f"the chat template failed on the messages: {type(error).__name__}: {error}", param="messages"
+            ) from error

@@ -1,0 +1,157 @@
+"""A checkpoint's tokenizer: encode, decode, chat template. Owned by the router; thread safe.
+
+Reads tokenizer.json with the `tokenizers` library and the small JSON files beside it; only a checkpoint without a
+tokenizer.json goes through transformers, which converts it. Token ids are those of transformers' AutoTokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chitu.errors import ConfigError, MissingDependency
+from chitu.tokenizer.chat_template import ChatTemplate, find_templates
+from chitu.tokenizer.detokenizer import Detokenizer, detokenizer_factory
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Made by `Tokenizer.load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        chat_template: ChatTemplate,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self.special_tokens = dict(special_tokens)
+        """`bos_token`, `eos_token`, ...: their text."""
+        self.eos_token_ids = eos_token_ids
+        """All ids that end a text, by tokenizer_config.json, generation_config.json and config.json."""
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """One more than the largest token id; a model's logits row may be longer."""
+        self._make_skipping = detokenizer_factory(backend, skip_special_tokens=True)
+        self._make_keeping = detokenizer_factory(backend, skip_special_tokens=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a checkpoint folder. ConfigError names the file that is missing or wrong."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"model.path: {folder} is not a folder")
+        config = _read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder)
+        backend.no_truncation()
+        backend.no_padding()
+        special = _special_tokens(folder, config)
+        return cls(
+            backend=backend,
+            chat_template=ChatTemplate(find_templates(folder, config), special),
+            special_tokens=special,
+            eos_token_ids=_eos_token_ids(folder, backend, special),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. `add_special_tokens`: what the tokenizer puts around a text (bos); not for a rendered chat."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Many texts at once, on several threads."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text; ids that no token has are left out, bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one stream of tokens."""
+        return self._make_skipping() if skip_special_tokens else self._make_keeping()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
+
+        `variables` are the template's own (`enable_thinking`). InvalidRequest where the checkpoint has no template or
+        the template refuses the messages.
+        """
+        return self._chat_template.render(messages, tools, add_generation_prompt, variables)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value
+
+
+def _load_backend(folder: Path) -> Backend:
+    try:
+        from tokenizers import Tokenizer as BackendTokenizer
+    except ImportError as error:
+        raise MissingDependency("the package `tokenizers` is not installed: pip install tokenizers") from error
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return BackendTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+    return _convert(folder)
+
+
+def _convert(folder: Path) -> Backend:
+    """A tokenizer in an older format, converted by transformers."""
+    try:
+        from transformers import AutoTokenizer
+
+        converted = AutoTokenizer.from_pretrained(str(folder))
+    except ImportError as error:
+        raise MissingDependency(f"{folder} has no tokenizer.json, and converting it needs: {error}") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{folder} has no tokenizer.json, and transformers cannot convert it: {error}") from error
+    backend: Backend | None = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"{folder} has no tokenizer.json, and {type(converted).__name__} cannot be converted to one")
+    return backend
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on as text; tokenizer_config.json wins over special_tokens_map.json."""
+    older = _read_json(folder / "special_tokens_map.json")
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name) or older.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _eos_token_ids(folder: Path, backend: Backend, special: Mapping[str, str]) -> tuple[int, ...]:
+    """Without duplicates, in the order in which the files are listed at `Tokenizer.eos_token_ids`."""
+    ids = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        ids += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))

@@ -1,0 +1,49 @@
+"""Stop strings in a stream of text. One scanner a choice, owned by the router's loop.
+
+The outcome does not depend on how the text is cut into deltas: the stop string that is complete first ends the text
+(of several complete at the same character, the one that began first), so a client sees the same text streamed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chitu.errors import InvalidRequest
+
+
+class StopScanner:
+    """Holds back the longest end of the text that may become a stop string, and nothing more."""
+
+    __slots__ = ("_held", "_include_stop", "_prefixes", "_stopped", "_stops")
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        """`include_stop`: the text ends after the stop string instead of before it. InvalidRequest on an empty one."""
+        if not all(stops):
+            raise InvalidRequest("a stop string must not be empty", param="stop")
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        # Longest first: the first one that fits is the longest.
+        self._prefixes = tuple(sorted({s[:n] for s in stops for n in range(1, len(s))}, key=len, reverse=True))
+        self._held = ""
+        self._stopped = False
+
+    def push(self, delta: str) -> tuple[str, bool]:
+        """Text that may be emitted now, and whether a stop string was hit. After a hit everything is swallowed."""
+        if self._stopped:
+            return "", True
+        text = self._held + delta
+        hit = min(((at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0), default=None)
+        if hit is not None:
+            self._stopped = True
+            self._held = ""
+            return text[: hit[0] if self._include_stop else hit[1]], True
+        held = 0
+        if text.endswith(self._prefixes):
+            held = next(len(prefix) for prefix in self._prefixes if text.endswith(prefix))
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def finish(self) -> str:
+        """The text held back: the request ended for another reason."""
+        held, self._held = self._held, ""
+        return held
