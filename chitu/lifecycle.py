@@ -1,8 +1,18 @@
-"""Every state, event and transition. Pure tables; the code that walks them is `kv_transfer/transfer_table.py`."""
+"""Every state, event and transition. Pure tables; the code that walks them is `kv_transfer/transfer_table.py`.
+
+Invariants (checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never changes
+again; from every state a terminal one can be reached; every state that is not terminal either has a deadline of
+`DeadlineConfig` or waits for an event that the protocol repeats until it comes.
+"""
 
 from __future__ import annotations
 
-from enum import IntEnum
+from collections.abc import Iterable, Mapping
+from enum import Enum, IntEnum, auto
+from typing import Final, TypeVar
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
 
 
 class KVPoll(IntEnum):
@@ -13,3 +23,198 @@ class KVPoll(IntEnum):
     WaitingForInput = 2
     Transferring = 3
     Success = 4
+
+
+class Deadline(Enum):
+    """What ends a stay in a state when nothing else does."""
+
+    BOOTSTRAP = auto()
+    """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
+    TRANSFER = auto()
+    """`transfer_s` from the announcement; a later state of the same room does not extend it."""
+    REPEAT = auto()
+    """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
+    HANDSHAKE = auto()
+    """None by the clock: time alone must never free memory that a peer may still touch. Left when the writer stopped."""
+    TERMINAL = auto()
+    """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
+
+
+# ------------------------------------------------------------------------------------------------------- P: the sender
+
+
+class SenderState(Enum):
+    REQUESTED = auto()
+    """The router's half is here, D's TransferInfo is not. The prompt may be computed meanwhile."""
+    ANNOUNCED = auto()
+    """TransferInfo is here, the router's half is not."""
+    WAITING = auto()
+    """Both halves are here, nothing was queued for writing yet."""
+    TRANSFERRING = auto()
+    """Pages or the logits row are queued or being written."""
+    SUCCEEDED = auto()
+    """Every byte landed. The Success status is repeated until D acknowledges it."""
+    SETTLING = auto()
+    """Failed; a write may still be running, so P's pages and D's pages stay where they are."""
+    RELEASED = auto()
+    """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
+    FORGOTTEN = auto()
+
+
+class SenderEvent(Enum):
+    ADD_REQUEST = auto()
+    ANNOUNCE = auto()
+    DATA = auto()
+    """The first pages or the logits row of an announced room were queued."""
+    LANDED = auto()
+    """The last byte is in D's memory."""
+    ABORT = auto()
+    """P's own scheduler gave the room up."""
+    PEER_ABORT = auto()
+    """D gave it up (AbortTransfer)."""
+    PEER_LOST = auto()
+    """D's incarnation left the cluster view or was replaced."""
+    WRITE_FAILED = auto()
+    REFUSED = auto()
+    """The two halves contradict each other (prompt length, page list)."""
+    DEADLINE = auto()
+    SETTLED = auto()
+    """No write of the room is running or can still land."""
+    ACKNOWLEDGED = auto()
+
+
+def _edges(sources: Iterable[S], events: Iterable[E], target: S) -> dict[tuple[S | None, E], S]:
+    causes = tuple(events)
+    return {(source, event): target for source in sources for event in causes}
+
+
+SENDER_FAILURES: Final = frozenset(
+    {
+        SenderEvent.ABORT,
+        SenderEvent.PEER_ABORT,
+        SenderEvent.PEER_LOST,
+        SenderEvent.WRITE_FAILED,
+        SenderEvent.REFUSED,
+        SenderEvent.DEADLINE,
+    }
+)
+
+SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
+    (None, SenderEvent.ADD_REQUEST): SenderState.REQUESTED,
+    (None, SenderEvent.ANNOUNCE): SenderState.ANNOUNCED,
+    (SenderState.REQUESTED, SenderEvent.ANNOUNCE): SenderState.WAITING,
+    (SenderState.ANNOUNCED, SenderEvent.ADD_REQUEST): SenderState.WAITING,
+    (SenderState.WAITING, SenderEvent.DATA): SenderState.TRANSFERRING,
+    (SenderState.TRANSFERRING, SenderEvent.LANDED): SenderState.SUCCEEDED,
+    (SenderState.SETTLING, SenderEvent.SETTLED): SenderState.RELEASED,
+    **_edges(
+        (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING, SenderState.TRANSFERRING),
+        SENDER_FAILURES,
+        SenderState.SETTLING,
+    ),
+    **_edges(
+        (SenderState.SUCCEEDED, SenderState.RELEASED),
+        (SenderEvent.ACKNOWLEDGED, SenderEvent.PEER_LOST, SenderEvent.DEADLINE),
+        SenderState.FORGOTTEN,
+    ),
+}
+"""(state, event) -> next state; a pair that is not here is absorbed. `None`: the room is unknown."""
+
+SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
+    SenderState.REQUESTED: Deadline.BOOTSTRAP,
+    SenderState.ANNOUNCED: Deadline.TRANSFER,
+    SenderState.WAITING: Deadline.TRANSFER,
+    SenderState.TRANSFERRING: Deadline.TRANSFER,
+    SenderState.SUCCEEDED: Deadline.REPEAT,
+    SenderState.SETTLING: Deadline.HANDSHAKE,
+    SenderState.RELEASED: Deadline.REPEAT,
+    SenderState.FORGOTTEN: Deadline.TERMINAL,
+}
+
+SENDER_POLL: Final[Mapping[SenderState, frozenset[KVPoll]]] = {
+    SenderState.REQUESTED: frozenset({KVPoll.Bootstrapping}),
+    SenderState.ANNOUNCED: frozenset({KVPoll.Bootstrapping}),
+    SenderState.WAITING: frozenset({KVPoll.WaitingForInput}),
+    SenderState.TRANSFERRING: frozenset({KVPoll.Transferring}),
+    SenderState.SUCCEEDED: frozenset({KVPoll.Success}),
+    SenderState.SETTLING: frozenset({KVPoll.Failed}),
+    SenderState.RELEASED: frozenset({KVPoll.Failed}),
+    SenderState.FORGOTTEN: frozenset({KVPoll.Failed, KVPoll.Success}),
+}
+"""What a state is called on the wire and in logs; a forgotten room keeps the one it ended with."""
+
+
+# ----------------------------------------------------------------------------------------------------- D: the receiver
+
+
+class ReceiverState(Enum):
+    BOOTSTRAPPING = auto()
+    """Announced by the scheduler; P does not have our registration yet, so nobody was told of the pages."""
+    WAITING = auto()
+    """TransferInfo was sent (and is repeated until P's first sign)."""
+    LOGITS = auto()
+    """The aux row is here and verified; KV is on its way."""
+    SUCCEEDED = auto()
+    """All bytes are here; the pages belong to the request again."""
+    QUARANTINED = auto()
+    """Failed; P may still write. AbortTransfer is repeated until P says that it stopped, or is known dead."""
+    RELEASED = auto()
+    """Failed, and nothing writes the pages any more."""
+
+
+class ReceiverEvent(Enum):
+    ANNOUNCE = auto()
+    SENT = auto()
+    """P acknowledged our registration, TransferInfo leaves."""
+    LOGITS = auto()
+    SUCCESS = auto()
+    ABORT = auto()
+    """D's own scheduler gave the room up."""
+    PEER_FAILED = auto()
+    """P said Failed (or refused the registration)."""
+    PEER_LOST = auto()
+    """P's incarnation left the cluster view or was replaced."""
+    CORRUPT = auto()
+    """The aux row or the byte count is not what was announced."""
+    DEADLINE = auto()
+    WRITER_STOPPED = auto()
+    """AbortAck, a settled Failed, Success, or the writer's process is dead."""
+
+
+RECEIVER_FAILURES: Final = frozenset(
+    {
+        ReceiverEvent.ABORT,
+        ReceiverEvent.PEER_FAILED,
+        ReceiverEvent.PEER_LOST,
+        ReceiverEvent.CORRUPT,
+        ReceiverEvent.DEADLINE,
+    }
+)
+
+RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], ReceiverState]] = {
+    (None, ReceiverEvent.ANNOUNCE): ReceiverState.BOOTSTRAPPING,
+    (ReceiverState.BOOTSTRAPPING, ReceiverEvent.SENT): ReceiverState.WAITING,
+    (ReceiverState.WAITING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
+    (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.SUCCEEDED,
+    (ReceiverState.QUARANTINED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    **_edges((ReceiverState.BOOTSTRAPPING,), RECEIVER_FAILURES, ReceiverState.RELEASED),
+    **_edges((ReceiverState.WAITING, ReceiverState.LOGITS), RECEIVER_FAILURES, ReceiverState.QUARANTINED),
+}
+
+RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
+    ReceiverState.BOOTSTRAPPING: Deadline.BOOTSTRAP,
+    ReceiverState.WAITING: Deadline.TRANSFER,
+    ReceiverState.LOGITS: Deadline.TRANSFER,
+    ReceiverState.SUCCEEDED: Deadline.TERMINAL,
+    ReceiverState.QUARANTINED: Deadline.HANDSHAKE,
+    ReceiverState.RELEASED: Deadline.TERMINAL,
+}
+
+RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
+    ReceiverState.BOOTSTRAPPING: frozenset({KVPoll.Bootstrapping}),
+    ReceiverState.WAITING: frozenset({KVPoll.WaitingForInput}),
+    ReceiverState.LOGITS: frozenset({KVPoll.Transferring}),
+    ReceiverState.SUCCEEDED: frozenset({KVPoll.Success}),
+    ReceiverState.QUARANTINED: frozenset({KVPoll.Failed}),
+    ReceiverState.RELEASED: frozenset({KVPoll.Failed}),
+}

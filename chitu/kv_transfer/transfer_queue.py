@@ -1,0 +1,177 @@
+"""What waits to be written, and the threads that write it.
+
+The step thread puts jobs in (`on_layer_done`), transfer threads take batches out. Order: aux rows of any room first
+(token 1 waits for them), then rooms first come, first served; jobs of one room leave in the order in which they came,
+and a room is in the hands of one thread at most, so Success can never overtake data. Jobs of a room that wait together
+leave as one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt does not hold up the
+next aux row. Without `start`, `run_one` pumps the queue deterministically in the caller's thread (tests).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class TransferKVChunk:
+    """KV pages `[first_page, end_page)` (positions in the room's page list) of layers `[first_layer, end_layer)`."""
+
+    first_layer: int
+    end_layer: int
+    first_page: int
+    end_page: int
+
+    @property
+    def num_units(self) -> int:
+        """Pages times layers."""
+        return (self.end_layer - self.first_layer) * (self.end_page - self.first_page)
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """One visit of a transfer thread to a room: the aux row, or KV chunks, or a request to settle."""
+
+    room: bytes
+    is_aux: bool
+    chunks: tuple[TransferKVChunk, ...]
+    is_settle: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    is_aux: bool = False
+    is_settle: bool = False
+    chunks: deque[TransferKVChunk] = field(default_factory=deque)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.is_aux or self.is_settle or self.chunks)
+
+
+Work = Callable[[Batch], None]
+
+
+class TransferQueue:
+    """`work(batch)` is called without any lock of the queue; it must not raise."""
+
+    def __init__(self, work: Work, max_batch_units: int) -> None:
+        self._work = work
+        self._max_batch_units = max(1, max_batch_units)
+        self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
+        self._busy: set[bytes] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def put_aux(self, room: bytes) -> None:
+        with self._changed:
+            self._of(room).is_aux = True
+            self._changed.notify()
+
+    def put_chunk(self, room: bytes, chunk: TransferKVChunk) -> None:
+        with self._changed:
+            self._of(room).chunks.append(chunk)
+            self._changed.notify()
+
+    def put_settle(self, room: bytes) -> None:
+        with self._changed:
+            self._of(room).is_settle = True
+            self._changed.notify()
+
+    def drop(self, room: bytes) -> bool:
+        """Forget what waits for a room; True where a thread is busy with it right now."""
+        with self._changed:
+            self._pending.pop(room, None)
+            return room in self._busy
+
+    def __len__(self) -> int:
+        """Rooms that have something waiting."""
+        return len(self._pending)
+
+    def run_one(self) -> bool:
+        """Do one batch in this thread; False where nothing waits."""
+        batch = self._take(wait=False)
+        if batch is None:
+            return False
+        self._do(batch)
+        return True
+
+    def start(self, num_threads: int, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
+        """Start `transfer-N` threads; `spawn(name, target)` makes one (a death of it must end the process)."""
+        for n in range(num_threads):
+            thread = spawn(f"transfer-{n}", self._loop)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop after the batches that run now. A thread that does not come back in time is reported."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.warning("%s still writes after %g s", thread.name, timeout_s)
+
+    def _of(self, room: bytes) -> _Pending:
+        return self._pending.setdefault(room, _Pending())
+
+    def _loop(self) -> None:
+        while (batch := self._take(wait=True)) is not None:
+            self._do(batch)
+
+    def _do(self, batch: Batch) -> None:
+        try:
+            self._work(batch)
+        finally:
+            with self._changed:
+                self._busy.discard(batch.room)
+                self._changed.notify()
+
+    def _take(self, wait: bool) -> Batch | None:
+        with self._changed:
+            while not self._closed:
+                room = self._choose()
+                if room is not None:
+                    self._busy.add(room)
+                    return self._batch(room)
+                if not wait:
+                    return None
+                self._changed.wait()
+            return None
+
+    def _choose(self) -> bytes | None:
+        first: bytes | None = None
+        for room, pending in self._pending.items():
+            if room in self._busy:
+                continue
+            if pending.is_aux:
+                return room
+            if first is None:
+                first = room
+        return first
+
+    def _batch(self, room: bytes) -> Batch:
+        pending = self._pending[room]
+        if pending.is_aux:
+            pending.is_aux = False
+            batch = Batch(room, True, ())
+        elif pending.chunks:
+            chunks = [pending.chunks.popleft()]
+            units = chunks[0].num_units
+            while pending.chunks and units + pending.chunks[0].num_units <= self._max_batch_units:
+                chunks.append(pending.chunks.popleft())
+                units += chunks[-1].num_units
+            batch = Batch(room, False, tuple(chunks))
+        else:
+            pending.is_settle = False
+            batch = Batch(room, False, (), is_settle=True)
+        if pending.is_empty:
+            del self._pending[room]
+        return batch

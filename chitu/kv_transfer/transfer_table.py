@@ -1,0 +1,100 @@
+"""Room -> state, for either role. `apply(room, event)` is the only writer; the tables of `chitu.lifecycle` decide.
+
+Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
+Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
+a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones are bounded:
+the oldest goes first, long after the last frame of its room could arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+from chitu.lifecycle import Deadline
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+T = TypeVar("T")
+
+MAX_TOMBSTONES = 100_000
+NEVER_S = float("inf")
+
+
+@dataclass(slots=True)
+class Entry(Generic[S, T]):
+    """A live room. `data` is its owner's record; the state is written by `TransferTable.apply` alone."""
+
+    state: S
+    data: T
+    deadline_s: float = NEVER_S
+    """Moment (monotonic seconds) at which the owner applies its DEADLINE event."""
+
+
+@dataclass(slots=True, frozen=True)
+class Tombstone:
+    """What is remembered of a room that ended."""
+
+    code: str
+    """Empty: it succeeded."""
+    message: str
+
+
+@dataclass(slots=True, frozen=True)
+class Transition(Generic[S, T]):
+    room: bytes
+    before: S | None
+    entry: Entry[S, T]
+
+
+@dataclass(slots=True)
+class TransferTable(Generic[S, E, T]):
+    transitions: Mapping[tuple[S | None, E], S]
+    deadlines: Mapping[S, Deadline]
+    max_tombstones: int = MAX_TOMBSTONES
+    _entries: dict[bytes, Entry[S, T]] = field(default_factory=dict)
+    _tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, room: bytes) -> Entry[S, T] | None:
+        return self._entries.get(room)
+
+    def tombstone(self, room: bytes) -> Tombstone | None:
+        return self._tombstones.get(room)
+
+    def items(self) -> Iterator[tuple[bytes, Entry[S, T]]]:
+        """A snapshot, so that the caller may apply events while it walks."""
+        return iter(list(self._entries.items()))
+
+    def apply(self, room: bytes, event: E, new: T | None = None) -> Transition[S, T] | None:
+        """Take one event; None where it is absorbed. `new` is the record of a room that this event may create."""
+        entry = self._entries.get(room)
+        before = entry.state if entry is not None else None
+        target = self.transitions.get((before, event))
+        if target is None:
+            return None
+        if entry is None:
+            if new is None or room in self._tombstones:
+                return None
+            entry = self._entries[room] = Entry(target, new)
+        entry.state = target
+        if self.deadlines[target] in (Deadline.HANDSHAKE, Deadline.TERMINAL):
+            entry.deadline_s = NEVER_S
+        return Transition(room, before, entry)
+
+    def bury(self, room: bytes, tombstone: Tombstone) -> None:
+        """Drop the entry (if any) and remember the room, so that no late frame brings it back."""
+        self._entries.pop(room, None)
+        self._tombstones[room] = tombstone
+        self._tombstones.move_to_end(room)
+        while len(self._tombstones) > self.max_tombstones:
+            self._tombstones.popitem(last=False)
+
+    def expired(self, now_s: float) -> list[bytes]:
+        """Rooms whose deadline has passed."""
+        return [room for room, entry in self._entries.items() if entry.deadline_s <= now_s]
