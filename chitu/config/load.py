@@ -1,8 +1,8 @@
 """From a YAML file, dotted overrides and the environment to a `Topology`.
 
 Owns reading: this is the only module that looks at environment variables. Called once at the start of every process,
-before any thread or model. Every problem is a `ConfigError` of one sentence that names the key (`dp_config.router.port`)
-and the nearest right one. What the values mean together is checked by `topology.py`.
+before any thread or model. Every problem is a `ConfigError` of one sentence that names the key and the nearest right
+one. What the values mean together is checked by `topology.py`.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _size_problems(topology: Topology) -> Iterator[str]:
         prefix = "dp_config.router.pd_disaggregation.deadlines"
         yield (
             f"{prefix}.lease_s is {deadlines.lease_s:g}, less than two heartbeats "
-            f"({prefix}.heartbeat_interval_s is {deadlines.heartbeat_interval_s:g}): one late heartbeat would end a lease"
+            f"({prefix}.heartbeat_interval_s is {deadlines.heartbeat_interval_s:g}): one late heartbeat ends it"
         )
 
 

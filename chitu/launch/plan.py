@@ -29,7 +29,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Modules that the processes run, and the interpreter that runs them. Tests of the supervisor put stand-ins here."""
+    """Modules that the processes run, and the interpreter for them. Tests of the supervisor put stand-ins here."""
 
     router: str = "chitu.serve.api_server"
     scheduler: str = "chitu.serve.scheduler"

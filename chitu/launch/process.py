@@ -1,9 +1,9 @@
 """One child process tree: started in a session of its own, its log in a file, ended as a whole.
 
-Used by `LocalCluster`, from one thread. Invariant: a child dies with its supervisor (`PR_SET_PDEATHSIG`), even when that
-is killed with -9. The signal follows the *thread* that started the child, so start children from a thread that lives as
-long as they shall. Every process of a tree carries `CHITU_PROCESS` in its environment; since torchrun puts its workers
-into sessions of their own, that mark, not the process group, says who belongs to the tree. Linux only.
+Used by `LocalCluster`, from one thread. Invariant: a child dies with its supervisor (`PR_SET_PDEATHSIG`), even when
+that is killed with -9. The signal follows the *thread* that started the child, so start children from a thread that
+lives as long as they shall. Every process of a tree carries `CHITU_PROCESS` in its environment; torchrun puts its
+workers into sessions of their own, so that mark, not the process group, says who belongs to the tree. Linux only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -110,6 +111,13 @@ class ChildProcess:
             text = file.read().decode("utf-8", "replace").splitlines()
         first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
         return (text[:first_noise] or text)[-lines:]
+
+    def worker_exit(self) -> str:
+        """How the worker under a torchrun ended, from torchrun's report; empty where there is none."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            found = re.findall(r"failed \(exitcode: (-?\d+)\)", file.read().decode("utf-8", "replace"))
+        return describe_exit(int(found[-1])) if found else ""
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
         if pid == self.pid and self.exit_code() is not None:

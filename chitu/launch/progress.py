@@ -1,8 +1,9 @@
 """How far a scheduler process has come, told to the supervisor through a file of JSON lines.
 
-The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "loading", "done": bytes, "total":
-bytes}`, `{"state": "warmup"}`, `{"state": "ready"}`. A file, not a pipe: it survives torchrun in between, and a process
-started by hand simply has none. Written by the main thread of the scheduler process, read by the supervisor.
+The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready"}`,
+and while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. A file, not a pipe: it survives
+torchrun in between, and a process started by hand simply has none. Written by the main thread of the scheduler process,
+read by the supervisor.
 """
 
 from __future__ import annotations

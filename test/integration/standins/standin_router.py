@@ -1,0 +1,42 @@
+"""A router for tests of the supervisor: ports, ready file, `/health`, drain on SIGTERM; routes nothing.
+
+Overrides of its own (read from `served_name`, a key that nothing else here uses): see `standin_scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import signal
+import sys
+from pathlib import Path
+
+from chitu.config.load import load_topology
+
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        print("asked for", self.path, flush=True)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.add_argument("--ready-file")
+parser.add_argument("overrides", nargs="*")
+arguments = parser.parse_args()
+topology = load_topology(arguments.config, arguments.overrides)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", topology.dp_config.router.port), Health)
+server.daemon_threads = True
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+ready = Path(arguments.ready_file)
+partial = ready.with_suffix(".partial")
+partial.write_text(json.dumps({"port": server.server_port, "stats_port": 1, "bootstrap_port": 2}))
+partial.rename(ready)
+print("router listens", flush=True)
+server.serve_forever()

@@ -1,0 +1,38 @@
+"""A scheduler for tests of the supervisor, with the flags and the progress file of the real one.
+
+`model.served_name` says how it behaves: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
+anything else: ready at once, ends on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from chitu.config.load import load_topology, router_host
+from chitu.launch.process import die_with_parent
+from chitu.launch.progress import ProgressWriter
+
+die_with_parent()
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.add_argument("--role")
+parser.add_argument("--rank", type=int)
+parser.add_argument("overrides", nargs="*")
+arguments = parser.parse_args()
+topology = load_topology(arguments.config, arguments.overrides)
+behaviour = topology.model.served_name
+router = topology.dp_config.router
+print(f"{arguments.role} {arguments.rank} of router {router_host(topology)}:{router.port}", flush=True)
+print(f"stats port {router.stats_port}", flush=True)
+progress = ProgressWriter()
+progress.loading(1 << 20, 4 << 20)
+if behaviour == "die_at_start":
+    print("the reason why it ends", flush=True)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lambda *_: sys.exit(0))
+progress.state("warmup")
+progress.state("ready")
+while True:
+    signal.pause()
