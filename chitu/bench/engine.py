@@ -62,7 +62,8 @@ def write_model(folder: Path) -> Any:
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).float().eval()
+    model: Any = Qwen3ForCausalLM(config)
+    model.float().eval()
     with torch.no_grad():  # the default initialisation is so small that rounding decides between tokens
         for name, parameter in model.named_parameters():
             if "norm" not in name:
