@@ -127,6 +127,11 @@ class Sampler:
         self._layout_of: list[int] = []
         self._layout: _BatchLayout | None = None
 
+    @property
+    def count_rows(self) -> int:
+        """Rows of token counts allocated so far, `vocab_size` int32 each; only penalties need one."""
+        return self._counts.shape[0]
+
     def admit(self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams) -> None:
         """Start or resume a request in a free slot (a slot that is taken is replaced).
 

@@ -1,0 +1,307 @@
+"""The batched sampler against a naive one that works on one row at a time in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chitu.engine import sampling_ops
+from chitu.engine.sampler import Sampler
+from chitu.errors import Internal
+from chitu.messages import SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 97
+EOS = (2, 5)
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def ids(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB, std: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def naive_uniform(seed: int, position: int) -> float:
+    mask = (1 << 64) - 1
+    return (splitmix64(splitmix64(seed & mask) ^ position) >> 11) * 2.0**-53
+
+
+def naive_logits(row: np.ndarray, prompt: list[int], emitted: list[int], p: SamplingParams) -> np.ndarray:
+    row = row.astype(np.float64)
+    for token in set(prompt) | set(emitted):
+        row[token] = row[token] / p.repetition_penalty if row[token] > 0 else row[token] * p.repetition_penalty
+    for token, count in Counter(emitted).items():
+        row[token] -= p.frequency_penalty * count + p.presence_penalty
+    for token, bias in p.logit_bias.items():
+        row[token] += bias
+    if len(emitted) < p.min_tokens:
+        for token in set(p.stop_token_ids) | (set() if p.ignore_eos else set(EOS)):
+            row[token] = -math.inf
+    return row
+
+
+def naive_probabilities(row: np.ndarray, p: SamplingParams) -> np.ndarray:
+    row = row / p.temperature
+    probability = np.exp(row - row.max())
+    probability /= probability.sum()
+    probability[probability < p.min_p * probability.max()] = 0
+    if 0 < p.top_k < len(row):
+        probability[probability < np.sort(probability)[-p.top_k]] = 0
+    if p.top_p < 1:
+        probability /= probability.sum()
+        mass = 0.0
+        order = np.argsort(-probability)
+        for place, token in enumerate(order):
+            if place and mass >= p.top_p:
+                probability[token] = 0
+            else:
+                mass += probability[token]
+    return probability / probability.sum()
+
+
+def naive_token(row: np.ndarray, prompt: list[int], emitted: list[int], p: SamplingParams) -> int:
+    edited = naive_logits(row, prompt, emitted, p)
+    if p.temperature == 0:
+        return int(edited.argmax())
+    cumulative = naive_probabilities(edited, p).cumsum()
+    return int(np.searchsorted(cumulative, naive_uniform(p.seed, len(emitted)) * cumulative[-1], side="right"))
+
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(100),
+    min_tokens=st.sampled_from([0, 0, 2, 5]),
+    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 3, 20, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.1]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4]),
+    seed=st.integers(0, 2**63 - 1),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.4, -0.9]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-20, 20, width=32), max_size=4),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(params, min_size=1, max_size=9), st.integers(0, 2**32), st.integers(1, 12))
+def test_every_row_of_any_batch_gets_the_naive_samplers_token(
+    batch: list[SamplingParams], seed: int, prompt_len: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(len(batch), VOCAB, CPU, EOS)
+    prompts = [rng.integers(0, VOCAB, prompt_len).tolist() for _ in batch]
+    emitted: list[list[int]] = [[] for _ in batch]
+    for slot, p in enumerate(batch):
+        sampler.admit(slot, ids(prompts[slot]), prompt_len, p)
+    for step in range(7):
+        logits = logits_of(len(batch), seed=seed % 1000 + step)
+        before = logits.clone()
+        order = rng.permutation(len(batch)).tolist() if step % 3 == 2 else list(range(len(batch)))
+        tokens = sampler.sample(logits, order)
+        assert torch.equal(logits, before)
+        assert tokens.dtype == torch.int64
+        for row, slot in enumerate(order):
+            expected = naive_token(logits[row].numpy(), prompts[slot], emitted[slot], batch[slot])
+            assert int(tokens[row]) == expected, (step, slot, batch[slot])
+            emitted[slot].append(expected)
+
+
+MIXED = [
+    GREEDY,
+    SamplingParams(max_tokens=9, seed=11),
+    SamplingParams(max_tokens=9, seed=12, top_p=0.9, temperature=0.8),
+    SamplingParams(max_tokens=9, seed=13, top_k=5, presence_penalty=1.0),
+    SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.4),
+    SamplingParams(max_tokens=9, seed=14, min_p=0.1, logit_bias={7: 2.0}),
+    SamplingParams(max_tokens=9, seed=15, min_tokens=6, stop_token_ids=(40,)),
+]
+
+
+def run(sampler: Sampler, slots: list[int], rows: torch.Tensor) -> list[int]:
+    return sampler.sample(rows, slots).tolist()
+
+
+def test_a_request_gets_the_same_tokens_alone_as_in_a_batch() -> None:
+    steps = [logits_of(len(MIXED), seed=step) for step in range(9)]
+    together = Sampler(len(MIXED), VOCAB, CPU, EOS)
+    for slot, p in enumerate(MIXED):
+        together.admit(slot, ids([1, 2, 3]), 3, p)
+    batched = [run(together, list(range(len(MIXED))), rows) for rows in steps]
+    for slot, p in enumerate(MIXED):
+        alone = Sampler(3, VOCAB, CPU, EOS)
+        alone.admit(2, ids([1, 2, 3]), 3, p)
+        assert [run(alone, [2], rows[slot : slot + 1])[0] for rows in steps] == [tokens[slot] for tokens in batched]
+
+
+@pytest.mark.parametrize("retracted_after", range(1, 9))
+def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_got(retracted_after: int) -> None:
+    steps = [logits_of(len(MIXED), seed=100 + step) for step in range(9)]
+    slots = list(range(len(MIXED)))
+
+    def tokens_with(retract_at: int | None) -> list[list[int]]:
+        sampler = Sampler(2 * len(MIXED), VOCAB, CPU, EOS)
+        held = list(slots)
+        emitted: list[list[int]] = [[] for _ in MIXED]
+        for slot, p in enumerate(MIXED):
+            sampler.admit(slot, ids([4, 4, 9]), 3, p)
+        for step, rows in enumerate(steps):
+            if step == retract_at:
+                for slot in slots:
+                    sampler.release(slot)
+                # Back in other slots, in another order.
+                held = [2 * len(MIXED) - 1 - slot for slot in slots]
+                for slot, p in enumerate(MIXED):
+                    sampler.admit(held[slot], ids([4, 4, 9, *emitted[slot]]), 3, p)
+            for slot, token in enumerate(run(sampler, held, rows)):
+                emitted[slot].append(token)
+        return emitted
+
+    assert tokens_with(retracted_after) == tokens_with(None)
+
+
+def test_a_slot_forgets_its_request_when_it_is_given_to_another() -> None:
+    rows = logits_of(1, seed=3)
+    sampler = Sampler(1, VOCAB, CPU, EOS)
+    for p in MIXED[1:]:
+        sampler.admit(0, ids([1, 1, 1]), 3, p)
+        run(sampler, [0], rows)
+        sampler.admit(0, ids([1]), 1, GREEDY)
+        assert run(sampler, [0], rows) == [int(rows.argmax())]
+        sampler.release(0)
+
+
+def test_an_ended_slot_keeps_out_of_the_way_of_the_fast_path() -> None:
+    sampler = Sampler(2, VOCAB, CPU, EOS)
+    sampler.admit(0, ids([1]), 1, msgspec.structs.replace(GREEDY, min_tokens=2))
+    rows = torch.zeros(1, VOCAB)
+    rows[0, EOS[0]] = 1.0
+    rows[0, 50] = 0.5
+    assert [run(sampler, [0], rows)[0] for _ in range(4)] == [50, 50, EOS[0], EOS[0]]
+
+
+def test_min_tokens_leaves_eos_alone_for_a_request_that_ignores_it() -> None:
+    sampler = Sampler(1, VOCAB, CPU, EOS)
+    sampler.admit(0, ids([1]), 1, msgspec.structs.replace(GREEDY, min_tokens=5, ignore_eos=True, stop_token_ids=(50,)))
+    rows = torch.zeros(1, VOCAB)
+    rows[0, 50], rows[0, EOS[0]] = 2.0, 1.0
+    assert run(sampler, [0], rows) == [EOS[0]]
+
+
+def test_only_requests_with_penalties_take_memory_for_counts() -> None:
+    sampler = Sampler(64, VOCAB, CPU, EOS)
+    for slot in range(64):
+        sampler.admit(slot, ids([1]), 1, SamplingParams(max_tokens=5, seed=slot, top_p=0.5))
+    assert sampler.count_rows == 0
+    for _ in range(3):
+        for slot in range(5):
+            sampler.admit(slot, ids([1]), 1, SamplingParams(max_tokens=5, frequency_penalty=0.5))
+    assert 5 <= sampler.count_rows <= 8
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        SamplingParams(max_tokens=1),
+        SamplingParams(max_tokens=1, temperature=0.7),
+        SamplingParams(max_tokens=1, top_k=6),
+        SamplingParams(max_tokens=1, top_p=0.8),
+        SamplingParams(max_tokens=1, min_p=0.15),
+        SamplingParams(max_tokens=1, temperature=1.3, min_p=0.02, top_k=15, top_p=0.9),
+    ],
+)
+def test_draws_follow_the_distribution(p: SamplingParams) -> None:
+    """Chi-square over 8000 seeds, at the 0.1 % point: fixed seeds, so the outcome never changes."""
+    vocab, draws = 24, 8000
+    row = logits_of(1, seed=5, vocab=vocab, std=1.5)
+    sampler = Sampler(draws, vocab, CPU)
+    for slot in range(draws):
+        sampler.admit(slot, ids([0]), 1, msgspec.structs.replace(p, seed=slot * 7919))
+    tokens = sampler.sample(row.expand(draws, vocab), list(range(draws)))
+    expected = naive_probabilities(row[0].numpy().astype(np.float64), p) * draws
+    observed = np.bincount(tokens.numpy(), minlength=vocab)
+    assert observed[expected == 0].sum() == 0
+    kept = expected > 0
+    chi2 = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+    degrees = int(kept.sum()) - 1
+    # Wilson and Hilferty's approximation of the quantile.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+    assert chi2 < limit, (chi2, limit)
+
+
+def test_successive_draws_of_one_seed_are_independent() -> None:
+    positions = torch.arange(4096, dtype=torch.int64)
+    values = sampling_ops.uniform(torch.full_like(positions, sampling_ops.seed_bits(2**64 - 3)), positions)
+    assert values.min() >= 0
+    assert values.max() < 1
+    centred = values - 0.5
+    assert abs(float(centred.mean())) < 3.3 / math.sqrt(12 * 4096)
+    assert abs(float((centred[1:] * centred[:-1]).mean())) < 3.3 / (12 * math.sqrt(4095))
+    assert [float(v) for v in values[:5]] == [naive_uniform(2**64 - 3, n) for n in range(5)]
+
+
+def test_top_p_that_needs_more_than_the_first_candidates_is_exact() -> None:
+    """A flat row: the nucleus is far larger than what a CPU looks at first."""
+    vocab = 8 * sampling_ops.NARROW_SEARCH
+    rows = logits_of(3, seed=8, vocab=vocab, std=0.3)
+    p = SamplingParams(max_tokens=9, top_p=0.9, seed=5)
+    sampler = Sampler(3, vocab, CPU)
+    for slot in range(3):
+        sampler.admit(slot, ids([0]), 1, msgspec.structs.replace(p, seed=slot))
+    for step in range(4):
+        expected = [
+            naive_token(rows[slot].numpy(), [0], [0] * step, msgspec.structs.replace(p, seed=slot)) for slot in range(3)
+        ]
+        assert run(sampler, [0, 1, 2], rows) == expected
+
+
+def test_ids_outside_the_vocabulary_and_hopeless_rows_give_valid_tokens() -> None:
+    sampler = Sampler(2, VOCAB, CPU, (VOCAB + 3,))
+    sampler.admit(0, ids([1]), 1, SamplingParams(max_tokens=5, logit_bias={VOCAB: 5.0, -1: 5.0}, min_tokens=3))
+    sampler.admit(1, ids([1]), 1, SamplingParams(max_tokens=5, top_p=0.5))
+    hopeless = torch.full((2, VOCAB), -math.inf)
+    hopeless[0] = math.nan
+    assert all(0 <= token < VOCAB for token in run(sampler, [0, 1], hopeless))
+
+
+def test_rows_may_be_strided_as_aux_rows_are() -> None:
+    wide = logits_of(2, seed=4, vocab=VOCAB + 16)
+    sampler = Sampler(2, VOCAB, CPU)
+    compact = Sampler(2, VOCAB, CPU)
+    for slot, p in enumerate(MIXED[1:3]):
+        sampler.admit(slot, ids([1]), 1, p)
+        compact.admit(slot, ids([1]), 1, p)
+    assert run(sampler, [0, 1], wide[:, 16:]) == run(compact, [0, 1], wide[:, 16:].contiguous())
+
+
+def test_a_slot_that_was_never_admitted_is_refused() -> None:
+    sampler = Sampler(2, VOCAB, CPU)
+    sampler.admit(0, ids([1]), 1, MIXED[1])
+    with pytest.raises(Internal, match="slot 1"):
+        sampler.sample(logits_of(2), [0, 1])
