@@ -7,7 +7,7 @@ ChituError
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
-|   |-- Capacity  QueueTimeout  NoInstance
+|   |-- Capacity (TooManyRequests)  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal
@@ -86,8 +86,22 @@ class Capacity(ServiceError):
     code = "capacity"
 
 
+class TooManyRequests(Capacity):
+    """The router's own admission bound; same wire code, but the client is asked to slow down."""
+
+    http_status = 429
+
+
 class QueueTimeout(ServiceError):
     code = "queue_timeout"
+
+
+class RequestTimeout(ServiceError):
+    """The whole request took longer than `router.request_timeout_s`."""
+
+    code = "request_timeout"
+    http_status = 504
+    retryable = False
 
 
 class NoInstance(ServiceError):

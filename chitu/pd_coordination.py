@@ -65,8 +65,8 @@ class CoordinationEvents:
     on_joined: Callable[[InstanceInfo], None]
     on_lost: Callable[[InstanceInfo, str], None]
     on_change: Callable[[ClusterView], None]
-    on_renewed: Callable[[InstanceInfo], None]
-    """A heartbeat of a live incarnation came."""
+    on_heartbeat: Callable[[Heartbeat], None]
+    """A live incarnation renewed its lease."""
 
 
 class PDCoordination:
@@ -109,7 +109,7 @@ class PDCoordination:
             return False
         member.lease_end_s = self._clock.monotonic() + self._deadlines.lease_s
         member.load = heartbeat.load
-        self._events.on_renewed(member.info)
+        self._events.on_heartbeat(heartbeat)
         return True
 
     def tick(self) -> None:
@@ -204,7 +204,7 @@ def _layout_text(layout: KVLayout) -> str:
 
 
 class CoordinationPorts:
-    """The three sockets of membership. Binds at construction (port 0: picked by the OS); zmq.ZMQError where it cannot."""
+    """The three sockets of membership. Binds at construction (port 0: OS-picked); zmq.ZMQError where it cannot."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """ZMQ sockets on an asyncio loop, without a task or a future per message.
 
-Owned and called by the loop thread alone (the router). `FrameReader` drains a socket when its descriptor wakes the loop;
-`Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired, the socket
-must be read until it says EAGAIN, and after a send on the same socket it must be looked at again (`poke`).
+Owned and called by the loop thread alone (the router). `FrameReader` drains a socket when its descriptor wakes the
+loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired, the
+socket must be read until it says EAGAIN, and after a send on the same socket it must be looked at again (`poke`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_MESSAGES_PER_TURN = 256
 class FrameReader:
     """Hands every message of one socket to `on_message` (a list of frames), then calls `on_drained` once per wake.
 
-    A message that raises ProtocolError is counted in `bad_messages`; any other exception is logged. Neither ends reading.
+    A message that raises ProtocolError is counted in `bad_messages`, any other exception is logged; reading goes on.
     """
 
     def __init__(

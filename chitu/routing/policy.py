@@ -1,7 +1,7 @@
 """The words of routing.
 
-A policy is a pure function `(request, candidates, loads) -> Target`. It keeps no state: what it needs to spread requests
-(the ordinal of the request) and to balance them (what the router sent where) comes in as values.
+A policy is a pure function `(request, candidates, loads) -> Target`. It keeps no state: what it needs to spread
+requests (their ordinal) and to balance them (what the router sent where) comes in as values.
 """
 
 from __future__ import annotations

@@ -1,0 +1,278 @@
+"""P, D and unified instances without a model: they join, beat, take requests and emit tokens. One process, one thread.
+
+Used by the router benchmark and by tests. Everything on the wire is real; only the tokens are made up, and they are a
+function of the request alone: token i is the prompt's token i modulo its length (so the text of the answer is the
+prompt, over and over). With `--step-s 0` every running request gets a token in every turn of the loop.
+
+    python -m chitu.bench.fake_worker --instances P0,D0 --host 127.0.0.1 --coordination-port ... --stats-port ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+import zmq
+
+from chitu.messages import (
+    PROTOCOL_VERSION,
+    CancelRequest,
+    DecodeRequest,
+    Drain,
+    Finish,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    Leave,
+    LoadReport,
+    PrefillRequest,
+    RequestFailed,
+    SamplingParams,
+    TokenBatch,
+    UnifiedRequest,
+    coordination_reply_codec,
+    encode,
+    scheduler_codec,
+    unpack_i32,
+    view_codec,
+)
+from chitu.net.sockets import bind, connect
+from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
+
+ROLE_OF_LETTER = {role.letter: role for role in Role}
+
+
+@dataclass(slots=True)
+class FakeOptions:
+    host: str
+    coordination_port: int
+    metadata_sync_port: int
+    stats_port: int
+    token_port: int
+    step_s: float = 0.0
+    """Seconds between two tokens of a request; 0: as fast as the loop turns."""
+    heartbeat_interval_s: float = 0.5
+    max_model_len: int = 4096
+    vocab_size: int = 512
+    model_hash: str = "fake"
+    protocol_version: int = PROTOCOL_VERSION
+    fail_prefill: str = ""
+    """P answers every request with RequestFailed of this code."""
+    fail_decode: str = ""
+    """D ends every request with an error of this code after its first token."""
+    stop_token: int = -1
+    """Emitting it ends a request with reason `stop`."""
+    trace: str = ""
+    """File that gets a line of JSON for every message taken."""
+
+
+@dataclass(slots=True)
+class _Running:
+    room: bytes
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    emitted: int = 0
+
+
+@dataclass(slots=True)
+class _Instance:
+    info: InstanceInfo
+    requests: zmq.Socket[bytes]
+    coordination: zmq.Socket[bytes]
+    running: dict[bytes, _Running] = field(default_factory=dict)
+    next_join_s: float = 0.0
+    joined: bool = False
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.info.role, self.info.engine_rank)
+
+
+class FakeWorker:
+    def __init__(self, names: Sequence[str], options: FakeOptions) -> None:
+        """`names`: P0, D0, U1: the instances that this process plays."""
+        self._options = options
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._incarnation: Incarnation = new_incarnation()
+        self._instances = [self._make(name) for name in names]
+        self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
+        self._tokens = connect(self._context, zmq.PUSH, options.host, options.token_port)
+        self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
+        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        self._poller = zmq.Poller()
+        for instance in self._instances:
+            self._poller.register(instance.requests, zmq.POLLIN)
+            self._poller.register(instance.coordination, zmq.POLLIN)
+        self._poller.register(self._view, zmq.POLLIN)
+        self._trace = Path(options.trace) if options.trace else None
+        self._stopping = False
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        """Until `stop`; then leave the cluster."""
+        next_beat_s = next_step_s = 0.0
+        while not self._stopping:
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._options.heartbeat_interval_s
+                self._beat(now_s)
+            busy = any(instance.running for instance in self._instances)
+            wait_s = next_beat_s - now_s
+            if busy:
+                wait_s = max(0.0, min(wait_s, next_step_s - now_s)) if self._options.step_s else 0.0
+            for socket, _ in self._poller.poll(math.ceil(wait_s * 1000)):
+                self._take(socket)
+            now_s = time.monotonic()
+            if now_s >= next_step_s or not self._options.step_s:
+                next_step_s = now_s + self._options.step_s
+                for instance in self._instances:
+                    if instance.running:
+                        self._step(instance)
+        for instance in self._instances:
+            info = instance.info
+            instance.coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, "told to end")))
+        self._context.destroy(linger=200)
+
+    def _make(self, name: str) -> _Instance:
+        role, rank = ROLE_OF_LETTER[name[0].upper()], int(name[1:])
+        options = self._options
+        requests, port = bind(self._context, zmq.PULL, options.host, 0)
+        layout = KVLayout(options.model_hash, 2, 2, 16, 16, "float32", options.vocab_size)
+        control_port = 0 if role is Role.UNIFIED else port
+        info = InstanceInfo(
+            *(role, rank, self._incarnation, options.host, port, control_port, layout),
+            max_model_len=options.max_model_len,
+            pid=os.getpid(),
+        )
+        return _Instance(info, requests, connect(self._context, zmq.DEALER, options.host, options.coordination_port))
+
+    def _beat(self, now_s: float) -> None:
+        for instance in self._instances:
+            info = instance.info
+            if not instance.joined:
+                instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
+            load = LoadReport(running=len(instance.running), steps=instance.steps, tokens=instance.tokens)
+            self._stats.send(encode(Heartbeat(info.role, info.engine_rank, info.incarnation, load)), zmq.NOBLOCK)
+
+    def _take(self, socket: object) -> None:
+        if socket is self._view:
+            self._drain_views()
+            return
+        for instance in self._instances:
+            if socket is instance.requests:
+                self._drain_requests(instance)
+            elif socket is instance.coordination:
+                reply = coordination_reply_codec.decode(instance.coordination.recv())
+                self._note(instance, reply)
+                if isinstance(reply, JoinReply) and reply.code:
+                    print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
+                elif isinstance(reply, Drain):
+                    instance.coordination.send(encode(reply))
+
+    def _drain_views(self) -> None:
+        view = None
+        try:
+            while True:
+                view = view_codec.decode(self._view.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            pass
+        if view is None:
+            return
+        members = {(i.role, i.engine_rank, i.incarnation) for i in view.instances}
+        for instance in self._instances:
+            info = instance.info
+            instance.joined = (info.role, info.engine_rank, info.incarnation) in members
+
+    def _drain_requests(self, instance: _Instance) -> None:
+        try:
+            while True:
+                message = scheduler_codec.decode(instance.requests.recv(zmq.NOBLOCK))
+                self._note(instance, message)
+                if isinstance(message, CancelRequest):
+                    instance.running.pop(message.room, None)
+                elif isinstance(message, (DecodeRequest, UnifiedRequest)):
+                    prompt = unpack_i32(message.token_ids)
+                    instance.running[message.room] = _Running(message.room, prompt, message.sampling)
+                elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
+                    info = instance.info
+                    failed = RequestFailed(
+                        *(info.role, info.engine_rank, info.incarnation),
+                        message.room,
+                        self._options.fail_prefill,
+                        "told to fail",
+                    )
+                    self._stats.send(encode(failed))
+        except zmq.Again:
+            pass
+
+    def _step(self, instance: _Instance) -> None:
+        """One token for every running request, in one batch."""
+        rooms: list[bytes] = []
+        tokens: list[int] = []
+        finished: list[Finish] = []
+        stop_token, fail = self._options.stop_token, self._options.fail_decode
+        for running in instance.running.values():
+            token = running.prompt[running.emitted % len(running.prompt)]
+            running.emitted += 1
+            rooms.append(running.room)
+            tokens.append(token)
+            if fail:
+                finished.append(Finish(running.room, "error", fail, "told to fail"))
+            elif token == stop_token and not running.sampling.ignore_eos:
+                finished.append(Finish(running.room, "stop"))
+            elif running.emitted >= running.sampling.max_tokens:
+                finished.append(Finish(running.room, "length"))
+        for finish in finished:
+            del instance.running[finish.room]
+        instance.steps += 1
+        instance.tokens += len(tokens)
+        self._tokens.send(encode(TokenBatch(self._incarnation, rooms, tokens, finished)))
+
+    def _note(self, instance: _Instance, message: msgspec.Struct) -> None:
+        if self._trace is None:
+            return
+        line: dict[str, object] = {"instance": instance.name, "kind": type(message).__name__}
+        for name in ("room", "request_id", "sampling", "code"):
+            value = getattr(message, name, None)
+            if value is not None:
+                line[name] = room_text(value) if isinstance(value, bytes) else value
+        with self._trace.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chitu.bench.fake_worker", description=__doc__.split("\n")[0])
+    parser.add_argument("--instances", required=True, help="comma separated: P0,D0,U0")
+    hints = get_type_hints(FakeOptions)
+    for option in dataclasses.fields(FakeOptions):
+        required = option.default is dataclasses.MISSING
+        flag = "--" + option.name.replace("_", "-")
+        default = None if required else option.default
+        parser.add_argument(flag, type=hints[option.name], required=required, default=default)
+    args = vars(parser.parse_args(argv))
+    names = args.pop("instances").split(",")
+    worker = FakeWorker(names, FakeOptions(**args))
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    signal.signal(signal.SIGINT, lambda *_: worker.stop())
+    worker.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

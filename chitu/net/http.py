@@ -1,0 +1,102 @@
+"""Small ASGI helpers for routes that skip the web framework: read a body within a bound, answer once, name an error.
+
+Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from chitu.errors import ChituError, InvalidRequest, PayloadTooLarge, ServiceError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+RETRY_AFTER_S = 1
+_JSON = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its body was complete."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body. PayloadTooLarge beyond `max_bytes` (without reading it, where its length is announced);
+    ClientGone where it never ends."""
+    announced = header(scope, b"content-length")
+    if announced is not None and announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(int(announced), max_bytes)
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    body: bytes = message.get("body", b"")
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(len(body), max_bytes)
+    if len(body) > max_bytes:
+        raise _too_large(len(body), max_bytes)
+    return body
+
+
+def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"a body of {num_bytes} bytes; at most {max_bytes} are taken (router.max_body_bytes)")
+
+
+def error_object(error: ChituError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    status = error.http_status
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status < 500:
+        kind = "invalid_request_error"
+    elif isinstance(error, ServiceError) and status != 500:
+        kind = "service_unavailable_error"
+    else:
+        kind = "server_error"
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
+
+
+def error_body(error: ChituError) -> bytes:
+    return msgspec.json.encode(error_object(error))
+
+
+def error_headers(error: ChituError) -> Headers:
+    """`Retry-After` where another try can help."""
+    if isinstance(error, ServiceError) and error.retryable:
+        return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
+    return []
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    """A complete JSON response."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [_JSON, (b"content-length", b"%d" % len(body)), *headers],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_error(send: Send, error: ChituError, headers: Headers) -> None:
+    await respond(send, error.http_status, error_body(error), error_headers(error) + headers)

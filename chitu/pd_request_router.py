@@ -1,0 +1,363 @@
+"""Requests on the router: pair, dispatch both halves, collect tokens, fail, cancel.
+
+`PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
+`on_tokens` and then `flush`; the stats port calls `on_request_failed`; membership calls `on_view`, `on_joined` and
+`on_lost`; a timer calls `tick`. It knows token ids, never text.
+
+Invariants: a room is in `_attempts` exactly while its generation waits for it; a generation ends once, with `finish` or
+`error`; every end that D did not report itself sends a CancelRequest to both sides. An `Attempt` is one try on one pair
+with its own room, so that a retry is a second attempt of the same generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chitu.clock import Clock
+from chitu.errors import (
+    ChituError,
+    DecodeLost,
+    Internal,
+    NoInstance,
+    RequestCancelled,
+    RequestTimeout,
+    TooManyRequests,
+    from_code,
+)
+from chitu.log import CREATED_PD_REQUEST
+from chitu.messages import (
+    CancelRequest,
+    ClusterView,
+    DecodeRequest,
+    Finish,
+    Heartbeat,
+    InstanceInfo,
+    PrefillRequest,
+    RequestFailed,
+    SamplingParams,
+    TokenBatch,
+    UnifiedRequest,
+    encode,
+)
+from chitu.net.aio import Outbox
+from chitu.routing import Candidates, InstanceKey, InstanceLoad, Policy, RoutingRequest, Target, instance_key
+from chitu.types import instance_name, new_room, room_text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """What one choice of one prompt asks for; every default resolved."""
+
+    request_id: str
+    """A label for logs; never a key."""
+    token_ids: bytes
+    """Prompt, int32 LE."""
+    num_tokens: int
+    """Prompt tokens."""
+    sampling: SamplingParams
+    wake_per_token: bool = True
+    """False: `wake` is called at the end only (nobody looks at tokens before)."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of a generation on one pair."""
+
+    room: bytes
+    target: Target
+    generation: Generation
+    has_first_token: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request's output as it comes in. The HTTP layer reads it after each `wake`."""
+
+    request: GenerateRequest
+    wake: Callable[[], None]
+    deadline_s: float
+    tokens: list[int] = field(default_factory=list)
+    """Tokens not taken by the reader yet."""
+    finish: Finish | None = None
+    error: ChituError | None = None
+    attempt: Attempt | None = None
+    """None once it is over."""
+    dirty: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.attempt is None
+
+    def take(self) -> list[int]:
+        """The tokens that came since the last call."""
+        taken, self.tokens = self.tokens, []
+        return taken
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    stale_tokens: int = 0
+    """Tokens and ends of rooms that are over (cancelled, timed out) or were never ours."""
+
+
+class PDRequestRouter:
+    def __init__(
+        self, policy: Policy, outbox: Outbox[InstanceKey], clock: Clock, max_in_flight: int, request_timeout_s: float
+    ) -> None:
+        self._policy = policy
+        self._outbox = outbox
+        self._clock = clock
+        self._max_in_flight = max_in_flight
+        self._timeout_s = request_timeout_s
+        self._attempts: dict[bytes, Attempt] = {}
+        """In order of creation: with one time-out for all, the first one is the next to run out."""
+        self._loads: dict[InstanceKey, InstanceLoad] = {}
+        self._dirty: list[Generation] = []
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self.candidates = Candidates()
+        self.counters = RouterCounters()
+
+    # ---------------------------------------------------------------------------------------------------- HTTP layer
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._attempts)
+
+    def require_room_for(self, count: int) -> None:
+        """TooManyRequests where so many more requests are over the bound; NoInstance where nothing can serve."""
+        if not self.candidates.usable:
+            raise NoInstance(self.candidates.why_unusable())
+        if len(self._attempts) + count > self._max_in_flight:
+            raise TooManyRequests(
+                f"{len(self._attempts)} requests are running and {count} more would pass the limit of "
+                f"{self._max_in_flight} (router.max_in_flight); try again later"
+            )
+
+    def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
+        """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
+        at most once per turn. TooManyRequests, NoInstance."""
+        self.require_room_for(1)
+        generation = Generation(request, wake, self._clock.monotonic() + self._timeout_s)
+        self._start_attempt(generation)
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """The client is gone or has enough (a stop string). Idempotent."""
+        attempt = generation.attempt
+        if attempt is None:
+            return
+        self.counters.cancelled += 1
+        generation.error = RequestCancelled("the request was cancelled")
+        self._cancel_on_both(attempt)
+        self._forget(attempt)
+
+    def fail_all(self, error: ChituError) -> None:
+        """End everything that runs (the process is about to)."""
+        for attempt in list(self._attempts.values()):
+            self._cancel_on_both(attempt)
+            self._fail(attempt, error)
+        self.flush()
+
+    async def idle(self) -> None:
+        """Returns when nothing is in flight."""
+        while self._attempts:
+            waiter = asyncio.get_running_loop().create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    # -------------------------------------------------------------------------------------------------------- ports
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        """One step's tokens of one instance. Readers are woken by `flush`, once for all batches of a loop turn."""
+        attempts, dirty = self._attempts, self._dirty
+        if len(batch.rooms) != len(batch.tokens):
+            log.error("dropped a token batch with %d rooms and %d tokens", len(batch.rooms), len(batch.tokens))
+            return
+        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+            attempt = attempts.get(room)
+            if attempt is None:
+                self.counters.stale_tokens += 1
+                continue
+            generation = attempt.generation
+            generation.tokens.append(token)
+            if not attempt.has_first_token:
+                self._on_first_token(attempt)
+            if not generation.dirty and generation.request.wake_per_token:
+                generation.dirty = True
+                dirty.append(generation)
+        self.counters.tokens += len(batch.rooms)
+        for finish in batch.finished:
+            attempt = attempts.get(finish.room)
+            if attempt is None:
+                self.counters.stale_tokens += 1
+            else:
+                self._on_finish(attempt, finish)
+
+    def flush(self) -> None:
+        """Wake the readers of what changed."""
+        dirty, self._dirty = self._dirty, []
+        for generation in dirty:
+            generation.dirty = False
+            generation.wake()
+
+    def on_request_failed(self, failed: RequestFailed) -> None:
+        """P (or D before it could emit) gave a room up: fail it, and tell the other side."""
+        attempt = self._attempts.get(failed.room)
+        if attempt is None:
+            return
+        keys = [instance_key(i) for i in (attempt.target.prefill, attempt.target.decode) if i is not None]
+        if InstanceKey(failed.role, failed.engine_rank, failed.incarnation) not in keys:
+            return  # of an older incarnation, or of nobody who serves this room
+        self._cancel_on_both(attempt)
+        self._fail(attempt, from_code(failed.code, failed.message))
+        self.flush()
+
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        load = self._loads.get(InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation))
+        if load is not None:
+            load.report = heartbeat.load
+
+    # --------------------------------------------------------------------------------------------------- membership
+
+    def on_view(self, view: ClusterView) -> None:
+        """The cluster changed: new requests see it at once."""
+        self.candidates = Candidates.of(view)
+
+    def on_joined(self, instance: InstanceInfo) -> None:
+        key = instance_key(instance)
+        self._loads.setdefault(key, InstanceLoad())
+        self._outbox.open(key, instance.host, instance.port)
+
+    def on_lost(self, instance: InstanceInfo, reason: str) -> None:
+        """An instance died. What decoded there fails at once. A lost P fails nothing here: D knows whether the KV had
+        landed, and says so if not."""
+        key = instance_key(instance)
+        name = instance_name(instance.role, instance.engine_rank)
+        for attempt in list(self._attempts.values()):
+            if instance_key(attempt.target.decode) == key:
+                self._cancel_on_both(attempt)
+                self._fail(attempt, DecodeLost(f"{name} is gone ({reason}) and took this request with it"))
+        self._outbox.close_peer(key)
+        self._loads.pop(key, None)
+        self.flush()
+
+    def tick(self) -> None:
+        """End requests that are out of time."""
+        now_s = self._clock.monotonic()
+        while self._attempts:
+            attempt = next(iter(self._attempts.values()))
+            if attempt.generation.deadline_s > now_s:
+                break
+            self._cancel_on_both(attempt)
+            self._fail(attempt, RequestTimeout(f"not finished within {self._timeout_s:g} s (router.request_timeout_s)"))
+        self.flush()
+
+    # ----------------------------------------------------------------------------------------------------- internal
+
+    def _start_attempt(self, generation: Generation) -> None:
+        request = generation.request
+        target = self._policy(RoutingRequest(self.counters.requests, request.num_tokens), self.candidates, self._loads)
+        self.counters.requests += 1
+        attempt = Attempt(new_room(), target, generation)
+        generation.attempt = attempt
+        self._attempts[attempt.room] = attempt
+        prefill, decode = target.prefill, target.decode
+        if prefill is not None:
+            log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
+            self._count(prefill, 1, request.num_tokens)
+        self._count(decode, 1, request.num_tokens)
+        if not self._dispatch(attempt):
+            self._cancel_on_both(attempt)
+            self._forget(attempt)
+            raise NoInstance("an instance does not take requests (its queue is full)")
+
+    def _dispatch(self, attempt: Attempt) -> bool:
+        """D first, so that it can announce while P's half is on the way; neither is waited for."""
+        request, room = attempt.generation.request, attempt.room
+        prefill, decode = attempt.target.prefill, attempt.target.decode
+        if prefill is None:
+            whole = UnifiedRequest(room, request.request_id, request.token_ids, request.sampling)
+            return self._outbox.send(instance_key(decode), encode(whole))
+        decode_half = DecodeRequest(
+            room, request.request_id, request.token_ids, request.sampling, prefill.engine_rank, prefill.incarnation
+        )
+        prefill_half = PrefillRequest(
+            room, request.request_id, request.token_ids, decode.engine_rank, decode.incarnation
+        )
+        return self._outbox.send(instance_key(decode), encode(decode_half)) and self._outbox.send(
+            instance_key(prefill), encode(prefill_half)
+        )
+
+    def _on_first_token(self, attempt: Attempt) -> None:
+        attempt.has_first_token = True
+        if attempt.target.prefill is not None:
+            self._count(attempt.target.prefill, -1, -attempt.generation.request.num_tokens)
+
+    def _on_finish(self, attempt: Attempt, finish: Finish) -> None:
+        if finish.reason in ("stop", "length"):
+            self.counters.finished += 1
+            attempt.generation.finish = finish
+            self._end(attempt)
+            return
+        # D gave up. P may still compute or hold pages for the room.
+        self._cancel_on_both(attempt)
+        if finish.reason == "error":
+            self._fail(attempt, from_code(finish.code, finish.message))
+        else:
+            name = instance_name(attempt.target.decode.role, attempt.target.decode.engine_rank)
+            self._fail(attempt, Internal(f"{name} ended the request as {finish.reason!r} on its own"))
+
+    def _fail(self, attempt: Attempt, error: ChituError) -> None:
+        self.counters.failed += 1
+        log.warning(
+            "request %s (room %s) failed: %s: %s",
+            attempt.generation.request.request_id,
+            room_text(attempt.room),
+            error.code,
+            error.message,
+        )
+        attempt.generation.error = error
+        self._end(attempt)
+
+    def _end(self, attempt: Attempt) -> None:
+        self._forget(attempt)
+        generation = attempt.generation
+        if not generation.dirty:
+            generation.dirty = True
+            self._dirty.append(generation)
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.room]
+        attempt.generation.attempt = None
+        num_tokens = attempt.generation.request.num_tokens
+        if attempt.target.prefill is not None and not attempt.has_first_token:
+            self._count(attempt.target.prefill, -1, -num_tokens)
+        self._count(attempt.target.decode, -1, -num_tokens)
+        if not self._attempts and self._idle_waiters:
+            waiters, self._idle_waiters = self._idle_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _cancel_on_both(self, attempt: Attempt) -> None:
+        """Idempotent on the instances; one that is gone or does not read is not told."""
+        frame = encode(CancelRequest(attempt.room))
+        for instance in (attempt.target.decode, attempt.target.prefill):
+            if instance is not None:
+                self._outbox.send(instance_key(instance), frame)
+
+    def _count(self, instance: InstanceInfo, requests: int, prompt_tokens: int) -> None:
+        load = self._loads.get(instance_key(instance))
+        if load is not None:
+            load.requests += requests
+            load.prompt_tokens += prompt_tokens

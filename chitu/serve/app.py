@@ -1,0 +1,79 @@
+"""The ASGI application of the API port: request ids, API keys, hot routes beside the FastAPI ones. Loop thread."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+
+from chitu.errors import ChituError, Internal, Unauthorized
+from chitu.net.http import Headers, Message, Receive, Scope, Send, error_body, header, respond, respond_error
+
+log = logging.getLogger(__name__)
+
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+HotRoute = Callable[[Scope, Receive, Send, str], Awaitable[None]]
+
+_SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
+OPEN_PATHS = frozenset({"/health", "/livez"})
+"""Asked by probes, which have no key."""
+
+
+class MethodNotAllowed(ChituError):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class RouterApp:
+    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        """`hot`: POST routes by path, called with the request id. `cold` answers everything else."""
+        self._hot = hot
+        self._cold = cold
+        self._api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        given = header(scope, b"x-request-id")
+        request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else uuid.uuid4().hex
+        headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
+        started = False
+
+        async def tracked_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *headers]
+            await send(message)
+
+        try:
+            path = scope["path"]
+            if self._api_keys and path not in OPEN_PATHS:
+                self._require_key(scope)
+            route = self._hot.get(path)
+            if route is None:
+                await self._cold(scope, receive, tracked_send)
+            elif scope["method"] == "POST":
+                await route(scope, receive, send, request_id)
+            else:
+                error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
+                await respond(send, 405, error_body(error), [(b"allow", b"POST"), *headers])
+        except ChituError as error:
+            await respond_error(send, error, headers)
+        except Exception:
+            log.exception("request %s: a handler failed", request_id)
+            if started:
+                raise
+            await respond_error(send, Internal("the server failed to handle this request"), headers)
+
+    def _require_key(self, scope: Scope) -> None:
+        given = header(scope, b"authorization") or b""
+        scheme, _, key = given.partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Unauthorized("an API key is required: Authorization: Bearer KEY")
+        if not any(hmac.compare_digest(key.strip(), known) for known in self._api_keys):
+            raise Unauthorized("the API key is not one of this server's")

@@ -1,0 +1,207 @@
+"""The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API documentation.
+
+Called on the router's loop. The two generation routes are answered beside it (`generate.py`) and only appear in its
+OpenAPI document. Every error is OpenAI's error object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from chitu.errors import ChituError, InvalidRequest
+from chitu.net.http import error_headers, error_object
+from chitu.pd_coordination import PDCoordination
+from chitu.pd_request_router import PDRequestRouter
+from chitu.serve.metrics_text import render_metrics
+from chitu.serve.openai_protocol import ChatBody, ChatMessage, CompletionBody, chat_messages
+from chitu.serve.served_model import ServedModel
+from chitu.types import Role, instance_name
+
+
+class TokenizeBody(BaseModel):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for messages (the template writes them)."""
+
+
+class DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[int] = Field(max_length=1 << 20)
+    skip_special_tokens: bool = False
+
+
+def _error_response(error: ChituError) -> JSONResponse:
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return JSONResponse(error_object(error), error.http_status, headers)
+
+
+class _HTTPError(ChituError):
+    """A status that the framework decided on (404, 405)."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.http_status = status  # type: ignore[misc]
+        self.code = code  # type: ignore[misc]
+
+
+def make_cold_app(model: ServedModel, router: PDRequestRouter, coordination: PDCoordination, version: str) -> FastAPI:
+    app = FastAPI(title="chitu", version=version, redoc_url=None)
+    _add_error_handlers(app)
+    _add_model_routes(app, model, router)
+    _add_health_routes(app, router, coordination)
+    _add_openapi(app)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ChituError)
+    async def chitu_error(request: Request, error: ChituError) -> Response:
+        return _error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        return _error_response(InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        method, path = request.method, request.url.path
+        if error.status_code == 404:
+            response = _error_response(_HTTPError(404, f"there is no {path}", "not_found"))
+        elif error.status_code == 405:
+            response = _error_response(_HTTPError(405, f"{path} does not take {method}", "method_not_allowed"))
+        else:
+            response = _error_response(_HTTPError(error.status_code, str(error.detail), "invalid_request"))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+
+def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter) -> None:
+    def card() -> dict[str, Any]:
+        limits = model.limits(router.candidates)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "chitu",
+            "root": model.path,
+            "max_model_len": limits.max_model_len if limits is not None else None,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        model.require_name(name)
+        return card()
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        if body.model is not None:
+            model.require_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+        if body.prompt is not None:
+            ids = await model.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            try:
+                messages = msgspec.convert(body.messages, list[ChatMessage])
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(f"messages: {error}", "messages") from error
+            text = model.tokenizer.apply_chat_template(
+                chat_messages(ChatBody(messages=messages)), add_generation_prompt=True
+            )
+            ids = await model.encode(text, bool(body.add_special_tokens))
+        limits = model.limits(router.candidates)
+        max_len = limits.max_model_len if limits is not None else None
+        return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        if body.model is not None:
+            model.require_name(body.model)
+        vocab_size = model.vocab_size(router.candidates)
+        for token in body.tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
+        return {"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+
+def _add_health_routes(app: FastAPI, router: PDRequestRouter, coordination: PDCoordination) -> None:
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 where a request can be served now; the death of one instance among several changes nothing."""
+        candidates = router.candidates
+        body = {
+            "status": "ok" if candidates.usable else "unavailable",
+            "reason": candidates.why_unusable(),
+            "in_flight": router.in_flight,
+            "instances": [
+                {
+                    "name": instance_name(i.role, i.engine_rank),
+                    "role": str(i.role),
+                    "incarnation": i.incarnation,
+                    "draining": i.draining,
+                }
+                for i in coordination.view.instances
+            ],
+            "ready": {str(role): any(i.role is role for i in candidates.serving) for role in Role},
+        }
+        return JSONResponse(body, 200 if candidates.usable else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> str:
+        return render_metrics(router, coordination)
+
+
+def _add_openapi(app: FastAPI) -> None:
+    """The generation routes are described from their msgspec structs."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies = (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody))
+        _, components = msgspec.json.schema_components(
+            [body for _, body in bodies], ref_template="#/components/schemas/{name}"
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        for path, body in bodies:
+            reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+            schema["paths"][path] = {
+                "post": {
+                    "summary": path.removeprefix("/v1/"),
+                    "operationId": body.__name__,
+                    "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+                    "responses": {
+                        "200": {"description": "The response, or server-sent events with stream: true"},
+                        "400": {"description": "Invalid request"},
+                        "404": {"description": "Unknown model"},
+                        "413": {"description": "The body is too large"},
+                        "429": {"description": "Too many requests at once"},
+                        "503": {"description": "No instance, or the request was lost"},
+                    },
+                }
+            }
+        app.openapi_schema = schema
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

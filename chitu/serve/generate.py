@@ -1,0 +1,343 @@
+"""The hot routes: `/v1/completions` and `/v1/chat/completions` as plain ASGI on the router's loop.
+
+A request costs one task (uvicorn's own) and one that watches for the client's leaving; a token costs neither task nor
+queue. The writer of a stream is woken once per loop turn and sends all events that are due at once. Whatever ends the
+handler (answer, error, client gone, cancellation) cancels the generations that still run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
+from chitu.messages import SamplingParams, pack_i32
+from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, read_body, respond, respond_error
+from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
+from chitu.serve.choice import ChoiceDecoder
+from chitu.serve.openai_protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_PROMPTS,
+    GenerationBody,
+    OutputOptions,
+    chat_decoder,
+    chat_messages,
+    check_chat,
+    check_completion,
+    completion_decoder,
+    completion_prompts,
+    decode_body,
+    output_options,
+    sampling_params,
+    wanted_tokens,
+    with_seed,
+)
+from chitu.serve.served_model import ServedModel, output_limit
+from chitu.serve.sse import (
+    DONE,
+    ChatFormat,
+    CompletionFormat,
+    FinishedChoice,
+    ResponseFormat,
+    Usage,
+    error_event,
+)
+from chitu.tokenizer import StopScanner
+
+log = logging.getLogger(__name__)
+
+_STREAM_START_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Wakeup:
+    """A one-waiter event that costs nothing while it is set already."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns after the next `set` (or at once after one that nobody waited for), and clears it."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._is_set = False
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None
+    """None where the client gave token ids."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A parsed request: prompts times n choices."""
+
+    prompts: list[Prompt]
+    samplings: list[SamplingParams]
+    """One per prompt."""
+    options: OutputOptions
+
+
+@dataclass(slots=True)
+class Choice:
+    generation: Generation
+    decoder: ChoiceDecoder
+    prompt: Prompt
+    is_open: bool = False
+    """Its first event was written."""
+
+
+class GenerationRoutes:
+    """Handlers of the two routes. `answer_completion` and `answer_chat` are ASGI applications with a request id."""
+
+    def __init__(self, model: ServedModel, router: PDRequestRouter, max_body_bytes: int) -> None:
+        self._model = model
+        self._router = router
+        self._max_body_bytes = max_body_bytes
+        self.draining = False
+        """True: the process is ending and takes nothing new."""
+
+    async def answer_completion(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        await self._answer(scope, receive, send, request_id, self._parse_completion, CompletionFormat)
+
+    async def answer_chat(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        await self._answer(scope, receive, send, request_id, self._parse_chat, ChatFormat)
+
+    async def _answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        request_id: str,
+        parse: Callable[[bytes], Awaitable[Job]],
+        make_format: type[CompletionFormat] | type[ChatFormat],
+    ) -> None:
+        headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
+        choices: list[Choice] = []
+        wakeup = Wakeup()
+        try:
+            raw = await read_body(scope, receive, self._max_body_bytes)
+            if self.draining:
+                raise NoInstance("the server is shutting down")
+            job = await parse(raw)
+            self._start(job, request_id, wakeup, choices)
+            form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
+            # Ends by itself: ASGI reports a disconnect after the response, too.
+            watcher = asyncio.create_task(_watch(receive, choices, self._router, wakeup))
+            if job.options.stream:
+                await self._stream(send, job, choices, wakeup, form, headers)
+            else:
+                await self._collect(send, job, choices, wakeup, form, headers)
+            del watcher
+        except (ClientGone, RequestCancelled):
+            pass
+        except ChituError as error:
+            await respond_error(send, error, headers)
+        finally:
+            for choice in choices:
+                self._router.cancel(choice.generation)
+
+    # --------------------------------------------------------------------------------------------------------- parsing
+
+    async def _parse_completion(self, raw: bytes) -> Job:
+        body = decode_body(completion_decoder, raw)
+        self._model.require_name(body.model)
+        check_completion(body)
+        given = completion_prompts(body)
+        options = output_options(body)
+        prompts: list[Prompt] = []
+        for entry in given:
+            if isinstance(entry, str):
+                ids = await self._model.encode(entry, body.add_special_tokens is not False)
+                prompts.append(Prompt(ids, entry))
+            else:
+                prompts.append(Prompt(entry, None))
+        return self._job(body, prompts, options, DEFAULT_COMPLETION_TOKENS)
+
+    async def _parse_chat(self, raw: bytes) -> Job:
+        body = decode_body(chat_decoder, raw)
+        self._model.require_name(body.model)
+        check_chat(body)
+        messages = chat_messages(body)
+        options = output_options(body)
+        text = self._model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        ids = await self._model.encode(text, bool(body.add_special_tokens))
+        return self._job(body, [Prompt(ids, text)], options, None)
+
+    def _job(
+        self, body: GenerationBody, prompts: list[Prompt], options: OutputOptions, default_tokens: int | None
+    ) -> Job:
+        wanted = wanted_tokens(body)
+        limits = self._model.limits(self._router.candidates)
+        if limits is None:
+            raise NoInstance(self._router.candidates.why_unusable())
+        if len(prompts) * options.n > MAX_PROMPTS:
+            raise InvalidRequest(f"{len(prompts)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
+        samplings = []
+        shared: SamplingParams | None = None
+        for prompt in prompts:
+            ids = prompt.token_ids
+            if not ids:
+                raise InvalidRequest("the prompt must have at least one token", "prompt")
+            if prompt.text is None and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+                raise InvalidRequest(f"prompt: token ids must be from 0 to {limits.vocab_size - 1}", "prompt")
+            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
+            if shared is None or shared.max_tokens != max_tokens:
+                shared = sampling_params(body, max_tokens, limits.vocab_size)
+            samplings.append(shared)
+        return Job(prompts, samplings, options)
+
+    # -------------------------------------------------------------------------------------------------------- choices
+
+    def _start(self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice]) -> None:
+        """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them."""
+        options, model = job.options, self._model
+        total = len(job.prompts) * options.n
+        self._router.require_room_for(total)
+        per_token = options.stream or bool(options.stops)
+        for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
+            packed = pack_i32(prompt.token_ids)
+            stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
+            for i in range(options.n):
+                label = request_id if total == 1 else f"{request_id}-{len(choices)}"
+                request = GenerateRequest(label, packed, len(prompt.token_ids), with_seed(sampling, i), per_token)
+                generation = self._router.add_request(request, wakeup.set)
+                decoder = ChoiceDecoder(
+                    model.tokenizer.detokenizer(options.skip_special_tokens),
+                    StopScanner(options.stops, options.include_stop) if options.stops else None,
+                    options,
+                    stop_ids,
+                )
+                choices.append(Choice(generation, decoder, prompt))
+
+    def _usage(self, job: Job, choices: list[Choice]) -> Usage:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
+        return Usage(prompt_tokens, sum(choice.decoder.num_tokens for choice in choices))
+
+    def _echo(self, choice: Choice, options: OutputOptions) -> str:
+        if not options.echo:
+            return ""
+        if choice.prompt.text is not None:
+            return choice.prompt.text
+        return self._model.tokenizer.decode(choice.prompt.token_ids, options.skip_special_tokens)
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def _collect(
+        self, send: Send, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat, headers: Headers
+    ) -> None:
+        options = job.options
+        texts = [""] * len(choices)
+        ids: list[list[int]] = [[] for _ in choices]
+        open_choices = list(enumerate(choices))
+        while open_choices:
+            await wakeup.wait()
+            for i, choice in open_choices:
+                generation, decoder = choice.generation, choice.decoder
+                if generation.error is not None:
+                    raise generation.error
+                reason = generation.finish.reason if generation.finish is not None else None
+                if reason is not None and not decoder.num_tokens:
+                    texts[i], ids[i] = decoder.whole(generation.take(), reason)
+                elif generation.tokens or reason is not None:
+                    for delta in decoder.feed(generation.take(), reason):
+                        texts[i] += delta.text
+                        ids[i] += delta.token_ids
+                    if decoder.finish_reason is not None:
+                        self._router.cancel(generation)
+            open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
+        finished = [
+            FinishedChoice(
+                self._echo(choice, options) + text,
+                choice.decoder.finish_reason or "stop",
+                token_ids if options.return_token_ids else None,
+            )
+            for choice, text, token_ids in zip(choices, texts, ids, strict=True)
+        ]
+        await respond(send, 200, form.full(finished, self._usage(job, choices)), headers)
+
+    async def _stream(
+        self, send: Send, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat, headers: Headers
+    ) -> None:
+        """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
+        started = False
+        open_choices = list(enumerate(choices))
+        while open_choices:
+            await wakeup.wait()
+            events: list[bytes] = []
+            failure: ChituError | None = None
+            for i, choice in open_choices:
+                if choice.generation.error is not None:
+                    failure = choice.generation.error
+                    break
+                self._append_events(events, i, choice, form, job.options)
+            if failure is not None:
+                if not started:
+                    raise failure
+                events.append(error_event(failure))
+                open_choices = []
+            else:
+                open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
+                if not open_choices:
+                    if job.options.include_usage:
+                        events.append(form.usage(self._usage(job, choices)))
+                    events.append(DONE)
+            if not events:
+                continue
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_START_HEADERS + headers})
+            await send({"type": "http.response.body", "body": b"".join(events), "more_body": bool(open_choices)})
+
+    def _append_events(
+        self, events: list[bytes], index: int, choice: Choice, form: ResponseFormat, options: OutputOptions
+    ) -> None:
+        generation, decoder = choice.generation, choice.decoder
+        reason = generation.finish.reason if generation.finish is not None else None
+        if not generation.tokens and reason is None:
+            return
+        deltas = decoder.feed(generation.take(), reason)
+        if not deltas:
+            return
+        with_ids = options.return_token_ids
+        if not choice.is_open:
+            choice.is_open = True
+            events.append(form.opening(index))
+            echo = self._echo(choice, options)
+            if echo:
+                events.append(form.delta(index, echo, [] if with_ids else None))
+        ending = deltas.pop() if decoder.finish_reason is not None else None
+        for text, token_ids in deltas:
+            events.append(form.delta(index, text, token_ids if with_ids else None))
+        if ending is not None and decoder.finish_reason is not None:
+            ids = ending.token_ids if with_ids else None
+            events.append(form.last(index, ending.text, decoder.finish_reason, ids))
+            self._router.cancel(generation)
+
+
+async def _watch(receive: Receive, choices: list[Choice], router: PDRequestRouter, wakeup: Wakeup) -> None:
+    """Cancel when the client leaves. After a complete response nothing is left to cancel."""
+    message = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
+    for choice in choices:
+        router.cancel(choice.generation)
+    wakeup.set()

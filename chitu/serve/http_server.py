@@ -1,0 +1,82 @@
+"""uvicorn on a socket of ours, on a loop of ours, without its signal handlers. Loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from chitu.errors import ConfigError
+
+
+def listen(host: str, port: int, key: str) -> socket.socket:
+    """A listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit it: a token must never wait for the client's delayed ACK.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """The process has two servers and drains on its own terms, so neither may take the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HTTPServer:
+    """Serves `app` on `sock` from `start` until `stop`."""
+
+    def __init__(self, app: Any, sock: socket.socket) -> None:
+        self._sock = sock
+        self.port: int = sock.getsockname()[1]
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=75,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns once connections are taken."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise ConfigError("the HTTP server ended while it started")
+            await asyncio.sleep(0.005)
+
+    def stop_accepting(self) -> None:
+        """No new connections; those that are open are served on."""
+        for server in self._server.servers:
+            server.close()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Close: idle connections at once, busy ones after their response, all of them after `timeout_s`."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(timeout_s))
+        self._server.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._task, timeout_s + 0.5)

@@ -1,0 +1,89 @@
+"""The model as the HTTP layer sees it: names, tokenizer, limits. Loop thread; torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from chitu.config.schema import ModelConfig
+from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from chitu.models.config import ModelSpec, read_model_spec
+from chitu.routing import Candidates
+from chitu.tokenizer import Tokenizer
+
+LONG_TEXT_CHARS = 32_768
+"""Longer prompts are tokenised in a thread (the tokenizer releases the GIL): one client cannot stall the rest."""
+
+
+@dataclass(slots=True, frozen=True)
+class ModelLimits:
+    max_model_len: int
+    """Prompt plus output tokens of one request: the least of what the serving instances and the config allow."""
+    vocab_size: int
+
+
+class ServedModel:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, spec: ModelSpec, created_s: int) -> None:
+        self.name = config.served_name or Path(config.path).name
+        self.path = config.path
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(spec.eos_token_ids)
+        self._spec_vocab_size = spec.vocab_size
+        self.created_s = created_s
+        self._config_max_len = config.max_model_len
+        self._limits: tuple[Candidates, ModelLimits] | None = None
+
+    @classmethod
+    def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
+        """ConfigError where the folder is missing or not a model."""
+        return cls(config, Tokenizer.load(config.path), read_model_spec(config.path), created_s)
+
+    def require_name(self, name: str | None) -> None:
+        """ModelNotFound for a name that is neither the served one nor the path; InvalidRequest for none."""
+        if name is None:
+            raise InvalidRequest("model is required", "model")
+        if name != self.name and name != self.path:
+            raise ModelNotFound(f"the model {name!r} does not exist; this server has {self.name!r}")
+
+    def limits(self, candidates: Candidates) -> ModelLimits | None:
+        """None while no instance can serve. Computed once per view."""
+        if self._limits is None or self._limits[0] is not candidates:
+            serving = candidates.serving
+            if not serving:
+                return None
+            max_len = min(instance.max_model_len for instance in serving)
+            if self._config_max_len is not None:
+                max_len = min(max_len, self._config_max_len)
+            self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
+        return self._limits[1]
+
+    def vocab_size(self, candidates: Candidates) -> int:
+        """Of the serving instances; the checkpoint's while there is none."""
+        limits = self.limits(candidates)
+        return limits.vocab_size if limits is not None else self._spec_vocab_size
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) <= LONG_TEXT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.tokenizer.encode, text, add_special_tokens)
+
+
+def output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:
+    """Tokens that a request may emit. `default` None: the rest of the context. ContextLengthExceeded where the prompt
+    leaves no room, or not the room that was asked for."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {max_model_len} tokens and the prompt alone has {prompt_tokens}; "
+            "shorten the prompt"
+        )
+    if wanted is not None:
+        if wanted > room:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {max_model_len} tokens, but {prompt_tokens + wanted} were "
+                f"asked for ({prompt_tokens} in the prompt, {wanted} to generate); shorten either"
+            )
+        return wanted
+    return room if default is None else min(default, room)

@@ -1,0 +1,163 @@
+"""Response bodies and server-sent events of the two generation routes, as bytes. Pure.
+
+A stream's constant parts are formatted once; an event is then a join of a few bytes objects and one JSON string. No
+dict is built per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from chitu.errors import ChituError
+from chitu.net.http import error_body
+
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder().encode
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    completion_tokens: int
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class FinishedChoice(NamedTuple):
+    text: str
+    finish_reason: str
+    token_ids: list[int] | None
+
+
+class ResponseFormat(Protocol):
+    """One response's bodies: `CompletionFormat` or `ChatFormat`."""
+
+    def opening(self, index: int) -> bytes: ...
+
+    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes: ...
+
+    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes: ...
+
+
+def error_event(error: ChituError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def _ids(token_ids: list[int] | None) -> bytes:
+    return b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
+
+
+class _Format:
+    """Id, model and time of one response; the events that both routes share."""
+
+    object_name = ""
+    chunk_name = ""
+    id_prefix = ""
+
+    def __init__(self, response_id: str, created_s: int, model: str, include_usage: bool) -> None:
+        self._head = {"id": self.id_prefix + response_id, "object": "", "created": created_s, "model": model}
+        start = _json({**self._head, "object": self.chunk_name})[:-1]
+        self._start = b"data: " + start + b',"choices":['
+        # With include_usage every chunk but the last says `usage: null` (OpenAI).
+        self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._null_end = b',"logprobs":null,"finish_reason":null'
+        self._delta_end = self._null_end + b"}" + self._close
+        self._openings: dict[int, bytes] = {}
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
+
+    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        body = {
+            **self._head,
+            "object": self.object_name,
+            "choices": [self._choice_dict(i, choice) for i, choice in enumerate(choices)],
+            "usage": usage.as_dict(),
+        }
+        return _json(body)
+
+
+class CompletionFormat(_Format):
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    id_prefix = "cmpl-"
+
+    def _text_of(self, index: int) -> bytes:
+        head = self._openings.get(index)
+        if head is None:
+            head = self._openings[index] = self._start + b'{"index":%d,"text":' % index
+        return head
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes:
+        if token_ids is None:
+            return self._text_of(index) + _json(text) + self._delta_end
+        return self._text_of(index) + _json(text) + self._null_end + _ids(token_ids) + b"}" + self._close
+
+    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes:
+        end = b',"logprobs":null,"finish_reason":' + _json(reason) + _ids(token_ids) + b"}" + self._close
+        return self._text_of(index) + _json(text) + end
+
+    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.token_ids is not None:
+            result["token_ids"] = choice.token_ids
+        return result
+
+
+class ChatFormat(_Format):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def _delta_of(self, index: int) -> bytes:
+        head = self._openings.get(index)
+        if head is None:
+            head = self._openings[index] = self._start + b'{"index":%d,"delta":{' % index
+        return head
+
+    def opening(self, index: int) -> bytes:
+        """The chunk that names the role, ahead of a choice's first text."""
+        return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
+
+    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes:
+        start = self._delta_of(index) + b'"content":' + _json(text) + b"}"
+        if token_ids is None:
+            return start + self._delta_end
+        return start + self._null_end + _ids(token_ids) + b"}" + self._close
+
+    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes:
+        content = b'"content":' + _json(text) if text else b""
+        end = b'},"logprobs":null,"finish_reason":' + _json(reason) + _ids(token_ids) + b"}" + self._close
+        return self._delta_of(index) + content + end
+
+    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+        if choice.token_ids is not None:
+            result["token_ids"] = choice.token_ids
+        return result
