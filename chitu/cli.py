@@ -1,0 +1,175 @@
+"""The `chitu` command: serve, plan, make-model, bench, doctor.
+
+Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
+configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from chitu.config.load import DEFAULT_TOPOLOGY, load_topology, packaged_topologies, pd_master_addr
+from chitu.errors import ChituError, ConfigError
+
+BENCHMARKS = {
+    "engine": "unified engine against transformers generate",
+    "transfer": "transports against memcpy",
+    "scheduler": "scheduler and messaging time per step, fake executor",
+    "router": "CPU per request and streamed tokens/s of the router, fake workers",
+    "ttft": "time to first token, 1P1D over unified",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        result: int = arguments.run(arguments)
+        return result
+    except ConfigError as error:
+        print(f"chitu: {error.message}", file=sys.stderr)
+        return 2
+    except ChituError as error:
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
+    parser.add_argument("--version", action="version", version=f"chitu {importlib.metadata.version('chitu')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")
+    _add_topology(command)
+    command.add_argument("--port", type=int, help="HTTP port, over dp_config.router.port (0: any free one)")
+    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
+    command.add_argument("--no-restart", action="store_true", help="do not start a process again that died")
+    command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
+    command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
+    command.set_defaults(run=_serve)
+
+    command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
+    _add_topology(command)
+    command.set_defaults(run=_plan)
+
+    command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
+    command.add_argument("directory", metavar="DIR")
+    command.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 or mistral")
+    for flag in ("hidden-size", "num-layers", "num-heads", "num-kv-heads", "head-dim", "intermediate-size"):
+        command.add_argument(f"--{flag}", type=int)
+    for flag in ("vocab-size", "max-position-embeddings", "shards"):
+        command.add_argument(f"--{flag}", type=int)
+    command.add_argument("--dtype", help="float32, bfloat16 or float16")
+    command.add_argument("--tie-word-embeddings", action="store_true", default=None)
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=_make_model)
+
+    command = commands.add_parser("bench", help="run a benchmark: " + ", ".join(BENCHMARKS))
+    command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
+    command.set_defaults(run=_bench)
+
+    command = commands.add_parser("doctor", help="what this machine has of what is needed")
+    _add_topology(command)
+    command.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_topology(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "topology",
+        nargs="*",
+        metavar="TOPOLOGY.yaml | a.b=c",
+        help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
+    )
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder, over model.path")
+
+
+def _split(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The topology's name, if one is given, and the overrides, among the positional arguments."""
+    overrides = [word for word in arguments.topology if "=" in word]
+    files = [word for word in arguments.topology if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"one topology at a time: {' and '.join(files)} were given (overrides look like a.b=c)")
+    if arguments.model is not None:
+        path = os.path.abspath(os.path.expanduser(arguments.model))
+        # Quoted where YAML could read it as anything but the text that it is.
+        plain = re.fullmatch(r"/[\w./+-]*", path)
+        overrides.append(f"model.path={path if plain else msgspec.json.encode(path).decode()}")
+    return (files[0] if files else None), overrides
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from chitu.launch.local import LocalCluster
+    from chitu.launch.serve import ServeOptions, serve
+    from chitu.launch.smoke import first_completion
+
+    name, overrides = _split(arguments)
+    options = ServeOptions(port=arguments.port, log_dir=arguments.log_dir, restart=not arguments.no_restart)
+
+    def on_ready(cluster: LocalCluster) -> bool:
+        if arguments.first_completion or arguments.once:
+            first_completion(cluster)
+        return bool(arguments.once)
+
+    return serve(load_topology(name, overrides), options, on_ready)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from chitu.config.topology import instances, problems, router_ports
+    from chitu.launch.plan import plan
+
+    name, overrides = _split(arguments)
+    topology = load_topology(name, overrides)
+    router = topology.dp_config.router
+    print("ports (0: picked by the OS at start)")
+    for key, port in router_ports(router).items():
+        print(f"  {router.host:20} {port:6}  {key}")
+    for instance in instances(topology):
+        print(f"  {instance.config.host:20} {instance.config.port:6}  {instance.key}.port")
+    for spec in plan(topology, name or DEFAULT_TOPOLOGY, overrides, os.cpu_count() or 1):
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in spec.env.items())
+        print(f"\n{spec.name} on {spec.host}\n  {environment} \\\n  {shlex.join(spec.argv)}")
+    found = list(problems(topology, pd_master_addr(), need_model=bool(topology.model.path)))
+    for problem in found:
+        print(f"chitu: {problem}", file=sys.stderr)
+    return 2 if found else 0
+
+
+def _make_model(arguments: argparse.Namespace) -> int:
+    from chitu.launch.make_model import ModelShape, make_model
+
+    sizes = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in ("directory", "family", "seed", "run"):
+        del sizes[name]
+    print(make_model(arguments.directory, arguments.family, ModelShape(**sizes), seed=arguments.seed))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    sys.argv = [f"chitu bench {arguments.name}", *arguments.arguments]
+    runpy.run_module(f"chitu.bench.{arguments.name}", run_name="__main__")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from chitu.launch.doctor import findings
+
+    name, overrides = _split(arguments)
+    fatal = False
+    for finding in findings(load_topology(name, overrides)):
+        print(f"{'ok  ' if finding.ok else 'MISS' if finding.fatal else '-   '} {finding.what:16} {finding.detail}")
+        fatal = fatal or (finding.fatal and not finding.ok)
+    return 1 if fatal else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What `chitu serve` shows while the cluster starts: a line a process, with a bar while its weights load.
+
+On a terminal the lines are redrawn (rich); elsewhere one plain line is written per change of state. Everything goes to
+stderr. Used by `serve.py` from its one thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from chitu.launch.progress import Progress
+
+
+class PlainDisplay:
+    """One line per change; loading is told in steps of a quarter."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._start_s = time.monotonic()
+        self._shown: dict[str, str] = {}
+
+    def update(self, states: Mapping[str, Progress]) -> None:
+        for name, progress in states.items():
+            text = progress.state
+            if progress.total:
+                text += f" {25 * (4 * progress.done // progress.total)}% of {progress.total / 2**20:.0f} MiB"
+            if self._shown.get(name) != text:
+                self._shown[name] = text
+                self.say(f"{name}: {text}")
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class RichDisplay:
+    """A live table; `say` prints above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        self._console = Console(file=stream, highlight=False)
+        self._bars = Bars(
+            TextColumn("{task.description:8}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._bars.start()
+
+    def update(self, states: Mapping[str, Progress]) -> None:
+        for name, progress in states.items():
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name, total=None, state="starting")
+            done, total = progress.done, progress.total or None
+            if progress.state in ("warmup", "ready"):
+                done, total = (100, 100) if progress.state == "ready" else (99, 100)
+            self._bars.update(self._tasks[name], completed=done, total=total, state=progress.state)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
+    stream = stream or sys.stderr
+    return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)

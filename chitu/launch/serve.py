@@ -1,0 +1,127 @@
+"""`chitu serve`: the whole topology on this machine until a signal ends it.
+
+Runs in the main thread of the supervisor process: start, show progress, print how to use it, look after the processes,
+and on SIGTERM, SIGINT or SIGHUP drain and end everything within 5 seconds. A second signal ends it at once.
+Exit codes: 0 after a signal, 1 where the start failed or the router died for good, 2 for a wrong configuration.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from chitu.config.load import cache_dir
+from chitu.config.schema import Topology
+from chitu.config.topology import host_names, is_loopback
+from chitu.launch.display import make_display
+from chitu.launch.local import LocalCluster, StartFailed
+from chitu.launch.plan import ROUTER, Entries
+
+POLL_S = 0.1
+DEFAULT_MODEL = "random-qwen3-v1"
+"""Name in the cache folder of the model that is made where none is given. A new recipe takes a new name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    port: int | None = None
+    """Over `dp_config.router.port`."""
+    log_dir: str | None = None
+    restart: bool = True
+    entries: Entries | None = None
+
+
+def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
+    """Serve until a signal. `on_ready` is called once the cluster serves; True ends it again (quickstart --once)."""
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    display = make_display()
+    try:
+        if moved := [host for host in host_names(topology) if not is_loopback(host)]:
+            display.say(f"all processes are started on this machine, not on {', '.join(moved)}")
+        if not topology.model.path:
+            topology = _with_default_model(topology, display.say)
+        cluster = LocalCluster(
+            topology,
+            port=options.port,
+            log_dir=options.log_dir,
+            restart=options.restart,
+            on_event=display.say,
+            entries=options.entries,
+        )
+        display.say(f"logs: {cluster.log_dir}")
+        try:
+            cluster.start()
+            while not stop.is_set() and not cluster.ready():
+                display.update({name: member.progress for name, member in cluster.members.items()})
+                stop.wait(POLL_S)
+            display.update({name: member.progress for name, member in cluster.members.items()})
+            display.close()
+            if not stop.is_set():
+                print(_greeting(cluster), file=sys.stderr, flush=True)
+                if on_ready is not None and on_ready(cluster):
+                    stop.set()
+            while not stop.is_set():
+                cluster.poll()
+                if not cluster.alive(ROUTER) and not options.restart:
+                    return 1
+                stop.wait(POLL_S)
+            print("ending: running requests finish first", file=sys.stderr, flush=True)
+            return 0
+        except StartFailed as error:
+            if stop.is_set():
+                return 0
+            display.close()
+            print(error.message, file=sys.stderr, flush=True)
+            return 1
+        finally:
+            cluster.stop()
+    finally:
+        display.close()
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise SystemExit(128 + number)  # `serve` kills what is left on its way out
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, handle)
+
+
+def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:
+    """The topology with a small random model, made once and kept in the cache folder."""
+    from chitu.launch.make_model import make_model
+
+    folder = cache_dir() / "models" / DEFAULT_MODEL
+    say(f"no model given (--model PATH): a small random one answers, with text without sense ({folder})")
+    if not (folder / "config.json").is_file():
+        try:
+            make_model(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another `chitu serve` was faster
+                raise
+    model = msgspec.structs.replace(
+        topology.model, path=str(folder), served_name=topology.model.served_name or DEFAULT_MODEL
+    )
+    return msgspec.structs.replace(topology, model=model)
+
+
+def _greeting(cluster: LocalCluster) -> str:
+    model = cluster.topology.model
+    name = model.served_name or Path(model.path).expanduser().resolve().name
+    names = ", ".join(member for member in cluster.members if member != ROUTER)
+    return (
+        f"\nchitu serves {name!r} with {names} at {cluster.url}  (logs: {cluster.log_dir})\n\n"
+        f"    curl {cluster.url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'        -d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 16}}\'\n\n'
+        "Ctrl-C ends it."
+    )
