@@ -63,12 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
     command.add_argument("directory", metavar="DIR")
     command.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 or mistral")
-    for flag in ("hidden-size", "num-layers", "num-heads", "num-kv-heads", "head-dim", "intermediate-size"):
+    for flag in ("hidden-size", "layers", "heads", "kv-heads", "head-dim", "intermediate-size"):
         command.add_argument(f"--{flag}", type=int)
     for flag in ("vocab-size", "max-position-embeddings", "shards"):
         command.add_argument(f"--{flag}", type=int)
     command.add_argument("--dtype", help="float32, bfloat16 or float16")
-    command.add_argument("--tie-word-embeddings", action="store_true", default=None)
+    command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(run=_make_model)
 

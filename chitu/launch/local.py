@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -157,20 +158,39 @@ class LocalCluster:
         self.poll()
         live = [member for member in self.members.values() if member.child or member.restart_at_s is not None]
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
-        return started and all(member.progress.state == "ready" for member in live) and self.healthy()
+        return started and all(member.progress.state == "ready" for member in live) and self._all_joined(live)
 
     def healthy(self) -> bool:
-        """Whether `GET /health` answers 200 within a second."""
+        """Whether `GET /health` answers 200 within a second: at least one pair can serve."""
+        return self._health() is not None
+
+    def _health(self) -> dict[str, Any] | None:
+        """Body of `GET /health`; None where it is not 200."""
         if "port" not in self.ports:
-            return False
+            return None
         connection = http.client.HTTPConnection(self.host, self.ports["port"], timeout=1.0)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
+            reply = connection.getresponse()
+            text = reply.read()
+            body = json.loads(text) if reply.status == 200 else None
+            return body if isinstance(body, dict) else None
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
         finally:
             connection.close()
+
+    def _all_joined(self, live: list[Member]) -> bool:
+        """Whether the router knows the present incarnation (its start time in ns) of every live instance."""
+        health = self._health()
+        if health is None:
+            return False
+        joined = {item["name"]: item["incarnation"] for item in health["instances"] if not item["draining"]}
+        return all(
+            joined.get(member.name, 0) >= member.child.started_ns
+            for member in live
+            if member.child is not None and member.name != ROUTER
+        )
 
     def stop(self) -> dict[str, int | None]:
         """Drain and end everything: the router first, so that nothing new comes in. Exit codes by name.

@@ -61,6 +61,7 @@ class ChildProcess:
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
+        self.started_ns = time.time_ns()
         self._log_start = log.stat().st_size if log.exists() else 0
         supervisor = os.getpid()
         with log.open("ab") as output:

@@ -1,7 +1,4 @@
-"""A router for tests of the supervisor: ports, ready file, `/health`, drain on SIGTERM; routes nothing.
-
-Overrides of its own (read from `served_name`, a key that nothing else here uses): see `standin_scheduler.py`.
-"""
+"""A router for tests of the supervisor: ports, ready file, `/health` (all instances are there); routes nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import http.server
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 
 from chitu.config.load import load_topology
@@ -17,9 +15,14 @@ from chitu.config.load import load_topology
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        names = [f"P{k}" for k in range(len(router.prefill_schedulers))]
+        names += [f"D{k}" for k in range(len(router.decode_schedulers))]
+        members = [{"name": name, "incarnation": time.time_ns(), "draining": False} for name in names]
+        body = json.dumps({"instances": members}).encode()
         self.send_response(200 if self.path == "/health" else 404)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         print("asked for", self.path, flush=True)
@@ -31,7 +34,8 @@ parser.add_argument("--ready-file")
 parser.add_argument("overrides", nargs="*")
 arguments = parser.parse_args()
 topology = load_topology(arguments.config, arguments.overrides)
-server = http.server.ThreadingHTTPServer(("127.0.0.1", topology.dp_config.router.port), Health)
+router = topology.dp_config.router
+server = http.server.ThreadingHTTPServer(("127.0.0.1", router.port), Health)
 server.daemon_threads = True
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 ready = Path(arguments.ready_file)
