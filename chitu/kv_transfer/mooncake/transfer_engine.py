@@ -1,0 +1,253 @@
+"""Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts (or processes of one).
+
+One engine per process (its destructor takes a second). Measured with mooncake-transfer-engine-non-cuda 0.3.13.post1
+over TCP; RDMA was never run here. What the code below is shaped by:
+
+* The engine LISTENS on 0.0.0.0 (handshake) and [::] (data) whatever host it is given, and asks for no credential:
+  whoever reaches these ports can read and write registered memory. Use it in a trusted network only.
+* Its calls answer with integers and `initialize` says 0 for anything, so protocol, device and host are checked here.
+* More than about 2048 entries in flight to a peer fail, the accepted part still goes out: at most `MAX_ENTRIES` are in
+  flight, under a lock per peer, and the queue limits are raised before the engine is made.
+* The synchronous calls spin on a core. A list goes out as one asynchronous batch plus its last entry as a single
+  write, which can be polled with sleeps; there is one lane, so when that entry is done, so is the batch.
+* After a failure or timeout the engine goes on: queued entries are written later, from the then current source bytes.
+  Entries of one lane are served in order, each acknowledged, so a later read that succeeds (a *fence*) means that
+  every entry before it has ended. That alone proves nothing: a connection that was dropped on a timeout leaves up to a
+  receive buffer of bytes in the peer's kernel, and with a stopped peer (SIGSTOP, 1 MiB write, SIGCONT) they landed
+  0.1 to 0.2 ms AFTER the fence on the new connection in 2 of 5 runs. So `settle` wants, in this order: a fence; no
+  closed connection to that host with bytes its kernel has not acknowledged; then `DRAIN_FENCES` more fences. The
+  peer's one I/O thread serves every readable connection 64 KiB at a time, so that many rounds empty a receive buffer
+  of 64 MiB. This last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer
+  (connection refused) is settled at once. Over RDMA only a dead peer is settled.
+* A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.kv_transfer.mooncake.closing_sockets import has_unacknowledged
+from chitu.kv_transfer.plan import first_outside
+from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
+from chitu.messages import RankMemory, TransportSession
+
+NAME = "mooncake"
+MAX_ENTRIES = 512
+"""Entries in flight to one peer, over all threads."""
+DRAIN_FENCES = 1024
+FENCE_BYTES = 64
+FIRST_SLEEP_S, LONGEST_SLEEP_S = 5e-5, 5e-4
+CONNECT_TIMEOUT_S = 0.5
+INFINIBAND = "/sys/class/infiniband"
+FORCED_ENVIRONMENT = {"MC_TCP_LANES_PER_PEER": "1"}
+"""`settle` and the polling of batches rely on it."""
+DEFAULT_ENVIRONMENT = {
+    "MC_TRANSFER_TIMEOUT": "5",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""What an operator may set otherwise. Read by the engine when it is made."""
+
+
+@dataclass(slots=True)
+class MooncakePeer:
+    session_id: str
+    host: str
+    port: int
+    arena_base: int
+    arena_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while entries are in flight."""
+    is_closed: bool = False
+
+
+class MooncakeTransport:
+    """See `kv_transfer.transport.Transport`.
+
+    `host`: this process's address as peers reach it. Raises MissingDependency where the library cannot be imported and
+    ConfigError where it could not work (RDMA without a device, a host name that does not resolve).
+    """
+
+    name = NAME
+
+    def __init__(self, host: str, protocol: str = "tcp", ib_device: str = "") -> None:
+        self._protocol = protocol
+        self._ranges: list[tuple[int, int]] = []
+        if protocol == "rdma":
+            _check_rdma(ib_device)
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise ConfigError(f"host {host!r} of this instance does not resolve: {error}") from error
+        for name, value in DEFAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(FORCED_ENVIRONMENT)
+        if protocol == "tcp":
+            os.environ["MC_FORCE_TCP"] = "1"
+        self._engine: Any = _import_engine()()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
+        if code != 0:
+            raise ConfigError(f"mooncake: cannot start over {protocol} on {host} (code {code})")
+        self._session_id = f"{host}:{self._engine.get_rpc_port()}"
+        self._scratch = np.zeros(FENCE_BYTES, np.uint8)
+        self.register(int(self._scratch.ctypes.data), FENCE_BYTES)
+
+    def register(self, base: int, nbytes: int) -> None:
+        if (base, nbytes) in self._ranges:
+            return
+        code = self._engine.batch_register_memory([base], [nbytes])
+        if code != 0:
+            raise TransferFailed(f"mooncake: cannot register {nbytes} bytes at {base:#x} (code {code})")
+        self._ranges.append((base, nbytes))
+
+    def local_session(self) -> TransportSession:
+        return TransportSession(transport=NAME, session_id=self._session_id, attributes={"protocol": self._protocol})
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return session.transport == NAME and session.attributes.get("protocol") == self._protocol
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> MooncakePeer:
+        host, _, port = session.session_id.rpartition(":")
+        if not self.can_reach(session) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise TransferFailed(f"mooncake: {session.session_id} ({session.attributes}) is no session I can use")
+        code = self._engine.send_probe(session.session_id)
+        if code != 0:
+            raise TransferFailed(f"mooncake: {session.session_id} does not answer (code {code})")
+        return MooncakePeer(session.session_id, host, int(port), memory.arena_base, memory.arena_bytes)
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        assert isinstance(peer, MooncakePeer)
+        deadline_s = time.monotonic() + timeout_s
+        self._check(peer, copies)
+        src, dst, length = list(copies.src), list(copies.dst), list(copies.length)
+        for start in range(0, len(src), MAX_ENTRIES):
+            part = slice(start, start + MAX_ENTRIES)
+            # Raised from here, the parts before this one have ended well: nothing is in flight.
+            if not peer.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+                raise WriteError(f"mooncake: {peer.session_id} was busy for {timeout_s} s", settled=True)
+            try:
+                if peer.is_closed:
+                    raise WriteError(f"mooncake: {peer.session_id} was disconnected", settled=True)
+                self._write_part(peer, src[part], dst[part], length[part], deadline_s)
+            finally:
+                peer.lock.release()
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        assert isinstance(peer, MooncakePeer)
+        deadline_s = time.monotonic() + timeout_s
+        if _is_refused(peer):
+            return True
+        if self._protocol != "tcp":
+            return False
+        while not self._fence(peer, deadline_s) or has_unacknowledged(peer.host):
+            if time.monotonic() > deadline_s:
+                return False
+            if _is_refused(peer):
+                return True
+            time.sleep(0.02)
+        return all(self._fence(peer, deadline_s) for _ in range(DRAIN_FENCES))
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """The engine keeps no handle of ours; its connection goes when the peer does."""
+        assert isinstance(peer, MooncakePeer)
+        peer.is_closed = True
+
+    def close(self) -> None:
+        """Destroy the engine (about a second). Every transfer thread was joined before."""
+        if self._engine is not None:
+            for base, _ in self._ranges:
+                self._engine.unregister_memory(base)
+            self._ranges.clear()
+            self._engine = None
+
+    def _check(self, peer: MooncakePeer, copies: CopyList) -> None:
+        length_N = np.asarray(copies.length, dtype=np.int64)
+        outside = first_outside(np.asarray(copies.dst, dtype=np.int64), length_N, peer.arena_base, peer.arena_bytes)
+        if outside >= 0:
+            raise WriteError(
+                f"mooncake: copy {outside} ({copies.length[outside]} bytes at {copies.dst[outside]:#x}) is outside the"
+                f" peer's arena ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
+                settled=True,
+            )
+        src_N = np.asarray(copies.src, dtype=np.int64)
+        if not any(first_outside(src_N, length_N, base, nbytes) < 0 for base, nbytes in self._ranges):
+            raise WriteError("mooncake: a source lies outside the registered memory", settled=True)
+
+    def _write_part(
+        self, peer: MooncakePeer, src: list[int], dst: list[int], length: list[int], deadline_s: float
+    ) -> None:
+        """At most MAX_ENTRIES: all but the last as one batch, then the last, whose end is polled for."""
+        batch = 0
+        if len(src) > 1:
+            batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
+            if batch == 0:
+                raise WriteError(f"mooncake: {peer.session_id} took no batch of {len(src) - 1} writes", settled=False)
+        last = self._engine.transfer_submit_write(peer.session_id, src[-1], dst[-1], length[-1])
+        if last == 0:
+            raise WriteError(f"mooncake: {peer.session_id} took no write", settled=False)
+        sleep_s = FIRST_SLEEP_S
+        while (status := self._engine.transfer_check_status(last)) == 0:
+            if time.monotonic() > deadline_s:
+                raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", settled=False)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+        if status != 1:
+            raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", settled=False)
+        if batch != 0 and (status := self._engine.get_batch_transfer_status([batch])) != 0:
+            raise WriteError(f"mooncake: the batch to {peer.session_id} failed (status {status})", settled=False)
+
+    def _fence(self, peer: MooncakePeer, deadline_s: float) -> bool:
+        """Read a few bytes of the peer: it succeeds only behind everything that was queued before."""
+        if time.monotonic() > deadline_s:
+            return False
+        nbytes = min(FENCE_BYTES, peer.arena_bytes)
+        return bool(
+            self._engine.transfer_sync_read(peer.session_id, int(self._scratch.ctypes.data), peer.arena_base, nbytes)
+            == 0
+        )
+
+
+def _is_refused(peer: MooncakePeer) -> bool:
+    """Whether the peer's host says that nobody listens on its handshake port: its process is gone."""
+    try:
+        socket.create_connection((peer.host, peer.port), timeout=CONNECT_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _import_engine() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine").TransferEngine
+    except (ImportError, OSError) as error:
+        raise MissingDependency(
+            f"the Mooncake Transfer Engine cannot be imported ({error}): install chitu[mooncake] (with CUDA:"
+            " chitu[mooncake-cuda12] or chitu[mooncake-cuda13]) and the Debian packages libibverbs1 libnuma1 libcurl4"
+        ) from error
+
+
+def _check_rdma(ib_device: str) -> None:
+    """The engine silently uses TCP where RDMA is impossible, so look for the devices first."""
+    found = sorted(os.listdir(INFINIBAND)) if os.path.isdir(INFINIBAND) else []
+    if not found:
+        raise ConfigError(
+            "pd_disaggregation.mooncake_protocol is rdma, but this host has no RDMA device (nothing in"
+            f" {INFINIBAND}); use tcp"
+        )
+    missing = [name for name in ib_device.split(",") if name and name.strip() not in found]
+    if missing:
+        raise ConfigError(f"pd_disaggregation.ib_device names {', '.join(missing)}; this host has {', '.join(found)}")

@@ -1,0 +1,55 @@
+"""Which transports this process offers, and which one a writer takes to a given peer.
+
+`open_transports` is called once, by the service that owns the pool; `choose` by the thread that accepts a registration.
+The order of the returned list is the order of preference: shared memory wherever both ends are on one host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from chitu.config.schema import PDDisaggregationConfig
+from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
+from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transport import Transport
+from chitu.messages import RankMemory, TransportSession
+
+logger = logging.getLogger(__name__)
+
+
+def open_transports(
+    config: PDDisaggregationConfig, host: str, fabric: FakeFabric | None = None, process: str = ""
+) -> list[Transport]:
+    """The transports of this process, best first; register the pool's arena with each of them.
+
+    `host`: this instance's address as peers reach it. `fabric`, `process`: for `transport: fake`, which works inside
+    one process only. Raises MissingDependency where the configured library is absent; `auto` logs that and goes without.
+    """
+    if config.transport == "fake":
+        if fabric is None:
+            raise ConfigError("pd_disaggregation.transport: fake works inside one process only (in tests)")
+        return [FakeTransport(fabric, process)]
+    if config.transport == "shm":
+        return [ShmTransport()]
+    if config.transport == "mooncake":
+        return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
+    transports: list[Transport] = [ShmTransport()]
+    try:
+        transports.append(MooncakeTransport(host, config.mooncake_protocol, config.ib_device))
+    except MissingDependency as error:
+        logger.info("transport auto: shared memory only, so peers must be on this host (%s)", error)
+    return transports
+
+
+def choose(transports: Sequence[Transport], peer: RankMemory) -> tuple[Transport, TransportSession]:
+    """The first of `transports` that can reach one of the peer's sessions. Raises TransferFailed with both offers."""
+    for transport in transports:
+        for session in peer.sessions:
+            if transport.can_reach(session):
+                return transport, session
+    mine = ", ".join(transport.name for transport in transports) or "nothing"
+    theirs = ", ".join(f"{session.transport} ({session.session_id})" for session in peer.sessions) or "nothing"
+    raise TransferFailed(f"no common transport: this side can use {mine}; the peer offers {theirs}")
