@@ -18,7 +18,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,16 +46,16 @@ class ModelShape:
     """Sizes of the model; the defaults make a few MB."""
 
     hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
     head_dim: int | None = None
-    """`hidden_size / num_heads` where unset."""
+    """`hidden_size / heads` where unset."""
     intermediate_size: int | None = None
     """3 x `hidden_size` where unset."""
     vocab_size: int = 512
     max_position_embeddings: int = 4096
-    tie_word_embeddings: bool = False
+    tie: bool = False
     dtype: str = "float32"
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def resolved_head_dim(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_heads
+        return self.head_dim or self.hidden_size // self.heads
 
     @property
     def resolved_intermediate_size(self) -> int:
@@ -77,27 +77,32 @@ class ModelShape:
             raise ConfigError(f"model family {family!r} is none of {', '.join(FAMILIES)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ConfigError(f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}")
-        if family == "qwen2" and self.resolved_head_dim * self.num_heads != self.hidden_size:
-            raise ConfigError(f"qwen2 has head_dim hidden_size / num_heads, not {self.head_dim}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        smallest = min(
+            self.layers, self.heads, self.kv_heads, self.hidden_size, self.max_position_embeddings, self.shards
+        )
+        if smallest < 1:
+            raise ConfigError("every size of a model must be at least 1")
+        if self.head_dim is None and self.hidden_size % self.heads:
+            raise ConfigError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
+        if family == "qwen2" and self.resolved_head_dim * self.heads != self.hidden_size:
+            raise ConfigError(f"qwen2 has head_dim hidden_size / heads, not {self.head_dim}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
         if self.resolved_head_dim % 2:
             raise ConfigError(f"head_dim {self.resolved_head_dim} is odd, which RoPE cannot rotate")
         if self.vocab_size < 256 + len(SPECIAL_TOKENS):
             raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + len(SPECIAL_TOKENS)}")
-        smallest = min(self.num_layers, self.num_kv_heads, self.hidden_size, self.max_position_embeddings, self.shards)
-        if smallest < 1:
-            raise ConfigError("every size of a model must be at least 1")
 
 
-def make_model(directory: str | Path, family: str = "qwen3", shape: ModelShape | None = None, seed: int = 0) -> Path:
+def make_model(
+    directory: str | Path, family: str = "qwen3", shape: ModelShape | None = None, *, seed: int = 0, **sizes: Any
+) -> Path:
     """Write a checkpoint into a new (or empty) folder and return it.
 
-    ConfigError where the folder holds something, or where the sizes do not fit each other.
+    `sizes` are fields of `ModelShape` over those of `shape`. ConfigError where the folder holds something, or where the
+    sizes do not fit each other.
     """
-    shape = shape or ModelShape()
+    shape = replace(shape or ModelShape(), **sizes)
     shape.check(family)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -149,16 +154,16 @@ def _config(family: str, shape: ModelShape, ids: dict[str, int]) -> dict[str, An
         "model_type": family,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.resolved_intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": shape.rope_theta,
         "rope_scaling": shape.rope_scaling,
-        "tie_word_embeddings": shape.tie_word_embeddings,
+        "tie_word_embeddings": shape.tie,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -176,7 +181,7 @@ def _config(family: str, shape: ModelShape, ids: dict[str, int]) -> dict[str, An
     if family == "mistral":
         config["sliding_window"] = None
     if family in ("qwen2", "qwen3"):
-        config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.num_layers}
+        config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers}
     return config
 
 
@@ -200,16 +205,16 @@ def _tensors(family: str, shape: ModelShape, special_ids: list[int], seed: int) 
         return (mean + 0.1 * rng.standard_normal(size, dtype=np.float32)).astype(np.float32)
 
     # With tied embeddings a token's own row pulls towards repeating it; stronger layers drown that.
-    gain = 8.0 if shape.tie_word_embeddings else 2.0
+    gain = 8.0 if shape.tie else 2.0
     hidden, head_dim, inner = shape.hidden_size, shape.resolved_head_dim, shape.resolved_intermediate_size
-    query, key = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    query, key = shape.heads * head_dim, shape.kv_heads * head_dim
     # Rows of special tokens are short: a short row of the output matrix gives logits near 0, which are never the best.
     output_std = LOGIT_STD / math.sqrt(hidden)
-    embedding = matrix(shape.vocab_size, hidden, output_std if shape.tie_word_embeddings else 1.0)
-    if shape.tie_word_embeddings:
+    embedding = matrix(shape.vocab_size, hidden, output_std if shape.tie else 1.0)
+    if shape.tie:
         embedding[special_ids] *= np.float32(0.1)
     yield "model.embed_tokens.weight", embedding
-    for layer in range(shape.num_layers):
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", around(1.0, hidden)
         for name, size in (("q", query), ("k", key), ("v", key)):
@@ -225,7 +230,7 @@ def _tensors(family: str, shape: ModelShape, special_ids: list[int], seed: int) 
         yield f"{prefix}.mlp.up_proj.weight", matrix(inner, hidden, 1 / math.sqrt(hidden))
         yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, inner, gain / math.sqrt(inner))
     yield "model.norm.weight", around(1.0, hidden)
-    if not shape.tie_word_embeddings:
+    if not shape.tie:
         output = matrix(shape.vocab_size, hidden, output_std)
         output[special_ids] *= np.float32(0.1)
         yield "lm_head.weight", output
