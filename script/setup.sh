@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that chitu needs to run and to be tested. Idempotent; a second run takes a second.
+# Wants Python 3.11 to 3.13 and pip's package index. See the README for what each extra brings.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+fail() { say "$*"; exit 1; }
+
+# ------------------------------------------------------------------------------------------------------------- python
+python_ok() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+
+find_python() {
+    local name without_venv=""
+    for name in "${PYTHON:-python3}" python3.12 python3.13 python3.11 python; do
+        command -v "$name" >/dev/null && python_ok "$name" || continue
+        if has_venv "$name"; then echo "$name"; return; fi
+        without_venv=$name
+    done
+    [ -z "$without_venv" ] || fail "$without_venv cannot make virtual environments: install its venv package" \
+        "(Debian, Ubuntu: apt-get install python3-venv) and run this again"
+    fail "there is no Python 3.11, 3.12 or 3.13 on PATH: install one (or set PYTHON=/path/to/python3) and run this again"
+}
+
+# ---------------------------------------------------------------------------------- shared libraries of Mooncake's wheel
+declare -A PACKAGE_OF=([libibverbs.so.1]=libibverbs1 [libnuma.so.1]=libnuma1 [libcurl.so.4]=libcurl4)
+missing_packages() { # names of the Debian packages whose library cannot be loaded
+    local library
+    for library in "${!PACKAGE_OF[@]}"; do
+        "$1" -c "import ctypes; ctypes.CDLL('$library')" 2>/dev/null || echo "${PACKAGE_OF[$library]}"
+    done
+}
+
+as_root() {
+    if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+install_libraries() { # best effort: everything but the Mooncake transport works without them
+    local python=$1 missing
+    missing=$(missing_packages "$python" | sort | tr '\n' ' ')
+    [ -n "$missing" ] || return 0
+    if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; then
+        say "installing ${missing}(for Mooncake)"
+        # shellcheck disable=SC2086
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing \
+            >/dev/null 2>&1 </dev/null ||
+            { as_root apt-get update -qq >/dev/null 2>&1 </dev/null &&
+                as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing \
+                    >/dev/null 2>&1 </dev/null; } || true
+    fi
+    missing=$(missing_packages "$python" | sort | tr '\n' ' ')
+    [ -z "$missing" ] || say "the Mooncake transport is left out, its libraries are missing; for it, install" \
+        "${missing% } (Debian, Ubuntu: apt-get install ${missing% }) and run this again"
+}
+
+# --------------------------------------------------------------------------------------------------------------- .venv
+if [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null && python_ok .venv/bin/python; then
+    python=.venv/bin/python
+else
+    python=$(find_python)
+fi
+install_libraries "$python"
+
+inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
+stamp=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
+if [ "$python" = .venv/bin/python ] && [ "$(cat .venv/chitu-setup.stamp 2>/dev/null)" = "$stamp" ]; then
+    say ".venv is up to date"
+    exit 0
+fi
+
+if [ "$python" != .venv/bin/python ]; then
+    options=()
+    if has_cuda_torch "$python"; then
+        options=(--system-site-packages)
+        say "using the CUDA torch of $python"
+    fi
+    say "making .venv with $("$python" --version 2>&1)"
+    "$python" -m venv --clear "${options[@]}" .venv
+fi
+pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+
+if has_cuda_torch .venv/bin/python || command -v nvidia-smi >/dev/null; then
+    constraints=requirements/constraints.txt
+else
+    constraints=requirements/constraints-cpu.txt
+    if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+        say "installing torch for the CPU (some 200 MB)"
+        # The build without CUDA where the index has one; the plain one works too, it is only much larger.
+        "${pip[@]}" 'torch==2.13.0+cpu' 2>/dev/null || "${pip[@]}" 'torch==2.13.0'
+    fi
+fi
+
+extras=dev
+if [ -z "$(missing_packages .venv/bin/python)" ]; then
+    case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null || true)" in
+        12.*) extras=dev,mooncake-cuda12 ;;
+        13.*) extras=dev,mooncake-cuda13 ;;
+        *) extras=dev,mooncake ;;
+    esac
+fi
+say "installing chitu[$extras]"
+"${pip[@]}" --constraint "$constraints" --editable ".[$extras]"
+echo "$stamp" >.venv/chitu-setup.stamp
+say "done: .venv/bin/chitu"
