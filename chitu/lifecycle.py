@@ -1,7 +1,7 @@
 """Every state, event and transition. Pure tables; the code that walks them is `kv_transfer/transfer_table.py`.
 
-Invariants (checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never changes
-again; from every state a terminal one can be reached; every state that is not terminal either has a deadline of
+Invariants (checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never
+changes again; from every state a terminal one can be reached; every state that is not terminal either has a deadline of
 `DeadlineConfig` or waits for an event that the protocol repeats until it comes.
 """
 
@@ -35,7 +35,7 @@ class Deadline(Enum):
     REPEAT = auto()
     """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
     HANDSHAKE = auto()
-    """None by the clock: time alone must never free memory that a peer may still touch. Left when the writer stopped."""
+    """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
     TERMINAL = auto()
     """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
 

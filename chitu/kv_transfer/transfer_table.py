@@ -2,8 +2,8 @@
 
 Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
 Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
-a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones are bounded:
-the oldest goes first, long after the last frame of its room could arrive.
+a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
+are bounded: the oldest goes first, long after the last frame of its room could arrive.
 """
 
 from __future__ import annotations

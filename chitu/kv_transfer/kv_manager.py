@@ -1,0 +1,151 @@
+"""`KVManager` (S3): the transfer layer of one instance behind one name; picks one role object at construction.
+
+Built by the service's main thread once the pool exists (S3: buffers are registered only then, once). `sender` or
+`receiver` is what the step thread uses, `comm_side` what the comm thread uses. S3's blocking `recv_kv_cache_and_insert`
+is `receiver.announce` followed by `poll`: nothing here ever blocks the step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from chitu.clock import Clock
+from chitu.errors import ChituError, ConfigError, TransferFailed
+from chitu.kv_transfer.bootstrap import BootstrapClient
+from chitu.kv_transfer.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.events import CommSide, PeerLink, TransferEvent, Wake
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.parts import AuxRows, KVManagerConfig, RoleParts
+from chitu.kv_transfer.peer_view import PidAlive, pid_alive
+from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.transport import Transport
+from chitu.messages import RouteEntry, TransportSession
+from chitu.types import Role
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["KVManager", "KVManagerConfig"]
+
+
+class KVManager:
+    """`transports` in order of preference; those that cannot register the memory are left out with a warning."""
+
+    def __init__(
+        self,
+        role: Role,
+        config: KVManagerConfig,
+        *,
+        memory: PagedMemory,
+        aux: AuxRows,
+        transports: Sequence[Transport],
+        link: PeerLink,
+        wake: Wake,
+        clock: Clock,
+        bootstrap: BootstrapClient | None = None,
+        is_pid_alive: PidAlive = pid_alive,
+    ) -> None:
+        if role is Role.UNIFIED:
+            raise ConfigError("a unified instance transfers nothing and has no KVManager")
+        if config.layout.tp_size != 1:
+            raise ConfigError(f"tp_size {config.layout.tp_size}: transfers of several ranks are not there yet")
+        self._role = role
+        self._config = config
+        self._memory = memory
+        self._bootstrap = bootstrap
+        self._transports = list(transports)
+        sessions = self.register_buffer_to_engine()
+        parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
+        self.sender = PrefillSender(config, parts) if role is Role.PREFILL else None
+        self.receiver = DecodeReceiver(config, parts) if role is Role.DECODE else None
+
+    def register_buffer_to_engine(self) -> tuple[TransportSession, ...]:
+        """Make the arena known to every transport; idempotent. TransferFailed where none can use it."""
+        sessions: list[TransportSession] = []
+        usable: list[Transport] = []
+        reasons: list[str] = []
+        for transport in self._transports:
+            try:
+                transport.register(self._memory.arena_base, self._memory.arena_bytes)
+                sessions.append(transport.local_session())
+            except ChituError as error:
+                logger.warning("transport %s is left out: %s", transport.name, error.message)
+                reasons.append(f"{transport.name}: {error.message}")
+                transport.close()
+                continue
+            usable.append(transport)
+        self._transports[:] = usable
+        if not usable:
+            raise TransferFailed(f"no transport can use the KV memory ({'; '.join(reasons) or 'none was given'})")
+        return tuple(sessions)
+
+    @property
+    def comm_side(self) -> CommSide:
+        """What the comm thread feeds."""
+        side = self.sender or self.receiver
+        assert side is not None
+        return side
+
+    @property
+    def unknown_frames(self) -> int:
+        role = self.sender or self.receiver
+        assert role is not None
+        return role.unknown_frames + role.stale_frames
+
+    def start(self) -> None:
+        """Start P's transfer threads; D has none."""
+        if self.sender is not None:
+            self.sender.start()
+
+    def close(self) -> None:
+        """After the step and comm threads ended: join the transfer threads, then close the transports."""
+        self.comm_side.close()
+        for transport in self._transports:
+            transport.close()
+
+    def poll(self) -> list[TransferEvent]:
+        role = self.sender or self.receiver
+        assert role is not None
+        return role.poll()
+
+    def abort(self, room: bytes, error: ChituError) -> None:
+        role = self.sender or self.receiver
+        assert role is not None
+        role.abort(room, error)
+
+    # --------------------------------------------------------------------------------------------------- names of S3
+
+    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+        """P: the room's prompt is computed and its logits row is in `aux_slot`."""
+        assert self.sender is not None
+        self.sender.send_kv_cache(room, aux_slot)
+
+    def on_routes(self, routes: Sequence[RouteEntry]) -> None:
+        """D: what the bootstrap server lists. P needs no directory."""
+        if self.receiver is not None:
+            self.receiver.on_routes(routes)
+
+    def sync_bootstrap(self) -> None:
+        """One turn of the directory, on a helper thread (it may block for seconds): P puts its entry, D reads all.
+
+        Raises ChituError where the server does not answer; call again later.
+        """
+        if self._bootstrap is None:
+            return
+        if self._role is Role.DECODE:
+            self.on_routes(self._bootstrap.get_all())
+        else:
+            self._bootstrap.put(self.route_entry())
+
+    def route_entry(self) -> RouteEntry:
+        """P's entry in the bootstrap directory."""
+        config = self._config
+        return RouteEntry(
+            role=self._role,
+            engine_rank=config.engine_rank,
+            rank_ip=config.host,
+            rank_port=config.control_port,
+            tp_size=config.layout.tp_size,
+            incarnation=config.incarnation,
+            layout=config.layout,
+        )

@@ -1,0 +1,118 @@
+"""What both roles of `KVManager` are made of: settings, what is injected, and the outbox that keeps locks short.
+
+`Outbox` collects frames, log lines and the wish to wake the step thread while a role holds its lock; they leave after
+the lock was given back, so no lock is ever held across `link`, `wake`, logging or a transport.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig
+from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.peer_view import PidAlive, pid_alive
+from chitu.kv_transfer.transport import Transport
+from chitu.messages import KVLayout, TransportSession, Wire, encode
+
+
+class AuxRows(Protocol):
+    """What the roles need of `MetadataBuffers`."""
+
+    def seal(self, slot: int, room: bytes) -> None: ...
+
+    def verify(self, slot: int, room: bytes) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class KVManagerConfig:
+    """Who this instance is and how long things may take."""
+
+    engine_rank: int
+    incarnation: int
+    host: str
+    """Address at which peers reach this instance."""
+    control_port: int
+    """Its P<->D control port."""
+    layout: KVLayout
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    transfer_threads: int = 1
+    write_timeout_s: float = 5.0
+    """Of one write; a peer that takes longer is suspended until its writes have settled."""
+    settle_timeout_s: float = 0.25
+    """Of one settle attempt, which keeps a transfer thread; it is repeated every `retry_interval_s`."""
+    max_batch_bytes: int = 16 << 20
+    """KV bytes of one write at most (one layer of a chunk is never split)."""
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.layout.page_size)
+
+
+@dataclass(slots=True)
+class RoleParts:
+    """Injected: memory, transports and the ways out."""
+
+    memory: PagedMemory
+    sessions: Sequence[TransportSession]
+    aux: AuxRows
+    transports: Sequence[Transport]
+    link: PeerLink
+    wake: Wake
+    clock: Clock
+    is_pid_alive: PidAlive = pid_alive
+
+
+class Outbox:
+    """Filled under the owner's lock; `take` under it too; `Sendings.leave` after it."""
+
+    def __init__(self) -> None:
+        self._frames: list[tuple[str, int, bytes, bytes]] = []
+        self._lines: list[tuple[int, str, tuple[object, ...]]] = []
+        self._events: list[TransferEvent] = []
+        self._wants_wake = False
+
+    def frame(self, host: str, port: int, room: bytes, message: Wire) -> None:
+        self._frames.append((host, port, room, encode(message)))
+
+    def log(self, level: int, text: str, *values: object) -> None:
+        self._lines.append((level, text, values))
+
+    def event(self, event: TransferEvent) -> None:
+        self._events.append(event)
+        self._wants_wake = True
+
+    def drop_events(self, room: bytes) -> set[TransferEventKind]:
+        """Take back what the step thread has not polled of a room, but RELEASED; returns the kinds that waited."""
+        waiting = {event.kind for event in self._events if event.room == room}
+        self._events = [
+            event for event in self._events if event.room != room or event.kind is TransferEventKind.RELEASED
+        ]
+        return waiting
+
+    def poll(self) -> list[TransferEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def take(self) -> Sendings:
+        sendings = Sendings(self._frames, self._lines, self._wants_wake)
+        self._frames, self._lines, self._wants_wake = [], [], False
+        return sendings
+
+
+@dataclass(slots=True, frozen=True)
+class Sendings:
+    frames: list[tuple[str, int, bytes, bytes]]
+    lines: list[tuple[int, str, tuple[object, ...]]]
+    wants_wake: bool
+
+    def leave(self, link: PeerLink, wake: Wake, logger: logging.Logger) -> None:
+        for host, port, room, payload in self.frames:
+            link(host, port, room, payload)
+        for level, text, values in self.lines:
+            logger.log(level, text, *values)
+        if self.wants_wake:
+            wake()
