@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chitu.errors import ConfigError, InvalidRequest
@@ -87,6 +88,17 @@ def test_our_token_ids_and_text_are_those_of_transformers(checkpoint: Path) -> N
     assert ours.vocab_size == len(theirs)
     assert theirs.eos_token_id in ours.eos_token_ids
     assert len(ours.eos_token_ids) == 2
+
+
+def test_a_checkpoint_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "qwen2", SMALL)
+    expected = Tokenizer.load(folder).encode("The quick 你好", add_special_tokens=False)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.model.save(str(folder))  # vocab.json and merges.txt, the format of GPT-2 and of early Qwen
+    (folder / "tokenizer.json").unlink()
+    converted = Tokenizer.load(folder)
+    assert converted.encode("The quick 你好", add_special_tokens=False) == expected
+    assert converted.decode(expected) == "The quick 你好"
 
 
 CHATS = [
