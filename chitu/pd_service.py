@@ -1,0 +1,256 @@
+"""`PDSchedulerService` (S3): composition root of a P, D or unified process. Sockets and threads, no policy.
+
+Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `heartbeat`
+(lease and load) and `bootstrap` (its HTTP calls, which may block). The main thread builds everything, then waits for a
+signal. Ports are bound before the model loads, so a clash is found in a second; the router is joined after the warm-up,
+so no request comes before it can be served.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import RealClock
+from chitu.config.schema import InstanceConfig, Topology
+from chitu.engine.executor import Executor
+from chitu.errors import ChituError, ConfigError
+from chitu.kv_transfer.kv_manager import KVManager
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.messages import (
+    ClusterView,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    KVLayout,
+    Leave,
+    RequestFailed,
+    SchedulerMessage,
+    encode,
+)
+from chitu.net.sockets import connect
+from chitu.net.threads import ServiceThread, Waker
+from chitu.pd_comm import CommCallbacks, CommLoop
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.token_manager import TokenManager
+from chitu.types import Incarnation, Role, instance_name
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.1
+"""How long an idle step thread sleeps before it looks at its queue deadlines."""
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """What the builder of the engine hands over; the service itself never names a tensor."""
+
+    wake: Waker
+    """Of the step thread; the transfer layer has it too."""
+    executor: Executor
+    layout: KVLayout
+    cache: PagedKVCacheManager
+    aux: MetadataBuffers | None
+    kv: KVManager | None
+    """None on a unified instance."""
+    prepare_step_thread: Callable[[], None]
+    """Called first thing on the step thread: per-thread settings of the math library."""
+    close: Callable[[], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Identity:
+    """Who this process is."""
+
+    role: Role
+    engine_rank: int
+    incarnation: Incarnation
+    instance: InstanceConfig
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.role, self.engine_rank)
+
+
+class PDSchedulerService:
+    """`comm` is bound already; `engine` is loaded and warmed up. `run` returns the process's exit code."""
+
+    def __init__(
+        self, topology: Topology, identity: Identity, router_host: str, comm: CommLoop, engine: EngineParts
+    ) -> None:
+        router = topology.dp_config.router
+        self._deadlines = router.pd_disaggregation.deadlines
+        self._identity = identity
+        self._comm = comm
+        self._engine = engine
+        self._router_host = router_host
+        self._stats_port = router.stats_port
+        self._wake = engine.wake
+        self._stop = threading.Event()
+        self._drain = threading.Event()
+        self._stop_step = threading.Event()
+        self._exit_code = 0
+        self._bootstrap_wake = Waker()
+        self._token_socket: zmq.Socket[bytes] | None = None
+        if identity.role is not Role.PREFILL:  # P never connects to the token port
+            self._token_socket = connect(comm.context, zmq.PUSH, router_host, router.token_port)
+        kv = engine.kv
+        self._scheduler = PDScheduler(
+            PDSchedulerParts(
+                config=topology.scheduler,
+                deadlines=self._deadlines,
+                executor=engine.executor,
+                cache=engine.cache,
+                tokens=TokenManager(identity.incarnation, self._send_tokens),
+                report_failure=self._report_failure,
+                clock=RealClock(),
+                aux=engine.aux,
+                num_aux_slots=engine.aux.num_slots if engine.aux is not None else 0,
+                sender=kv.sender if kv is not None else None,
+                receiver=kv.receiver if kv is not None else None,
+            )
+        )
+        self._info = InstanceInfo(
+            role=identity.role,
+            engine_rank=identity.engine_rank,
+            incarnation=identity.incarnation,
+            host=identity.instance.host,
+            port=comm.port,
+            control_port=comm.control_port if kv is not None else 0,
+            layout=engine.layout,
+            max_model_len=engine.executor.info.max_model_len,
+            pid=os.getpid(),
+        )
+
+    # ----------------------------------------------------------------------------------------------------- main thread
+
+    def run(self) -> int:
+        """Serve until `stop`; every thread has ended when it returns."""
+        step = ServiceThread("step", self._step_loop)
+        threads = [
+            ServiceThread("comm", self._comm_loop),
+            ServiceThread("heartbeat", self._heartbeat_loop),
+        ]
+        if self._engine.kv is not None:
+            self._engine.kv.start()
+            threads.append(ServiceThread("bootstrap", self._bootstrap_loop))
+        for thread in (step, *threads):
+            thread.start()
+        self._stop.wait()
+        self._finish_running()
+        self._stop_step.set()
+        self._wake.wake()
+        step.join(timeout=2.0)
+        self._leave()
+        for thread in threads:
+            thread.join(timeout=2.0)
+        if self._engine.kv is not None:
+            self._engine.kv.close()
+        self._engine.close()
+        return self._exit_code
+
+    def stop(self) -> None:
+        """Drain, then end. Safe in a signal handler; the second call ends without draining."""
+        if self._stop.is_set():
+            self._drain.set()
+        self._stop.set()
+
+    def _finish_running(self) -> None:
+        """Take nothing new, and give what runs `drain_s` to end."""
+        if self._scheduler.is_idle or self._exit_code:
+            return
+        logger.info("draining")
+        identity = self._identity
+        self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
+        clock = RealClock()
+        end_s = clock.monotonic() + self._deadlines.drain_s
+        while not self._scheduler.is_idle and clock.monotonic() < end_s and not self._drain.wait(0.02):
+            pass
+
+    def _leave(self) -> None:
+        identity = self._identity
+        self._comm.send_coordination(Leave(identity.role, identity.engine_rank, identity.incarnation, "stopped"))
+        self._comm.stop()
+        self._bootstrap_wake.wake()
+
+    # ----------------------------------------------------------------------------------------------------- step thread
+
+    def _step_loop(self) -> None:
+        self._engine.prepare_step_thread()
+        while not self._stop_step.is_set():
+            if not self._scheduler.step():
+                self._wake.wait(IDLE_WAIT_S)
+        if self._token_socket is not None:
+            self._token_socket.close(200)
+
+    def _send_tokens(self, frame: bytes) -> bool:
+        assert self._token_socket is not None
+        try:
+            self._token_socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _report_failure(self, room: bytes, error: ChituError) -> None:
+        identity = self._identity
+        self._comm.send_stats(
+            RequestFailed(identity.role, identity.engine_rank, identity.incarnation, room, error.code, error.message)
+        )
+
+    # ----------------------------------------------------------------------------------------------------- comm thread
+
+    def _comm_loop(self) -> None:
+        callbacks = CommCallbacks(self._on_request, self._on_view, self._on_new_router, self._on_refused)
+        kv = self._engine.kv.comm_side if self._engine.kv is not None else None
+        self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s)
+
+    def _on_request(self, message: SchedulerMessage) -> None:
+        self._scheduler.submit(message)
+        self._wake.wake()
+
+    def _on_view(self, view: ClusterView) -> None:
+        self._wake.wake()
+        self._bootstrap_wake.wake()
+
+    def _on_new_router(self) -> None:
+        self._scheduler.cancel_all()
+        self._wake.wake()
+
+    def _on_refused(self, error: ConfigError) -> None:
+        logger.error("%s", error.message)
+        self._exit_code = 1
+        self._stop.set()
+
+    # ---------------------------------------------------------------------------------------------------- other threads
+
+    def _heartbeat_loop(self) -> None:
+        identity = self._identity
+        socket = connect(self._comm.context, zmq.PUSH, self._router_host, self._stats_port)
+        # Only the newest state is worth sending: a router that was away needs no history.
+        socket.setsockopt(zmq.SNDHWM, 10)
+        while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
+            message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, self._scheduler.load)
+            try:
+                socket.send(encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                logger.warning("the router does not take heartbeats")
+        socket.close(0)
+
+    def _bootstrap_loop(self) -> None:
+        """P keeps its entry in the bootstrap server; D keeps its list of P fresh. Retries until the server answers."""
+        kv = self._engine.kv
+        assert kv is not None
+        wait_s = self._deadlines.retry_interval_s
+        while not self._stop_step.is_set():
+            try:
+                kv.sync_bootstrap()
+                self._bootstrap_wake.wait(2.0)
+            except ChituError as error:
+                logger.debug("bootstrap server: %s", error)
+                self._stop_step.wait(wait_s)
