@@ -41,7 +41,7 @@ def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable
         else frozenset()
     )
     if kinds == ["ByteLevel"]:
-        byte_table = _ByteLevelTable(backend, skipped)
+        byte_table = _WholeTextTable(_ByteLevelTable(backend, skipped))
         return lambda: ByteLevelDetokenizer(byte_table)
     rules = _PieceRules.of(steps)
     if rules is not None:
@@ -92,16 +92,35 @@ class _ByteLevelTable(dict[int, bytes]):
         return value
 
 
+class _WholeTextTable(dict[int, "str | None"]):
+    """Token id -> its text, or None where its bytes are not whole characters."""
+
+    def __init__(self, table: _ByteLevelTable) -> None:
+        super().__init__()
+        self.bytes_of = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self.bytes_of[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class ByteLevelDetokenizer:
     """Joins bytes and decodes what is complete."""
 
-    __slots__ = ("_bytes_of", "_pending")
+    __slots__ = ("_bytes_of", "_pending", "_text_of")
 
-    def __init__(self, table: _ByteLevelTable) -> None:
-        self._bytes_of = table.__getitem__
+    def __init__(self, table: _WholeTextTable) -> None:
+        self._text_of = table
+        self._bytes_of = table.bytes_of.__getitem__
         self._pending = b""
 
     def push(self, tokens: Sequence[int]) -> str:
+        if not self._pending and len(tokens) == 1 and (whole := self._text_of[tokens[0]]) is not None:
+            return whole
         data = self._pending + b"".join(map(self._bytes_of, tokens))
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]

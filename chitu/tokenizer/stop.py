@@ -31,17 +31,23 @@ class StopScanner:
         """Text that may be emitted now, and whether a stop string was hit. After a hit everything is swallowed."""
         if self._stopped:
             return "", True
-        text = self._held + delta
-        hit = min(((at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0), default=None)
-        if hit is not None:
-            self._stopped = True
+        text = self._held + delta if self._held else delta
+        for stop in self._stops:
+            if stop in text:
+                return self._cut(text), True
+        if not text.endswith(self._prefixes):
             self._held = ""
-            return text[: hit[0] if self._include_stop else hit[1]], True
-        held = 0
-        if text.endswith(self._prefixes):
-            held = next(len(prefix) for prefix in self._prefixes if text.endswith(prefix))
+            return text, False
+        held = next(len(prefix) for prefix in self._prefixes if text.endswith(prefix))
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
+
+    def _cut(self, text: str) -> str:
+        """The text up to its hit; it holds a stop string."""
+        self._stopped = True
+        self._held = ""
+        end, start = min((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0)
+        return text[: end if self._include_stop else start]
 
     def finish(self) -> str:
         """The text held back: the request ended for another reason."""
