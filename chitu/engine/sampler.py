@@ -12,75 +12,20 @@ here waits for the device. Whether a token ends its request is the scheduler's b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
+from chitu.engine.sampling_layout import BatchLayout, Segment, SlotState, place, segments_of
 from chitu.errors import Internal
 from chitu.messages import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by less overflows float32."""
-ROWS_AT_ONCE = 64
-"""Rows drawn together; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
 
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
 _SEED, _POSITION, _TOP_K, _PENALTY_ROW = range(4)
-
-
-@dataclass(slots=True)
-class _SlotState:
-    """Host side facts of an admitted slot: which work its rows need."""
-
-    random: bool
-    top_k: int
-    top_p: float
-    filtered: bool
-    penalised: bool
-    biased: bool
-    masked_steps: int
-    """Tokens still to emit before eos and stop ids are allowed."""
-
-    @property
-    def edited(self) -> bool:
-        return self.penalised or self.biased or self.masked_steps > 0
-
-    @property
-    def special(self) -> bool:
-        return self.random or self.edited
-
-
-@dataclass(slots=True)
-class _Segment:
-    """Contiguous random rows of the work matrix that are drawn together."""
-
-    start: int
-    end: int
-    filtered: bool
-    largest_k: int
-    open_top_p: bool
-
-
-@dataclass(slots=True)
-class _BatchLayout:
-    """Where the special rows of one batch go. Kept while the same slots come again, so a steady batch plans once."""
-
-    rows: Tensor
-    """Rows of the logits that need more than an argmax, in the order of the work matrix."""
-    slots: Tensor
-    """Their slots."""
-    num_greedy: int
-    """The work matrix starts with the edited greedy rows; the others are drawn."""
-    num_edited: int
-    """Its first rows are edited: greedy ones, then random ones."""
-    penalised: Tensor | None
-    """Work rows with penalties."""
-    segments: list[_Segment]
-    masked: list[int]
-    """Slots short of min_tokens: each batch brings them one token nearer."""
-    any_plain: bool
 
 
 class _PaddedTable:
@@ -115,7 +60,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._eos = eos_token_ids
-        self._states: list[_SlotState | None] = [None] * num_slots
+        self._states: list[SlotState | None] = [None] * num_slots
         self._special: set[int] = set()
         self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
         self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
@@ -125,7 +70,7 @@ class Sampler:
         self._penalty_row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._layout_of: list[int] = []
-        self._layout: _BatchLayout | None = None
+        self._layout: BatchLayout | None = None
 
     @property
     def count_rows(self) -> int:
@@ -144,7 +89,7 @@ class Sampler:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
         masked = sorted(t for t in stops if 0 <= t < self.vocab_size) if params.min_tokens > emitted else []
         random = params.temperature >= GREEDY_BELOW
-        state = _SlotState(
+        state = SlotState(
             random=random,
             top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
             top_p=params.top_p,
@@ -210,7 +155,7 @@ class Sampler:
         tokens = logits.argmax(dim=-1) if layout.any_plain else torch.empty_like(special)
         return tokens.index_copy_(0, layout.rows, special)
 
-    def _edit_(self, work: Tensor, layout: _BatchLayout) -> None:
+    def _edit_(self, work: Tensor, layout: BatchLayout) -> None:
         """Penalties, bias and mask on the edited rows, in place."""
         if layout.penalised is not None:
             slots = layout.slots.index_select(0, layout.penalised)
@@ -225,7 +170,7 @@ class Sampler:
         self._bias.add_to_(work, edited)
         self._mask.add_to_(work, edited)
 
-    def _draw(self, work: Tensor, segment: _Segment, slots: Tensor) -> Tensor:
+    def _draw(self, work: Tensor, segment: Segment, slots: Tensor) -> Tensor:
         """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
         part = slots[segment.start : segment.end]
         floats = self._floats.index_select(0, part)
@@ -245,7 +190,7 @@ class Sampler:
             mass.masked_fill_(scaled < smallest[:, None], 0)
         return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, _SEED], ints[:, _POSITION]))
 
-    def _layout_for(self, slots: list[int]) -> _BatchLayout | None:
+    def _layout_for(self, slots: list[int]) -> BatchLayout | None:
         """The layout of this batch; None where no row of it is special."""
         if self._layout is not None and self._layout_of == slots:
             return self._layout
@@ -253,19 +198,17 @@ class Sampler:
         rows = [row for row, slot in enumerate(slots) if slot in self._special]
         if not rows:
             return None
-        # Edited greedy | edited random, unfiltered | edited random, filtered | filtered | unfiltered: then the edited
-        # rows, the greedy rows and the filtered rows are each one slice of the work matrix.
-        rows.sort(key=lambda row: _place(states[row]))
+        rows.sort(key=lambda row: place(states[row]))
         ordered = [states[row] for row in rows]
         penalised = [i for i, state in enumerate(ordered) if state.penalised]
         num_greedy = sum(not state.random for state in ordered)
-        self._layout = _BatchLayout(
+        self._layout = BatchLayout(
             rows=self._indices(rows),
             slots=self._indices([slots[row] for row in rows]),
             num_greedy=num_greedy,
             num_edited=sum(state.edited for state in ordered),
             penalised=self._indices(penalised) if penalised else None,
-            segments=_segments(ordered, num_greedy),
+            segments=segments_of(ordered, num_greedy),
             masked=[slots[row] for row in rows if states[row].masked_steps > 0],
             any_plain=len(rows) < len(slots),
         )
@@ -297,7 +240,7 @@ class Sampler:
         counts.index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
         return row
 
-    def _require(self, slot: int) -> _SlotState:
+    def _require(self, slot: int) -> SlotState:
         state = self._states[slot]
         if state is None:
             raise Internal(f"sampling slot {slot}, which was never admitted")
@@ -305,34 +248,3 @@ class Sampler:
 
     def _indices(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(self.device)
-
-
-def _place(state: _SlotState) -> int:
-    """Rank of a special row in the work matrix."""
-    if not state.random:
-        return 0
-    if state.edited:
-        return 2 if state.filtered else 1
-    return 3 if state.filtered else 4
-
-
-def _segments(ordered: list[_SlotState], start: int) -> list[_Segment]:
-    """The random rows from `start` on, cut where filtering begins or ends and after ROWS_AT_ONCE rows."""
-    segments = []
-    while start < len(ordered):
-        filtered = ordered[start].filtered
-        end = start + 1
-        while end < len(ordered) and end - start < ROWS_AT_ONCE and ordered[end].filtered == filtered:
-            end += 1
-        part = ordered[start:end]
-        segments.append(
-            _Segment(
-                start=start,
-                end=end,
-                filtered=filtered,
-                largest_k=max(state.top_k for state in part),
-                open_top_p=any(state.top_p < 1.0 and state.top_k == 0 for state in part),
-            )
-        )
-        start = end
-    return segments

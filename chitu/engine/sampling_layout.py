@@ -1,0 +1,104 @@
+r"""Which rows of a batch need what, and in which order the sampler works on them. Host side, step thread.
+
+Rows that need more than an argmax form the *work matrix*, sorted so that every kind of work is one slice of it:
+
+    edited greedy | edited random | edited random, filtered | random, filtered | random
+    \_____________ edited ________________________________/
+                    \_____________ drawn ____________________________________________/
+                                    \_____ filtered ______________________/
+
+*Edited*: penalties, logit bias or masked stop ids change the logits. *Filtered*: min-p, top-k or top-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ROWS_AT_ONCE = 64
+"""Rows drawn together; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
+
+
+@dataclass(slots=True)
+class SlotState:
+    """Host side facts of an admitted slot: which work its rows need."""
+
+    random: bool
+    top_k: int
+    top_p: float
+    filtered: bool
+    penalised: bool
+    biased: bool
+    masked_steps: int
+    """Tokens still to emit before eos and stop ids are allowed."""
+
+    @property
+    def edited(self) -> bool:
+        return self.penalised or self.biased or self.masked_steps > 0
+
+    @property
+    def special(self) -> bool:
+        return self.random or self.edited
+
+
+@dataclass(slots=True)
+class Segment:
+    """Contiguous random rows of the work matrix that are drawn together."""
+
+    start: int
+    end: int
+    filtered: bool
+    largest_k: int
+    open_top_p: bool
+
+
+@dataclass(slots=True)
+class BatchLayout:
+    """Where the special rows of one batch go. Kept while the same slots come again, so a steady batch plans once."""
+
+    rows: Tensor
+    """Rows of the logits that need more than an argmax, in the order of the work matrix."""
+    slots: Tensor
+    """Their slots."""
+    num_greedy: int
+    """The work matrix starts with the edited greedy rows; the others are drawn."""
+    num_edited: int
+    """Its first rows are edited: greedy ones, then random ones."""
+    penalised: Tensor | None
+    """Work rows with penalties."""
+    segments: list[Segment]
+    masked: list[int]
+    """Slots short of min_tokens: each batch brings them one token nearer."""
+    any_plain: bool
+
+
+def place(state: SlotState) -> int:
+    """Rank of a special row in the work matrix."""
+    if not state.random:
+        return 0
+    if state.edited:
+        return 2 if state.filtered else 1
+    return 3 if state.filtered else 4
+
+
+def segments_of(ordered: list[SlotState], start: int) -> list[Segment]:
+    """The random rows from `start` on, cut where filtering begins or ends and after ROWS_AT_ONCE rows."""
+    segments = []
+    while start < len(ordered):
+        filtered = ordered[start].filtered
+        end = start + 1
+        while end < len(ordered) and end - start < ROWS_AT_ONCE and ordered[end].filtered == filtered:
+            end += 1
+        part = ordered[start:end]
+        segments.append(
+            Segment(
+                start=start,
+                end=end,
+                filtered=filtered,
+                largest_k=max(state.top_k for state in part),
+                open_top_p=any(state.top_p < 1.0 and state.top_k == 0 for state in part),
+            )
+        )
+        start = end
+    return segments
