@@ -32,21 +32,38 @@ static inline vf load(const float *p) { return *(const vf *)p; }
 static inline void store(float *p, vf v) { *(vf *)p = v; }
 static inline vf splat(float x) { return x - (vf){}; }
 
-static inline float sum(vf v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
-
 static inline vf vmax(vf a, vf b) {
     vi larger = a > b;
     return (vf)(((vi)a & larger) | ((vi)b & ~larger));
 }
 
+/* Every lane takes the other half's partner, then the other quarter's, ...: after log2(LANES) steps all lanes agree. */
+#if LANES == 16
+#define HALVES(v, op)                                                                                           \
+    v = op(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));             \
+    v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));             \
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));             \
+    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif LANES == 8
+#define HALVES(v, op)                                                      \
+    v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));      \
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));      \
+    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+#define HALVES(v, op)                                      \
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));  \
+    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2));
+#endif
+#define PLUS(a, b) ((a) + (b))
+
+static inline float sum(vf v) {
+    HALVES(v, PLUS)
+    return v[0];
+}
+
 static inline float maximum(vf v) {
-    float highest = v[0];
-    for (int i = 1; i < LANES; i++) highest = v[i] > highest ? v[i] : highest;
-    return highest;
+    HALVES(v, vmax)
+    return v[0];
 }
 
 /* e^x within 2 ulp for x <= 88; below -87 the result is 0, which is what a softmax wants. */
@@ -249,11 +266,19 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
         for (int64_t start = 0; start < length; start += KEY_BLOCK) {
             int64_t count = length - start < KEY_BLOCK ? length - start : KEY_BLOCK;
             const float *values[KEY_BLOCK];
+            int64_t index = start / page_size, offset = start % page_size; /* a division per token would dominate */
             for (int64_t j = 0; j < count; j++) {
-                int64_t position = start + j, page = table[position / page_size];
-                int64_t at = ((page * kv_heads + h) * page_size + position % page_size) * n;
+                int64_t at = ((table[index] * kv_heads + h) * page_size + offset) * n;
                 const float *key = k_pages + at;
                 values[j] = v_pages + at;
+                /* The hardware does not look across pages: fetch V, wanted soon, and the same row of K's next page. */
+                int64_t later = start + j + page_size < length;
+                int64_t next = later ? ((table[index + 1] * kv_heads + h) * page_size + offset) * n : at;
+                for (int64_t i = 0; i < n; i += 16) {
+                    __builtin_prefetch(v_pages + at + i);
+                    __builtin_prefetch(k_pages + next + i);
+                }
+                if (++offset == page_size) offset = 0, index++;
                 for (int64_t g = 0; g < group; g++) {
                     vf dot = {};
                     for (int64_t i = 0; i < n; i += LANES) dot += load(query + g * n + i) * load(key + i);
@@ -276,11 +301,18 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
                 top[g] = highest;
                 float *m = mixed + g * n;
                 for (int64_t i = 0; i < n; i += PANEL) {
-                    vf acc[VECTORS];
-                    for (int v = 0; v < VECTORS; v++) acc[v] = load(m + i + v * LANES) * keep;
-                    for (int64_t j = 0; j < count; j++)
-                        for (int v = 0; v < VECTORS; v++) acc[v] += scores[g][j] * load(values[j] + i + v * LANES);
-                    for (int v = 0; v < VECTORS; v++) store(m + i + v * LANES, acc[v]);
+                    vf even[VECTORS], odd[VECTORS]; /* two chains of additions, since each waits for its last */
+                    for (int v = 0; v < VECTORS; v++) even[v] = load(m + i + v * LANES) * keep, odd[v] = (vf){};
+                    int64_t j = 0;
+                    for (; j + 1 < count; j += 2)
+                        for (int v = 0; v < VECTORS; v++) {
+                            even[v] += scores[g][j] * load(values[j] + i + v * LANES);
+                            odd[v] += scores[g][j + 1] * load(values[j + 1] + i + v * LANES);
+                        }
+                    for (int v = 0; v < VECTORS; v++) {
+                        if (j < count) even[v] += scores[g][j] * load(values[j] + i + v * LANES);
+                        store(m + i + v * LANES, even[v] + odd[v]);
+                    }
                 }
             }
         }
@@ -292,6 +324,7 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
 /* K of `count` tokens of one head as panels `[KEY_BLOCK / 32][n][32]`, V as rows; absent tokens are zero. */
 static void gather(const float *k_pages, const float *v_pages, const int64_t *table, int64_t start, int64_t count,
                    int64_t kv_heads, int64_t h, int64_t n, int64_t page_size, float *keys, float *values) {
+    int64_t index = start / page_size, offset = start % page_size;
     for (int64_t j = 0; j < KEY_BLOCK; j++) {
         float *column = keys + j / PANEL * n * PANEL + j % PANEL;
         if (j >= count) {
@@ -299,8 +332,8 @@ static void gather(const float *k_pages, const float *v_pages, const int64_t *ta
             memset(values + j * n, 0, n * sizeof(float));
             continue;
         }
-        int64_t position = start + j, page = table[position / page_size];
-        int64_t at = ((page * kv_heads + h) * page_size + position % page_size) * n;
+        int64_t at = ((table[index] * kv_heads + h) * page_size + offset) * n;
+        if (++offset == page_size) offset = 0, index++;
         for (int64_t i = 0; i < n; i++) column[i * PANEL] = k_pages[at + i];
         memcpy(values + j * n, v_pages + at, n * sizeof(float));
     }
