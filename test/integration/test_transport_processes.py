@@ -1,0 +1,294 @@
+"""Transports between two real processes: shm and Mooncake over TCP."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, page_crcs, region
+
+from chitu.errors import MissingDependency, TransferFailed
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.messages import RankMemory, TransportSession
+from chitu.types import new_room
+
+PROGRAM = Path(__file__).with_name("transport_process.py")
+LAYERS = range(LAYOUT.num_layers)
+NUM_REGIONS = 2 * LAYOUT.num_layers
+
+
+class Receiver:
+    """A child process with a registered pool."""
+
+    def __init__(self, kind: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), "receive", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        line = self._answer()
+        self.memory = msgspec.msgpack.decode(bytes.fromhex(line), type=RankMemory)
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the receiver ended with {self.process.wait()}"
+        return line.strip()
+
+    def ask(self, *words: object) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def crcs(self, index: int) -> list[int]:
+        return [int(word) for word in self.ask("crc", index).split()]
+
+    def end(self) -> int:
+        """Exit code after a normal end."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+        code = self.process.wait(20)
+        self.process.stdout.close()
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Writer:
+    """This process: a pool of random bytes and a transport."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.pool: KVPool = new_pool()
+        self.transport: Transport = new_transport(kind)
+        self.transport.register(self.pool.arena_base, self.pool.arena_bytes)
+        torch.manual_seed(1)
+        for index in range(NUM_REGIONS):
+            region(self.pool, index).normal_()
+
+    def connect(self, receiver: Receiver) -> PeerHandle:
+        return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
+
+
+@pytest.fixture(scope="module", params=["shm", "mooncake"])
+def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
+    torch.set_num_threads(1)
+    try:
+        made = Writer(request.param)
+    except MissingDependency as error:
+        pytest.skip(str(error))
+    yield made
+    made.transport.close()
+    made.pool.close()
+
+
+@pytest.fixture
+def receiver(writer: Writer) -> Iterator[Receiver]:
+    made = Receiver(writer.kind)
+    yield made
+    if made.process.poll() is None:
+        made.process.send_signal(signal.SIGCONT)
+    made.end()
+
+
+def test_scattered_and_contiguous_pages_arrive_where_they_belong_and_nowhere_else(
+    writer: Writer, receiver: Receiver
+) -> None:
+    rng = random.Random(7)
+    src_pages = [*range(100, 140), *rng.sample(range(200, NUM_PAGES), 60)]
+    dst_pages = [*range(3, 43), *rng.sample(range(50, NUM_PAGES), 60)]
+    empty = receiver.crcs(0)
+    peer = writer.connect(receiver)
+    writer.transport.write(peer, plan_page_copies(writer.pool, receiver.memory, src_pages, dst_pages, LAYERS), 10.0)
+    for index in range(NUM_REGIONS):
+        sent, expected = page_crcs(writer.pool, index), list(empty)
+        for src_page, dst_page in zip(src_pages, dst_pages, strict=True):
+            expected[dst_page] = sent[src_page]
+        assert receiver.crcs(index) == expected
+    writer.transport.disconnect(peer)
+
+
+def test_a_sealed_aux_row_verifies_for_its_room_only(writer: Writer, receiver: Receiver) -> None:
+    buffers = MetadataBuffers(writer.pool.aux.numpy(), 4 * LAYOUT.vocab_size)
+    slot, room = buffers.allocate(), new_room()
+    assert slot is not None
+    buffers.get(slot)[:] = torch.randn(LAYOUT.vocab_size).numpy()
+    assert receiver.ask("verify", 2, room.hex()) == "Integrity"
+    buffers.seal(slot, room)
+    peer = writer.connect(receiver)
+    writer.transport.write(peer, plan_aux_copy(writer.pool, receiver.memory, slot, 2), 10.0)
+    assert receiver.ask("verify", 2, room.hex()) == "ok"
+    assert receiver.ask("verify", 2, new_room().hex()) == "Integrity"
+    writer.transport.disconnect(peer)
+
+
+def test_five_thousand_small_blocks_arrive(writer: Writer, receiver: Receiver) -> None:
+    rng = random.Random(3)
+    src_pages, dst_pages = rng.sample(range(NUM_PAGES), 900), rng.sample(range(NUM_PAGES), 900)
+    copies = plan_page_copies(writer.pool, receiver.memory, src_pages, dst_pages, LAYERS)
+    assert len(copies.src) >= 5000
+    peer = writer.connect(receiver)
+    writer.transport.write(peer, copies, 30.0)
+    for index in range(NUM_REGIONS):
+        sent, received = page_crcs(writer.pool, index), receiver.crcs(index)
+        assert [received[page] for page in dst_pages] == [sent[page] for page in src_pages]
+    writer.transport.disconnect(peer)
+
+
+def test_a_copy_out_of_range_is_refused_and_the_peer_stays_usable(writer: Writer, receiver: Receiver) -> None:
+    peer, memory, pool = writer.connect(receiver), receiver.memory, writer.pool
+    before = receiver.crcs(0)
+    arena_end = memory.arena_base + memory.arena_bytes
+    for copies in (
+        CopyList([pool.arena_base], [arena_end - 4], [8]),
+        CopyList([pool.arena_base], [memory.arena_base - 1], [8]),
+        CopyList([pool.arena_base + pool.arena_bytes], [memory.arena_base], [8]),
+    ):
+        with pytest.raises(WriteError, match="outside") as caught:
+            writer.transport.write(peer, copies, 5.0)
+        assert caught.value.settled
+    assert receiver.crcs(0) == before
+    writer.transport.write(peer, plan_page_copies(pool, memory, [1], [5], LAYERS), 5.0)
+    assert receiver.crcs(0)[5] == page_crcs(pool, 0)[1]
+    writer.transport.disconnect(peer)
+
+
+def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Writer, receiver: Receiver) -> None:
+    peer = writer.connect(receiver)
+    copies = plan_page_copies(writer.pool, receiver.memory, range(NUM_PAGES), range(NUM_PAGES), LAYERS)
+    is_writing = threading.Event()
+    errors: list[WriteError] = []
+
+    def run() -> None:
+        try:
+            while True:
+                writer.transport.write(peer, copies, 10.0)
+                is_writing.set()
+        except WriteError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_writing.wait(20)
+    receiver.kill()
+    started_s = time.monotonic()
+    thread.join(15)
+    assert not thread.is_alive() and len(errors) == 1
+    assert time.monotonic() - started_s < 6
+    assert writer.transport.settle(peer, 5.0)
+    with pytest.raises(TransferFailed):
+        writer.connect(receiver)
+    writer.transport.disconnect(peer)
+
+    fresh = Receiver(writer.kind)
+    new_peer = writer.connect(fresh)
+    writer.transport.write(new_peer, plan_page_copies(writer.pool, fresh.memory, [9], [4], LAYERS), 10.0)
+    assert fresh.crcs(3)[4] == page_crcs(writer.pool, 3)[9]
+    writer.transport.disconnect(new_peer)
+    assert fresh.end() == 0
+
+
+def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
+    writer: Writer, receiver: Receiver
+) -> None:
+    if writer.kind == "shm":
+        pytest.skip("shm writes do not need the peer to run")
+    peer, pool, pages = writer.connect(receiver), writer.pool, range(NUM_PAGES)
+    copies = plan_page_copies(pool, receiver.memory, pages, pages, LAYERS)
+    assert copies.nbytes > 16 << 20
+    receiver.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(WriteError) as caught:
+        writer.transport.write(peer, copies, 1.0)
+    assert not caught.value.settled
+    assert not writer.transport.settle(peer, 0.1)
+    receiver.process.send_signal(signal.SIGCONT)
+    assert writer.transport.settle(peer, 20.0)
+    seen = [receiver.crcs(index) for index in range(NUM_REGIONS)]
+    region(pool, 0).zero_()
+    for _ in range(3):
+        assert [receiver.crcs(index) for index in range(NUM_REGIONS)] == seen
+    region(pool, 0).normal_()
+    writer.transport.write(peer, plan_page_copies(pool, receiver.memory, [0], [0], LAYERS), 10.0)
+    assert receiver.crcs(0)[0] == page_crcs(pool, 0)[0]
+    writer.transport.disconnect(peer)
+
+
+def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, receiver: Receiver) -> None:
+    memory = msgspec.msgpack.encode(receiver.memory).hex()
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "send", writer.kind],
+        input=memory + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "sent"), done.stderr
+    assert receiver.end() == 0
+
+
+def test_reconnecting_leaves_no_descriptor_mapping_or_shared_file(writer: Writer, receiver: Receiver) -> None:
+    copies = plan_page_copies(writer.pool, receiver.memory, [1, 5], [2, 9], LAYERS)
+
+    def once() -> tuple[int, int]:
+        peer = writer.connect(receiver)
+        writer.transport.write(peer, copies, 10.0)
+        writer.transport.disconnect(peer)
+        writer.transport.disconnect(peer)
+        maps = Path("/proc/self/maps").read_text()
+        return len(os.listdir("/proc/self/fd")), maps.count("memfd:chitu-kv")
+
+    shared_before = sorted(os.listdir("/dev/shm"))
+    counts = [once() for _ in range(20)]
+    assert counts[-1] == counts[1]
+    assert sorted(os.listdir("/dev/shm")) == shared_before
+
+
+def test_a_write_after_disconnect_is_refused(writer: Writer, receiver: Receiver) -> None:
+    peer = writer.connect(receiver)
+    writer.transport.disconnect(peer)
+    with pytest.raises(WriteError, match="disconnected"):
+        writer.transport.write(peer, plan_page_copies(writer.pool, receiver.memory, [1], [2], LAYERS), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("inode", "1", "inode"),
+        ("start_time", "1", "another one"),
+        ("host_id", "elsewhere", "not a process of this host"),
+        ("fd", "9999", "cannot map"),
+        ("fd", "-1", "negative"),
+        ("pid", "nobody", "not well formed"),
+        ("offset", str(1 << 40), "too few"),
+    ],
+)
+def test_shm_refuses_a_session_that_names_another_file(
+    writer: Writer, receiver: Receiver, name: str, value: str, words: str
+) -> None:
+    if writer.kind != "shm":
+        pytest.skip("about shm sessions")
+    session = receiver.memory.sessions[0]
+    wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferFailed, match=words):
+        writer.transport.connect(receiver.memory, wrong)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,86 @@
+"""The other process of the transport tests: `python transport_process.py receive|send shm|mooncake`.
+
+`receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on stdin:
+`crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error's name). Ends at end of file.
+`send`: reads a `RankMemory` line, writes all its pages to the peer from a thread, prints `sent`, and exits normally.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import zlib
+
+import msgspec
+import torch
+
+from chitu.errors import Integrity
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transport import Transport
+from chitu.messages import KVLayout, RankMemory, encode
+
+LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
+NUM_PAGES, NUM_AUX_SLOTS = 2000, 4
+
+
+def new_pool() -> KVPool:
+    return KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS)
+
+
+def new_transport(kind: str) -> Transport:
+    return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
+
+
+def region(pool: KVPool, index: int) -> torch.Tensor:
+    return (pool.k if index % 2 == 0 else pool.v)[index // 2]
+
+
+def page_crcs(pool: KVPool, index: int) -> list[int]:
+    return [zlib.crc32(page.numpy().data) for page in region(pool, index)]
+
+
+def receive(kind: str) -> None:
+    pool, transport = new_pool(), new_transport(kind)
+    buffers = MetadataBuffers(pool.aux.numpy(), 4 * LAYOUT.vocab_size)
+    transport.register(pool.arena_base, pool.arena_bytes)
+    print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["crc", index]:
+                print(*page_crcs(pool, int(index)), flush=True)
+            case ["verify", slot, room]:
+                try:
+                    buffers.verify(int(slot), bytes.fromhex(room))
+                    print("ok", flush=True)
+                except Integrity:
+                    print("Integrity", flush=True)
+    transport.close()
+
+
+def send(kind: str) -> None:
+    pool, transport = new_pool(), new_transport(kind)
+    transport.register(pool.arena_base, pool.arena_bytes)
+    peer_memory = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=RankMemory)
+    pages = range(NUM_PAGES)
+    copies = plan_page_copies(pool, peer_memory, pages, pages, range(LAYOUT.num_layers))
+
+    def run() -> None:
+        peer = transport.connect(peer_memory, peer_memory.sessions[0])
+        transport.write(peer, copies, 20.0)
+        transport.disconnect(peer)
+        print("sent", flush=True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    transport.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"receive": receive, "send": send}[sys.argv[1]](sys.argv[2])
