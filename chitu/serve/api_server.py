@@ -1,8 +1,9 @@
 """The router process: `python -m chitu.serve.api_server --config FILE.yaml [--ready-file PATH] [a.b=c ...]`.
 
 Composition root: one asyncio loop (uvloop) with the HTTP API, the bootstrap server, and the ZMQ ports for stats,
-tokens, coordination and metadata sync. No policy here, and no torch. SIGTERM or SIGINT drains: no new connections or requests,
-what runs may finish within `drain_s`, then the rest fails and the process ends with 0; a second signal ends the wait.
+tokens, coordination and metadata sync. No policy here, and no torch. SIGTERM or SIGINT drains: no new connections or
+requests, what runs may finish within `drain_s`, the rest fails, and the process ends with 0; a second signal ends the
+wait.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from chitu.clock import RealClock
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import BadFrame, ChituError, ConfigError, NoInstance
-from chitu.kv_transfer.bootstrap import BootstrapServer, bootstrap_app
+from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.log import setup_logging
 from chitu.messages import ClusterView, Heartbeat, token_codec
 from chitu.net.aio import FrameReader, Outbox
@@ -88,7 +89,7 @@ class RouterProcess:
         app = RouterApp(hot, cold, config.api_keys)
         self._http = HTTPServer(app, listen(config.host, config.port, "dp_config.router.port"))
         self._bootstrap_http = HTTPServer(
-            bootstrap_app(self._bootstrap),
+            self._bootstrap.app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
         )
         self._token_reader: FrameReader | None = None
@@ -152,7 +153,7 @@ class RouterProcess:
             now_s = self._clock.monotonic()
             self.coordination.tick()
             self.router.tick()
-            self._bootstrap.expire(now_s)
+            self._bootstrap.expire()
             if now_s >= self._next_publish_s:
                 self._publish(self.coordination.view)
         except Exception:
@@ -169,7 +170,7 @@ class RouterProcess:
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self.router.on_heartbeat(heartbeat)
-        self._bootstrap.renew(heartbeat.incarnation)
+        self._bootstrap.renew(heartbeat.engine_rank, heartbeat.incarnation)
 
     def _on_tokens(self, frames: list[bytes]) -> None:
         if len(frames) != 1:

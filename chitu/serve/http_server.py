@@ -47,6 +47,7 @@ class HTTPServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
+                interface="asgi3",  # a bound method would be taken for ASGI 2
                 http="httptools",
                 ws="none",
                 lifespan="off",

@@ -1,0 +1,65 @@
+"""Small HTTP client of the integration tests: token-id prompts in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Completion:
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    usage: dict[str, Any]
+
+
+async def _complete(client: httpx.AsyncClient, prompt: list[int] | str, options: dict[str, Any]) -> Completion:
+    body = {"model": "m", "prompt": prompt, "return_token_ids": True, **options}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, f"{response.status_code}: {response.text}"
+    answer = response.json()
+    choice = answer["choices"][0]
+    return Completion(choice["token_ids"], choice["text"], choice["finish_reason"], answer["usage"])
+
+
+def complete_all(url: str, prompts: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
+    """All requests at once; the answers in their order."""
+
+    async def run() -> list[Completion]:
+        limits = httpx.Limits(max_connections=len(prompts))
+        async with httpx.AsyncClient(base_url=url, timeout=150.0, limits=limits, trust_env=False) as client:
+            return await asyncio.gather(*[_complete(client, p, o) for p, o in zip(prompts, options, strict=True)])
+
+    return asyncio.run(run())
+
+
+def instance_loads(url: str) -> dict[str, dict[str, int]]:
+    """Newest load report of each instance by name, as the router's /metrics has it."""
+    loads: dict[str, dict[str, int]] = {}
+    for line in httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False).text.splitlines():
+        if match := re.match(r'chitu_instance_(\w+)\{role="\w+",instance="(\w+)"\} (\d+)', line):
+            loads.setdefault(match[2], {})[match[1]] = int(match[3])
+    return loads
+
+
+def is_whole(load: dict[str, int]) -> bool:
+    """Nothing runs and every page and aux slot is free."""
+    busy = load["waiting"] + load["transferring"] + load["running"] + load["retracted"] + load["pages_quarantined"]
+    return busy == 0 and load["pages_free"] == load["pages_total"] and load["aux_free"] == load["aux_total"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:
+    """Poll a condition of another process; AssertionError with `failure()` when it does not come true."""
+    end_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {failure()}"
+        pause.wait(0.05)

@@ -1,0 +1,135 @@
+"""A real 1P1D under pressure: a pool too small, clients that leave, a decode instance that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from completions import complete_all, instance_loads, is_whole, wait_until
+
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+PD = "dp_config.router.pd_disaggregation"
+PATIENCE = [f"{PD}.deadlines.queue_s=120", f"{PD}.deadlines.transfer_s=120"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+
+
+@pytest.fixture(scope="module")
+def settings(model: Path) -> list[str]:
+    return [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000"]
+
+
+@pytest.fixture(scope="module", params=["shm", "mooncake"])
+def cluster(request: pytest.FixtureRequest, settings: list[str]) -> Iterator[LocalCluster]:
+    if request.param == "mooncake":
+        try:
+            import mooncake.engine  # noqa: F401
+        except (ImportError, OSError) as error:
+            pytest.skip(f"mooncake does not import here: {error}")
+    topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, f"{PD}.transport={request.param}"])
+    with LocalCluster(topology) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def prompts_of(count: int, longest: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, 500) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), timeout_s: float = 15.0) -> None:
+    """Free pages and aux slots are back at their start value on both sides."""
+
+    def whole() -> bool:
+        loads = instance_loads(cluster.url)
+        return all(name in loads and is_whole(loads[name]) for name in names)
+
+    wait_until(whole, timeout_s, lambda: instance_loads(cluster.url))
+
+
+def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(settings: list[str]) -> None:
+    prompts = prompts_of(24, 300, seed=3)
+    options = [{"max_tokens": 120, "temperature": 0, "ignore_eos": True}] * len(prompts)
+    small = ["cache.num_pages=40", "scheduler.reserved_decode_tokens=4", *PATIENCE]
+    with LocalCluster(load_topology("unified_local.yaml", settings)) as roomy:
+        roomy.wait_ready()
+        expected = [answer.token_ids for answer in complete_all(roomy.url, prompts, options)]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", [*settings, *small])) as tight:
+        tight.wait_ready()
+        answers = complete_all(tight.url, prompts, options)
+        assert [answer.token_ids for answer in answers] == expected
+        assert instance_loads(tight.url)["D0"]["retractions_total"] > 0, "the pool was not too small after all"
+        assert_whole(tight)
+
+
+def test_clients_that_leave_at_random_moments_leak_nothing(cluster: LocalCluster) -> None:
+    rng = random.Random(11)
+    prompts = prompts_of(200, 400, seed=5)
+
+    async def visit(client: httpx.AsyncClient, prompt: list[int], patience_s: float) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        try:
+            async with asyncio.timeout(patience_s):
+                async with client.stream("POST", "/v1/completions", json=body) as response:
+                    async for _ in response.aiter_lines():
+                        pass
+        except TimeoutError:
+            pass
+
+    async def crowd() -> None:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
+            for start in range(0, len(prompts), 20):
+                await asyncio.gather(
+                    *[visit(client, prompt, rng.uniform(0.0, 0.6)) for prompt in prompts[start : start + 20]]
+                )
+
+    asyncio.run(crowd())
+    assert_whole(cluster)
+    answer = complete_all(cluster.url, [[1, 2, 3]], [{"max_tokens": 4, "temperature": 0, "ignore_eos": True}])
+    assert len(answer[0].token_ids) == 4
+
+
+def test_a_killed_decode_instance_costs_its_requests_at_most_five_seconds_and_p_serves_the_next(
+    cluster: LocalCluster,
+) -> None:
+    prompts = prompts_of(12, 300, seed=9)
+    options = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    before = [answer.token_ids for answer in complete_all(cluster.url, prompts, [options] * len(prompts))]
+    pid_of_p = cluster.pid("P0")
+
+    async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 2000, "ignore_eos": True}
+        response = await client.post("/v1/completions", json=body)
+        return time.monotonic(), response.status_code, response.text
+
+    async def load_and_kill() -> tuple[float, list[tuple[float, int, str]]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
+            tasks = [asyncio.create_task(request(client, prompt)) for prompt in prompts]
+            while instance_loads(cluster.url).get("D0", {}).get("running", 0) < 3:
+                await asyncio.sleep(0.05)
+            cluster.kill("D0", signal.SIGKILL)
+            return time.monotonic(), await asyncio.gather(*tasks)
+
+    killed_s, ends = asyncio.run(load_and_kill())
+    for ended_s, status, text in ends:
+        assert status == 503 and '"decode_lost"' in text, f"{status}: {text}"
+        assert ended_s - killed_s < 5.0, f"the error came {ended_s - killed_s:.1f} s after the kill"
+    cluster.wait_exit("D0")
+    cluster.restart("D0")
+    cluster.wait_ready()
+    after = [answer.token_ids for answer in complete_all(cluster.url, prompts, [options] * len(prompts))]
+    assert after == before
+    assert cluster.pid("P0") == pid_of_p, "P was restarted"
+    assert_whole(cluster)
