@@ -1,0 +1,7 @@
+"""Settings of every test process: set before torch is imported anywhere."""
+
+import os
+
+# Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

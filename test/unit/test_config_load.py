@@ -1,0 +1,196 @@
+"""Reading a topology: overrides, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.config.load import (
+    dump_topology,
+    known_keys,
+    load_topology,
+    packaged_topologies,
+    pd_master_addr,
+    progress_file,
+    router_host,
+    torchrun_rank,
+)
+from chitu.config.schema import DPConfig, InstanceConfig, RouterConfig, Topology
+from chitu.errors import ConfigError
+
+
+def message_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_topology(None, list(overrides))
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", packaged_topologies())
+def test_packaged_topologies_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    topology = load_topology(name)
+    (tmp_path / "copy.yaml").write_text(dump_topology(topology))
+    assert load_topology(str(tmp_path / "copy.yaml")) == topology
+
+
+@given(
+    st.builds(
+        RouterConfig,
+        host=st.text(max_size=5),
+        api_keys=st.lists(st.text(), max_size=3).map(tuple),
+        decode_schedulers=st.lists(st.builds(InstanceConfig, host=st.text(max_size=5)), max_size=2).map(tuple),
+    )
+)
+def test_any_texts_survive_a_round_trip(router: RouterConfig) -> None:
+    topology = Topology(dp_config=DPConfig(router=router))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(dump_topology(topology))
+        file.flush()
+        assert load_topology(file.name) == topology
+
+
+def test_no_path_is_the_local_1p1d() -> None:
+    topology = load_topology(None)
+    assert topology == load_topology("pd_disagg_1p1d_local")
+    assert len(topology.dp_config.router.prefill_schedulers) == 1
+    assert len(topology.dp_config.router.decode_schedulers) == 1
+
+
+def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_booleans() -> None:
+    topology = load_topology(
+        None,
+        [
+            "scheduler.chunk_size=64",
+            "model.path=/models/a b=c",
+            "dp_config.router.decode_schedulers.0.port=29630",
+            "dp_config.router.decode_schedulers.1.devices=[cuda:1]",
+            "dp_config.router.pd_disaggregation.verify_kv=off",
+            "dp_config.router.pd_disaggregation.deadlines.queue_s=5",
+            "dp_config.router.unified_schedulers.0={port: 7}",
+            "scheduler.threads=null",
+        ],
+    )
+    router = topology.dp_config.router
+    assert topology.scheduler.chunk_size == 64
+    assert topology.model.path == "/models/a b=c"
+    assert [instance.port for instance in router.decode_schedulers] == [29630, 0]
+    assert router.decode_schedulers[1].devices == ("cuda:1",)
+    assert router.pd_disaggregation.verify_kv == "off"
+    assert router.pd_disaggregation.deadlines.queue_s == 5.0
+    assert router.unified_schedulers[0].port == 7
+    assert topology.scheduler.threads is None
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "nearest"),
+    [
+        ("dp_config.router.prot=1", "dp_config.router.prot", "dp_config.router.port"),
+        ("model={pth: x}", "model.pth", "model.path"),
+        ("chunk_size=1", "chunk_size", "scheduler.chunk_size"),
+        ("dp_config.router.pd_separation.transport=shm", "pd_separation", "dp_config.router.pd_disaggregation"),
+        ("dp_config.router.decode_schedulers.0.prot=1", "decode_schedulers.0.prot", "decode_schedulers.0.port"),
+        ("router.stats_port=1", "router", "dp_config.router"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, key: str, nearest: str) -> None:
+    message = message_of(override)
+    assert message.startswith("unknown key")
+    assert key in message
+    assert f"did you mean '{nearest}" in message or nearest in message.split("did you mean")[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("dp_config.router.port=70000", "dp_config.router.port must be an integer <= 65535, not 70000"),
+        ("dp_config.router.port=abc", "dp_config.router.port must be an integer, not 'abc'"),
+        ("scheduler.chunk_size=0", "scheduler.chunk_size must be an integer >= 1, not 0"),
+        ("cache.memory_fraction=2", "cache.memory_fraction must be a number <= 1.0, not 2"),
+        ("model.path=3", "model.path must be a text, not 3"),
+        ("cache=3", "cache must be a section, not 3"),
+        ("dp_config.router.decode_schedulers=3", "dp_config.router.decode_schedulers must be a list, not 3"),
+        (
+            "dp_config.router.decode_schedulers.0.port=-1",
+            "dp_config.router.decode_schedulers.0.port must be an integer >= 0, not -1",
+        ),
+        (
+            "dp_config.router.policy=round",
+            "dp_config.router.policy must be one of least_loaded, round_robin, not 'round'; "
+            "did you mean 'round_robin'?",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(override: str, sentence: str) -> None:
+    assert message_of(override) == sentence
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("nonsense", "must look like key.path=value"),
+        ("=1", "must look like key.path=value"),
+        ("model.path={", "no valid YAML"),
+        ("dp_config.router.decode_schedulers.7.port=1", "the next index is 1"),
+        ("dp_config.router.decode_schedulers.x.port=1", "must be an index"),
+        ("model.path.x=1", "'model.path' is a value"),
+    ],
+)
+def test_a_wrong_override_says_why(override: str, part: str) -> None:
+    assert part in message_of(override)
+
+
+def test_a_wrong_file_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unified_locl.*did you mean 'unified_local.yaml'"):
+        load_topology("unified_locl.yaml")
+    for text, part in [("a: [", "line"), ("- 1", "mapping"), ("model: {path: a}\nmodel: {path: b}", "given twice")]:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=part):
+            load_topology(str(tmp_path / "bad.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_topology(str(tmp_path / "empty.yaml")) == Topology()
+
+
+def test_every_key_of_the_schema_can_be_overridden_by_its_own_path() -> None:
+    for key in known_keys():
+        try:
+            load_topology(None, [f"{key}=null"])
+        except ConfigError as error:
+            assert "unknown key" not in error.message
+
+
+def test_pd_master_addr_wins_over_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = load_topology(None)
+    for name in ("PD_MASTER_ADDR", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert router_host(topology) == topology.dp_config.router.host
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.2")
+    assert router_host(topology) == "10.0.0.2"
+    monkeypatch.setenv("PD_MASTER_ADDR", "10.0.0.1")
+    assert router_host(topology) == "10.0.0.1"
+    assert pd_master_addr() == "10.0.0.1"
+
+
+def test_the_master_addr_that_torchrun_sets_says_nothing_about_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PD_MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert pd_master_addr() is None
+
+
+def test_torchrun_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CHITU_PROGRESS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    by_hand = torchrun_rank()
+    assert (by_hand.rank, by_hand.local_rank, by_hand.world_size) == (0, 0, 1)
+    assert progress_file() is None
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (torchrun_rank().rank, torchrun_rank().local_rank, torchrun_rank().world_size) == (3, 1, 4)
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ConfigError, match="RANK must be an integer"):
+        torchrun_rank()

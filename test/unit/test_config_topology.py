@@ -1,0 +1,160 @@
+"""Checks of a whole topology, all of them before a model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chitu.config.load import load_topology, packaged_topologies
+from chitu.config.schema import Topology
+from chitu.config.topology import (
+    check,
+    find_instance,
+    host_names,
+    instances,
+    on_one_host,
+    problems,
+    threads_of,
+)
+from chitu.errors import ConfigError
+from chitu.types import Role
+
+REAL_HOSTS = [
+    "dp_config.router.host=10.0.0.1",
+    "dp_config.router.prefill_schedulers.0.host=10.0.0.2",
+    "dp_config.router.prefill_schedulers.1.host=10.0.0.2",
+    "dp_config.router.decode_schedulers.0.host=10.0.0.1",
+    "dp_config.router.decode_schedulers.1.host=10.0.0.1",
+    "dp_config.router.decode_schedulers.2.host=10.0.0.1",
+]
+
+
+def two_nodes(*overrides: str) -> Topology:
+    return load_topology("pd_disagg_2p3d_multi_node.yaml", [*REAL_HOSTS, *overrides])
+
+
+def found(topology: Topology, master_addr: str | None = None) -> list[str]:
+    return list(problems(topology, master_addr, need_model=False))
+
+
+def test_instances_are_named_by_role_and_rank() -> None:
+    assert [instance.name for instance in instances(two_nodes())] == ["P0", "P1", "D0", "D1", "D2"]
+    assert [instance.name for instance in instances(load_topology("unified_local"))] == ["U0"]
+
+
+def test_the_two_node_example_has_the_ports_and_hosts_of_the_design() -> None:
+    topology = two_nodes()
+    router = topology.dp_config.router
+    assert (router.port, router.stats_port, router.token_port) == (21003, 29600, 29700)
+    pd = router.pd_disaggregation
+    assert (pd.coordination_port, pd.metadata_sync_port, pd.bootstrap_port) == (29800, 29801, 8080)
+    assert [instance.port for instance in router.prefill_schedulers] == [29620, 29621]
+    assert [instance.port for instance in router.decode_schedulers] == [29630, 29631, 29632]
+    assert host_names(topology) == ["10.0.0.1", "10.0.0.2"]
+    assert found(topology, "10.0.0.1") == []
+
+
+@pytest.mark.parametrize("name", packaged_topologies())
+def test_every_packaged_topology_is_right_on_one_host(name: str) -> None:
+    assert found(on_one_host(load_topology(name))) == []
+
+
+def test_placeholder_hosts_are_refused_by_key() -> None:
+    keys = [sentence.split()[0] for sentence in found(load_topology("pd_disagg_2p3d_multi_node"))]
+    assert keys == [override.split("=")[0] for override in REAL_HOSTS]
+
+
+def test_a_port_clash_names_both_keys() -> None:
+    assert found(two_nodes("dp_config.router.decode_schedulers.1.port=29700")) == [
+        "dp_config.router.decode_schedulers.1.port and dp_config.router.token_port are both port 29700 on 10.0.0.1: "
+        "give one of them another port, or 0"
+    ]
+
+
+def test_the_same_port_on_two_hosts_and_port_zero_are_no_clash() -> None:
+    assert found(two_nodes("dp_config.router.prefill_schedulers.0.port=29700")) == []
+    assert found(load_topology(None)) == []
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "localhost", "127.1.2.3", "::1"])
+def test_loopback_addresses_are_refused_where_there_are_several_hosts(loopback: str) -> None:
+    (only,) = found(two_nodes(), loopback)
+    assert only.startswith(f"PD_MASTER_ADDR is the loopback address {loopback}")
+    assert any(
+        sentence.startswith("dp_config.router.host is the loopback address")
+        for sentence in found(two_nodes(f"dp_config.router.host={loopback}"))
+    )
+    assert found(load_topology(None), loopback) == []
+
+
+def test_all_names_of_loopback_are_one_host() -> None:
+    topology = load_topology(
+        None, ["dp_config.router.host=localhost", "dp_config.router.decode_schedulers.0.port=21003"]
+    )
+    (clash,) = found(topology)
+    assert "21003 on 127.0.0.1" in clash
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("dp_config.router.decode_schedulers=[]", "decode_schedulers is empty but there are prefill_schedulers"),
+        ("dp_config.router.prefill_schedulers=[]", "prefill_schedulers is empty but there are decode_schedulers"),
+        ("dp_config.router.decode_schedulers.0.tp_size=2", "tensor parallelism is not there yet"),
+        ("dp_config.router.decode_schedulers.0.devices=[cpu,cpu]", "names 2 devices"),
+        ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
+        ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
+        ("dp_config.router.pd_disaggregation.transport=fake", "works inside one process only"),
+        ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
+        ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
+    ],
+)
+def test_what_cannot_work_is_refused(override: str, part: str) -> None:
+    assert any(part in sentence for sentence in found(load_topology(None, [override])))
+
+
+def test_a_topology_without_any_instance_is_refused() -> None:
+    (only,) = found(Topology())
+    assert "no instance" in only
+
+
+def test_shared_memory_between_hosts_is_refused() -> None:
+    assert any(
+        "transport is shm" in text for text in found(two_nodes("dp_config.router.pd_disaggregation.transport=shm"))
+    )
+
+
+def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
+    overrides = ["cache.num_pages=4", "cache.page_size=16"]
+    assert found(load_topology(None, [*overrides, "model.max_model_len=64"])) == []
+    (only,) = found(load_topology(None, [*overrides, "model.max_model_len=65"]))
+    assert only.startswith("cache.num_pages is 4")
+
+
+def test_the_model_folder_is_checked_first_thing(tmp_path: Path) -> None:
+    def sentence(path: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check(load_topology(None, [f"model.path={path}"]))
+        return caught.value.message
+
+    assert sentence("''").startswith("model.path is empty")
+    assert "there is no such folder" in sentence(str(tmp_path / "none"))
+    assert "no config.json" in sentence(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check(load_topology(None, [f"model.path={tmp_path}"]))
+
+
+def test_scheduler_base_port_is_the_port_of_the_process_that_reads_it() -> None:
+    topology = two_nodes("dp_config.scheduler_base_port=29640")
+    assert find_instance(topology, Role.DECODE, 1).config.port == 29640
+    assert find_instance(two_nodes(), Role.DECODE, 1).config.port == 29631
+    with pytest.raises(ConfigError, match="no instance D9; it has P0, P1, D0, D1, D2"):
+        find_instance(topology, Role.DECODE, 9)
+
+
+def test_threads_are_shared_by_the_instances_of_a_host() -> None:
+    topology = two_nodes("dp_config.router.decode_schedulers.2.threads=7")
+    threads = {instance.name: threads_of(topology, instance, cores=9) for instance in instances(topology)}
+    assert threads == {"P0": 4, "P1": 4, "D0": 3, "D1": 3, "D2": 7}
+    assert {threads_of(topology, instance, cores=1) for instance in instances(topology)[:2]} == {1}

@@ -1,0 +1,59 @@
+"""Topology -> processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chitu.config.load import load_topology
+from chitu.config.topology import router_ports
+from chitu.launch.local import read_ready_file
+from chitu.launch.plan import Entries, plan, port_overrides
+from chitu.launch.progress import Progress, ProgressWriter, read_progress
+
+
+def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None:
+    topology = load_topology("pd_disagg_2p3d_multi_node")
+    specs = plan(topology, "F.yaml", ["scheduler.chunk_size=64"], cores=12, entries=Entries(python="python3"))
+    assert [spec.name for spec in specs] == ["router", "P0", "P1", "D0", "D1", "D2"]
+    assert specs[0].argv == ("python3", "-m", "chitu.serve.api_server", "--config", "F.yaml", "scheduler.chunk_size=64")
+    decode_1 = specs[4]
+    assert decode_1.host == "node-a.example"
+    assert decode_1.argv == (
+        *("python3", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=0"),
+        *("-m", "chitu.serve.scheduler", "--config", "F.yaml", "--role", "decode", "--rank", "1"),
+        "scheduler.chunk_size=64",
+    )
+    assert decode_1.env["PD_MASTER_ADDR"] == "node-a.example"
+    assert decode_1.env["OMP_NUM_THREADS"] == "4"
+
+
+def test_actual_ports_become_overrides_that_load_back() -> None:
+    ports = {"port": 1001, "stats_port": 1002, "token_port": 1003, "coordination_port": 1004, "bootstrap_port": 1006}
+    topology = load_topology(None, port_overrides({**ports, "metadata_sync_port": 1005, "other_port": 9}))
+    assert list(router_ports(topology.dp_config.router).values()) == [1001, 1002, 1003, 1004, 1005, 1006]
+
+
+def test_a_ready_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    assert read_ready_file(path) is None
+    for text in ("", '{"port": 21', "[]", '{"pid": 5}'):
+        path.write_text(text)
+        assert read_ready_file(path) is None
+    path.write_text('{"pid": 5, "host": "127.0.0.1", "port": 21003, "stats_port": 4}')
+    assert read_ready_file(path) == {"port": 21003, "stats_port": 4}
+
+
+def test_progress_is_the_last_complete_line(tmp_path: Path) -> None:
+    path = tmp_path / "P0.progress"
+    assert read_progress(path) == Progress("starting")
+    writer = ProgressWriter(path)
+    writer.loading(10, 40)
+    assert read_progress(path) == Progress("loading", 10, 40)
+    writer.loading(11, 40)  # too soon after the last one to be worth a line
+    assert read_progress(path) == Progress("loading", 10, 40)
+    writer.loading(40, 40)
+    assert read_progress(path) == Progress("loading", 40, 40)
+    writer.state("ready")
+    with path.open("a") as file:
+        file.write('{"state": "half')
+    assert read_progress(path) == Progress("ready")
