@@ -299,6 +299,16 @@ def torchrun_rank() -> TorchrunRank:
     return TorchrunRank(_env_int("RANK", 0), _env_int("LOCAL_RANK", 0), _env_int("WORLD_SIZE", 1))
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def process_mark() -> str | None:
+    """`CHITU_PROCESS`: which tree of a local cluster this process belongs to (`launch/process.py`)."""
+    return os.environ.get("CHITU_PROCESS")
+
+
 def _env_int(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     try:
@@ -315,7 +325,7 @@ def pd_master_addr() -> str | None:
     own = os.environ.get("PD_MASTER_ADDR")
     if own:
         return own
-    return None if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("MASTER_ADDR") or None
+    return None if under_torchrun() else os.environ.get("MASTER_ADDR") or None
 
 
 def router_host(topology: Topology) -> str:

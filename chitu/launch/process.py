@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from chitu.config.load import child_environment
+from chitu.config.load import child_environment, process_mark, under_torchrun
 from chitu.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
@@ -34,6 +34,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def die_with_torchrun() -> None:
+    """Under torchrun: end when it ends, even by SIGKILL. By hand: nothing. Call first thing in a process entry."""
+    if not under_torchrun():
+        return
+    die_with_parent()
+    mark = process_mark()
+    if mark is not None and os.getppid() not in processes_marked(mark):
+        os._exit(1)  # torchrun was gone before the kernel knew that we care
 
 
 def processes_marked(mark: str) -> list[int]:

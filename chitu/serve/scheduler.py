@@ -24,6 +24,7 @@ from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.select import open_transports
+from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.messages import KVLayout
@@ -202,4 +203,5 @@ def _build_transfer(
 
 
 if __name__ == "__main__":
+    die_with_torchrun()
     sys.exit(main())

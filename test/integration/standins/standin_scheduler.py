@@ -11,10 +11,10 @@ import signal
 import sys
 
 from chitu.config.load import load_topology, router_host
-from chitu.launch.process import die_with_parent
+from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 
-die_with_parent()
+die_with_torchrun()
 parser = argparse.ArgumentParser()
 parser.add_argument("--config")
 parser.add_argument("--role")
