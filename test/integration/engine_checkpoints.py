@@ -130,8 +130,9 @@ class Engine:
             vocab_size=self.spec.vocab_size,
         )
         self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device)
+        self.sampler = GreedySampler()
         self.runner = ModelRunner(
-            self.spec, model, self.pool, num_slots, max_model_len, GreedySampler() if sampling else None
+            self.spec, model, self.pool, num_slots, max_model_len, self.sampler if sampling else None
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from engine_checkpoints import FAMILIES, Engine, expected_tokens, generate, make_prompt, write_checkpoint
+
+from chitu.engine.loader import load_model
+from chitu.errors import ConfigError, UnsupportedModel
+from chitu.ops.reference import ReferenceOps
+from chitu.ops.torch_ops import TorchOps
 
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
 
@@ -24,3 +31,63 @@ def test_tokens_equal_transformers_in_a_mixed_batch(family, tmp_path):
     engine = Engine(tmp_path)
     expected = [expected_tokens(reference, prompt, 12) for prompt in prompts]
     assert generate(engine, prompts, 12) == expected
+
+
+def test_the_plain_operations_give_the_same_tokens(tmp_path):
+    reference = write_checkpoint(tmp_path, "qwen3")
+    prompts = [make_prompt(length, seed=1) for length in (3, 40, 130)]
+    expected = [expected_tokens(reference, prompt, 8) for prompt in prompts]
+    assert generate(Engine(tmp_path, ops=TorchOps()), prompts, 8) == expected
+    assert generate(Engine(tmp_path, ops=ReferenceOps()), prompts, 8) == expected
+
+
+def test_a_chunk_size_changes_nothing(tmp_path):
+    reference = write_checkpoint(tmp_path, "llama3")
+    prompts = [make_prompt(300), make_prompt(47)]
+    expected = [expected_tokens(reference, prompt, 6) for prompt in prompts]
+    engine = Engine(tmp_path)
+    for size in (1024, 100, 16, 7):
+        assert generate(engine, prompts, 6, chunk_size=size) == expected
+
+
+def test_bfloat16_runs_and_agrees_with_float32_at_first(tmp_path):
+    reference = write_checkpoint(tmp_path, "qwen2")
+    prompts = [make_prompt(length) for length in (5, 50)]
+    outputs = generate(Engine(tmp_path, dtype="bfloat16"), prompts, 4)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            ranked = reference(torch.tensor([prompt])).logits[0, -1].topk(5).indices.tolist()
+        assert len(output) == 4
+        assert output[0] in ranked
+
+
+def test_a_sharded_checkpoint_loads_and_reports_progress(tmp_path):
+    reference = write_checkpoint(tmp_path, "llama2", max_shard_size="200KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    prompt = make_prompt(33)
+    assert generate(Engine(tmp_path), [prompt], 6) == [expected_tokens(reference, prompt, 6)]
+    seen: list[tuple[int, int]] = []
+    load_model(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (total, total)
+    assert len(seen) > 20
+
+
+def test_tensors_that_the_model_would_not_use_are_refused(tmp_path):
+    write_checkpoint(tmp_path, "qwen2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"q_proj\.bias|k_proj\.bias"):
+        load_model(tmp_path)
+    config["intermediate_size"] = 128
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"gate_proj.*shape"):
+        load_model(tmp_path)
+
+
+def test_float16_on_a_cpu_is_refused(tmp_path):
+    write_checkpoint(tmp_path, "llama2")
+    with pytest.raises(ConfigError, match="float16 needs a CUDA device"):
+        load_model(tmp_path, dtype="float16")
