@@ -81,6 +81,9 @@ class SenderEvent(Enum):
     SETTLED = auto()
     """No write of the room is running or can still land."""
     ACKNOWLEDGED = auto()
+    """D knows how the room ended."""
+    GIVEN_UP = auto()
+    """The status was repeated for long enough, or D is gone and nobody is left to hear it."""
 
 
 def _edges(sources: Iterable[S], events: Iterable[E], target: S) -> dict[tuple[S | None, E], S]:
@@ -114,7 +117,7 @@ SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], Sender
     ),
     **_edges(
         (SenderState.SUCCEEDED, SenderState.RELEASED),
-        (SenderEvent.ACKNOWLEDGED, SenderEvent.PEER_LOST, SenderEvent.DEADLINE),
+        (SenderEvent.ACKNOWLEDGED, SenderEvent.GIVEN_UP),
         SenderState.FORGOTTEN,
     ),
 }

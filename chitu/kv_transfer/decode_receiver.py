@@ -233,7 +233,7 @@ class DecodeReceiver:
                     self._found(instance.engine_rank, instance.incarnation, instance.host, instance.control_port)
             for rank, peer in self._prefills.items():
                 if self._view.is_lost(rank, peer.incarnation):
-                    peer.is_registered = False  # it may have dropped us; register anew when it comes back
+                    peer.is_registered, peer.repeat_due_s = False, 0.0  # register anew when it comes back
             self._fail_lost()
         self._leave()
 

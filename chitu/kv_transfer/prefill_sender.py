@@ -85,6 +85,7 @@ class SendRoom:
     units_left: int = 0
     """Layer pages that have not landed yet; known from the announcement on."""
     bytes_moved: int = 0
+    is_kv_logged: bool = False
     is_in_flight: bool = False
     """A transfer thread is inside a transport call for this room."""
     is_unsettled: bool = False
@@ -348,7 +349,7 @@ class PrefillSender:
         entry = self._table.get(room)
         assert entry is not None
         if entry.state in (SenderState.SUCCEEDED, SenderState.RELEASED):
-            self._forget(room, SenderEvent.DEADLINE)
+            self._forget(room, SenderEvent.GIVEN_UP)
         elif entry.state is SenderState.REQUESTED:
             limit_s = self._deadlines.queue_s + self._deadlines.bootstrap_s
             error: ChituError = BootstrapTimeout(f"D{entry.data.decode_rank} did not announce within {limit_s:g} s")
@@ -572,7 +573,7 @@ class PrefillSender:
 
     def _peer_lost(self, room: bytes, rank: int) -> None:
         self._fail(room, SenderEvent.PEER_LOST, DecodeLost(f"D{rank} is gone"))
-        self._forget(room, SenderEvent.PEER_LOST)
+        self._forget(room, SenderEvent.GIVEN_UP)
 
     def _try_settle(self, room: bytes) -> None:
         """SETTLING -> RELEASED where no write of the room runs or can still land."""
@@ -596,7 +597,7 @@ class PrefillSender:
         if peer is None:
             self._forget(room, SenderEvent.ACKNOWLEDGED)
         elif self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
-            self._forget(room, SenderEvent.PEER_LOST)
+            self._forget(room, SenderEvent.GIVEN_UP)
         else:
             self._ack_abort(room, peer)
             if record.is_peer_done:
@@ -721,8 +722,9 @@ class PrefillSender:
             self._out.frame(info.endpoint, info.dst_port, batch.room, AuxReady(self._config.incarnation))
         else:
             record.units_left -= sum(chunk.num_units for chunk in batch.chunks)
-            if record.units_left == 0:
-                self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
+        if not record.units_left and not record.is_kv_logged:
+            record.is_kv_logged = True
+            self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
         if record.units_left or not record.is_aux_written:
             return
         self._table.apply(batch.room, SenderEvent.LANDED)

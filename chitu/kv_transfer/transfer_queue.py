@@ -4,7 +4,8 @@ The step thread puts jobs in (`on_layer_done`), transfer threads take batches ou
 (token 1 waits for them), then rooms first come, first served; jobs of one room leave in the order in which they came,
 and a room is in the hands of one thread at most, so Success can never overtake data. Jobs of a room that wait together
 leave as one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt
-does not hold up the next aux row. Without `start`, `run_one` pumps the queue deterministically in the caller's thread (tests).
+does not hold up the next aux row. Without `start`, `run_one` pumps the queue in the caller's thread
+(tests).
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""P and D under a hostile network: whatever happens, every room ends, once, in bounded time, and no byte goes astray."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.types import Role
+from pd_world import World
+
+SEEDS = st.integers(0, 2**32)
+MANY = settings(max_examples=700, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def run_calm(world: World, num_requests: int) -> None:
+    world.publish_view()
+    for _ in range(num_requests):
+        world.submit()
+        world.churn(4)
+        for node in world.of(Role.PREFILL):
+            node.compute()
+        world.advance(0.05)
+    world.settle_down()
+    world.check_all_returned()
+
+
+@given(SEEDS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_on_a_good_network_every_request_succeeds_on_both_sides_with_the_right_bytes(seed: int) -> None:
+    world = World(seed, num_prefill=1 + seed % 2, num_decode=1 + seed // 2 % 2)
+    run_calm(world, 3)
+    rooms = [request for node in world.nodes for request in node.requests.values()]
+    assert rooms
+    for request in rooms:
+        assert request.seen[-1] is Kind.SUCCESS
+
+
+@given(SEEDS)
+@MANY
+def test_lost_doubled_and_reordered_frames_and_failed_writes_cost_requests_but_never_bytes_or_pages(seed: int) -> None:
+    world = World(seed, num_prefill=1, num_decode=1 + seed % 2, hostility=0.3)
+    world.publish_view()
+    rng = world.rng
+    for _ in range(25):
+        choice = rng.random()
+        if choice < 0.2:
+            world.submit()
+        elif choice < 0.5:
+            for node in world.of(Role.PREFILL):
+                node.compute()
+        elif choice < 0.58:
+            node = rng.choice(world.nodes)
+            if node.requests:
+                node.abort(rng.choice(list(node.requests)))
+        elif choice < 0.62:
+            for node in world.of(Role.PREFILL):
+                for room in node.requests:
+                    node.reset(room)
+        elif choice < 0.66:
+            world.fabric.release_late_writes()
+        world.churn(rng.randint(0, 6))
+        world.advance(rng.choice([0.0, 0.05, 0.3]))
+    world.settle_down()
+    world.check_all_returned()
+
+
+@given(SEEDS)
+@MANY
+def test_processes_that_die_freeze_and_leave_the_view_never_hang_or_corrupt_the_others(seed: int) -> None:
+    world = World(seed, num_prefill=1 + seed % 2, num_decode=2, hostility=0.15)
+    world.publish_view()
+    rng = world.rng
+    for _ in range(25):
+        choice = rng.random()
+        if choice < 0.25:
+            world.submit()
+        elif choice < 0.5:
+            for node in world.of(Role.PREFILL):
+                if not node.is_frozen:
+                    node.compute()
+        elif choice < 0.6:
+            world.restart(rng.choice(world.nodes))
+            world.publish_view()
+        elif choice < 0.7:
+            node = rng.choice(world.nodes)
+            node.is_frozen = not node.is_frozen
+            node.is_in_view = not node.is_frozen or rng.random() < 0.5
+            world.publish_view()
+        elif choice < 0.75:
+            node = rng.choice(world.nodes)
+            node.is_in_view = not node.is_in_view
+            world.publish_view()
+        elif choice < 0.8:
+            world.fabric.release_late_writes()
+        world.churn(rng.randint(0, 6))
+        world.advance(rng.choice([0.0, 0.05, 0.3, 1.0]))
+    world.settle_down()
+    world.check_all_returned()
