@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
-from chitu.engine.sampling_layout import BatchLayout, Segment, SlotState, place, segments_of
+from chitu.engine.sampling_layout import BatchLayout, Segment, SlotState, place, rows_at_once, segments_of
 from chitu.errors import Internal
 from chitu.messages import SamplingParams
 
@@ -25,7 +25,7 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by less overflows float32."""
 
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
-_SEED, _POSITION, _TOP_K, _PENALTY_ROW = range(4)
+_SEED, _POSITION, _TOP_K, _PENALTY_ROW, _LENGTH = range(5)
 
 
 class _PaddedTable:
@@ -63,10 +63,13 @@ class Sampler:
         self._states: list[SlotState | None] = [None] * num_slots
         self._special: set[int] = set()
         self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
-        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
         self._bias = _PaddedTable(num_slots, device)
         self._mask = _PaddedTable(num_slots, device)
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
+        # A count of 0 protects token 0 where it is padding only.
+        self._seen = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self._penalty_row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._layout_of: list[int] = []
@@ -95,6 +98,7 @@ class Sampler:
             top_p=params.top_p,
             filtered=random and (0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0),
             penalised=(params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
+            num_tokens=token_ids.shape[0],
             biased=bool(bias),
             masked_steps=params.min_tokens - emitted if masked else 0,
         )
@@ -112,7 +116,7 @@ class Sampler:
             params.frequency_penalty,
             params.repetition_penalty,
         ]
-        ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row]
+        ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row, state.num_tokens]
         self._floats[slot] = torch.tensor(floats, dtype=torch.float64).to(self.device)
         self._ints[slot] = torch.tensor(ints, dtype=torch.int64).to(self.device)
         self._bias.set(slot, list(bias), list(bias.values()))
@@ -146,10 +150,11 @@ class Sampler:
         special = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         self._ints[:, _POSITION].index_add_(0, layout.slots, torch.ones_like(layout.slots))
         if layout.penalised is not None:
-            counted = layout.slots.index_select(0, layout.penalised)
-            cells = self._ints[:, _PENALTY_ROW].index_select(0, counted) * self.vocab_size
-            cells += special.index_select(0, layout.penalised)
-            self._counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+            self._remember(
+                layout.penalised_slots,
+                layout.slots.index_select(0, layout.penalised),
+                special.index_select(0, layout.penalised),
+            )
         if layout.masked:
             self._count_down(layout.masked)
         tokens = logits.argmax(dim=-1) if layout.any_plain else torch.empty_like(special)
@@ -160,12 +165,16 @@ class Sampler:
         if layout.penalised is not None:
             slots = layout.slots.index_select(0, layout.penalised)
             floats = self._floats.index_select(0, slots).float()
-            rows = work.index_select(0, layout.penalised)
-            counts = self._counts.index_select(0, self._ints[:, _PENALTY_ROW].index_select(0, slots))
-            sampling_ops.apply_penalties_(
-                rows, counts, floats[:, _PRESENCE], floats[:, _FREQUENCY], floats[:, _REPETITION]
+            rows = self._ints[:, _PENALTY_ROW].index_select(0, slots)
+            seen = self._seen[:, : max(self._require(slot).num_tokens for slot in layout.penalised_slots)]
+            seen = seen.index_select(0, rows)
+            counts = self._counts.view(-1).take(seen + rows[:, None] * self.vocab_size)
+            cells = seen + layout.penalised[:, None] * self.vocab_size
+            flat = work.view(-1)
+            # A token seen twice is written twice, with the same value.
+            flat[cells] = sampling_ops.penalised(
+                flat.take(cells), counts, floats[:, _PRESENCE], floats[:, _FREQUENCY], floats[:, _REPETITION]
             )
-            work.index_copy_(0, layout.penalised, rows)
         edited = layout.slots[: layout.num_edited]
         self._bias.add_to_(work, edited)
         self._mask.add_to_(work, edited)
@@ -184,8 +193,7 @@ class Sampler:
                 ints[:, _TOP_K],
                 floats[:, _TOP_P],
                 floats[:, _MIN_P],
-                segment.largest_k,
-                segment.open_top_p,
+                segment.needs,
             )
             mass.masked_fill_(scaled < smallest[:, None], 0)
         return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, _SEED], ints[:, _POSITION]))
@@ -208,7 +216,8 @@ class Sampler:
             num_greedy=num_greedy,
             num_edited=sum(state.edited for state in ordered),
             penalised=self._indices(penalised) if penalised else None,
-            segments=segments_of(ordered, num_greedy),
+            penalised_slots=[slots[rows[i]] for i in penalised],
+            segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
             masked=[slots[row] for row in rows if states[row].masked_steps > 0],
             any_plain=len(rows) < len(slots),
         )
@@ -227,18 +236,40 @@ class Sampler:
                     self._special.discard(slot)
 
     def _count_tokens(self, slot: int, token_ids: Tensor, prompt_len: int) -> int:
-        """Give the slot a row of token counts, filled from its tokens so far; returns the row."""
+        """Give the slot a row of counts and of seen tokens, filled from its tokens so far; returns the row."""
         if not self._free_rows:
             have = self._counts.shape[0]
             more = min(max(have, 4), len(self._states) - have)
             self._counts = torch.nn.functional.pad(self._counts, (0, 0, 0, more))
+            self._seen = torch.nn.functional.pad(self._seen, (0, 0, 0, more))
             self._free_rows = list(range(have, have + more))
         row = self._penalty_row[slot] = self._free_rows.pop()
         counts = self._counts[row].zero_()
         counts.index_fill_(0, token_ids[:prompt_len], sampling_ops.IN_PROMPT)
         emitted = token_ids[prompt_len:]
         counts.index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
+        self._widen(token_ids.shape[0])
+        self._seen[row].zero_()
+        self._seen[row, : token_ids.shape[0]] = token_ids
         return row
+
+    def _widen(self, num_tokens: int) -> None:
+        """Room for so many seen tokens a row."""
+        missing = num_tokens - self._seen.shape[1]
+        if missing > 0:
+            self._seen = torch.nn.functional.pad(self._seen, (0, max(missing, self._seen.shape[1])))
+
+    def _remember(self, held: list[int], slots: Tensor, tokens: Tensor) -> None:
+        """Count the tokens that the penalised slots (`held` on the host, `slots` on the device) just emitted."""
+        for slot in held:
+            state = self._require(slot)
+            state.num_tokens += 1
+            self._widen(state.num_tokens)
+        ints = self._ints.index_select(0, slots)
+        cells = ints[:, _PENALTY_ROW] * self.vocab_size + tokens
+        self._counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+        self._seen[ints[:, _PENALTY_ROW], ints[:, _LENGTH]] = tokens
+        self._ints[:, _LENGTH].index_add_(0, slots, torch.ones_like(slots))
 
     def _require(self, slot: int) -> SlotState:
         state = self._states[slot]

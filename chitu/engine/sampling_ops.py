@@ -8,12 +8,13 @@ summation, so a row has the same cumulative sums whatever the batch, the number 
 uniform number picks the same token. The inverse CDF runs in token id order, not in order of probability: a rounding
 difference that swaps two near-equal tokens then moves a boundary by that difference, instead of exchanging the two.
 
-Shape suffixes: M rows, V vocabulary, K candidates.
+Shape suffixes: M rows, V vocabulary, K candidates, L tokens seen so far.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,15 +62,17 @@ def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
     return _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 11).double() * 2.0**-53
 
 
-def apply_penalties_(
-    logits_MV: Tensor, counts_MV: Tensor, presence_M: Tensor, frequency_M: Tensor, repetition_M: Tensor
-) -> None:
-    """Repetition, then frequency and presence penalty, in place. `counts` as described at `IN_PROMPT` (int32)."""
-    factor_MV = torch.where(logits_MV > 0, 1.0 / repetition_M[:, None], repetition_M[:, None])
-    logits_MV.mul_(factor_MV.masked_fill_(counts_MV == 0, 1.0))
-    emitted_MV = counts_MV & (IN_PROMPT - 1)
-    logits_MV.sub_(frequency_M[:, None] * emitted_MV)
-    logits_MV.sub_(presence_M[:, None] * (emitted_MV > 0))
+def penalised(
+    logits_ML: Tensor, counts_ML: Tensor, presence_M: Tensor, frequency_M: Tensor, repetition_M: Tensor
+) -> Tensor:
+    """Logits of tokens seen so far after repetition, then frequency and presence penalty (float32).
+
+    `counts` as described at `IN_PROMPT` (int32); a token that was not seen (count 0) keeps its logit.
+    """
+    factor_ML = torch.where(logits_ML > 0, 1.0 / repetition_M[:, None], repetition_M[:, None])
+    logits_ML = logits_ML * factor_ML.masked_fill_(counts_ML == 0, 1.0)
+    emitted_ML = counts_ML & (IN_PROMPT - 1)
+    return logits_ML - frequency_M[:, None] * emitted_ML - presence_M[:, None] * (emitted_ML > 0)
 
 
 def weights(scaled_MV: Tensor) -> Tensor:
@@ -78,39 +81,51 @@ def weights(scaled_MV: Tensor) -> Tensor:
     return shifted_MV.exp_().mul_(WEIGHT_SCALE).long()
 
 
+class FilterNeeds(NamedTuple):
+    """What the host knows of the filters of some rows, so that the device does no more than they need."""
+
+    largest_k: int
+    """The largest top-k; 0 where no row has one."""
+    top_p: bool
+    """Some row has a top-p."""
+    open_top_p: bool
+    """Some row has a top-p without a top-k: any number of candidates may be needed."""
+
+
 def cutoff(
     scaled_MV: Tensor,
     weights_MV: Tensor,
     top_k_M: Tensor,
     top_p_M: Tensor,
     min_p_M: Tensor,
-    largest_k: int,
-    open_top_p: bool,
+    needs: FilterNeeds,
 ) -> Tensor:
     """Smallest logit that each row may still choose `[M]`: min-p, then top-k, then top-p of what these left.
 
     Tokens that tie with the last one kept are kept too (as transformers does for top-k), so the order in which a sort
-    puts equal values never matters. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `largest_k`: the largest top-k of the
-    rows; `open_top_p`: some row has a top-p without a top-k, so that any number of candidates may be needed.
+    puts equal values never matters. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
     """
     floor_M = scaled_MV.amax(dim=-1) + min_p_M.log().float()
-    if largest_k == 0 and not open_top_p:
+    if needs.largest_k == 0 and not needs.top_p:
         return floor_M
     vocab = scaled_MV.shape[-1]
-    candidates = min(vocab, largest_k)
-    if open_top_p:
+    candidates = min(vocab, needs.largest_k)
+    if needs.open_top_p:
         candidates = min(vocab, max(candidates, NARROW_SEARCH)) if scaled_MV.device.type == "cpu" else vocab
     sorted_MK = _largest(scaled_MV, candidates)
     kth_M = sorted_MK.gather(1, (top_k_M - 1).clamp(0, candidates - 1)[:, None]).squeeze(1)
     floor_M = torch.maximum(floor_M, torch.where(top_k_M > 0, kth_M, -math.inf))
 
-    allowed_M = torch.where(scaled_MV >= floor_M[:, None], weights_MV, 0).sum(-1).double() * top_p_M
+    if not needs.top_p:
+        return floor_M
+
+    allowed_M = (weights_MV * (scaled_MV >= floor_M[:, None])).sum(-1).double() * top_p_M
     while True:
         # Token j of the order stays if those before it hold less than top_p of what is left.
         weights_MK = (sorted_MK - sorted_MK[:, :1]).exp_().mul_(WEIGHT_SCALE).long()
         weights_MK.masked_fill_(sorted_MK < floor_M[:, None], 0)
         reached_MK = weights_MK.cumsum(-1)
-        if candidates < vocab and open_top_p:
+        if candidates < vocab and needs.open_top_p:
             short_M = (reached_MK[:, -1] < allowed_M) & (sorted_MK[:, -1] > floor_M) & (top_p_M < 1)
             if bool(short_M.any()):
                 candidates = vocab
