@@ -195,7 +195,7 @@ class Sampler:
                 floats[:, _MIN_P],
                 segment.needs,
             )
-            mass.masked_fill_(scaled < smallest[:, None], 0)
+            mass.mul_(sampling_ops.at_least(scaled, smallest))
         return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, _SEED], ints[:, _POSITION]))
 
     def _layout_for(self, slots: list[int]) -> BatchLayout | None:

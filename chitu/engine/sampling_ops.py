@@ -3,7 +3,7 @@
 Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the narrow search of
 `cutoff` on a CPU, where reading a value is free.
 
-Probabilities are integers: `floor(exp(logit - row max) * 2^40)`. Sums of integers do not depend on the order of
+Probabilities are summed as integers, `floor(exp(logit - row max) * 2^40)`: such sums do not depend on the order of
 summation, so a row has the same cumulative sums whatever the batch, the number of threads or the kernel, and the same
 uniform number picks the same token. The inverse CDF runs in token id order, not in order of probability: a rounding
 difference that swaps two near-equal tokens then moves a boundary by that difference, instead of exchanging the two.
@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 WEIGHT_SCALE = float(1 << 40)
 """Weight of a row's most probable token; 2^22 of them still fit an int64."""
-NARROW_SEARCH = 256
+NARROW_SEARCH = 1024
 """Candidates that a CPU looks at first for top-p, before it sorts the whole vocabulary."""
 IN_PROMPT = 1 << 30
 """Flag in a row of token counts: the token occurs in the prompt. The bits below count emitted ones."""
@@ -76,9 +77,14 @@ def penalised(
 
 
 def weights(scaled_MV: Tensor) -> Tensor:
-    """Unnormalised probabilities as int64; the row's maximum is 2^40."""
+    """Unnormalised probabilities, the row's maximum is 2^40; float32, whose integer parts are what counts."""
     shifted_MV = scaled_MV - scaled_MV.amax(dim=-1, keepdim=True)
-    return shifted_MV.exp_().mul_(WEIGHT_SCALE).long()
+    return shifted_MV.exp_().mul_(WEIGHT_SCALE)
+
+
+def at_least(values: Tensor, floor_M: Tensor) -> Tensor:
+    """1.0 where a row's value reaches its floor, else 0.0: on a CPU, multiplying by it is far faster than a mask."""
+    return values.clone().ge_(floor_M[:, None])
 
 
 class FilterNeeds(NamedTuple):
@@ -119,11 +125,10 @@ def cutoff(
     if not needs.top_p:
         return floor_M
 
-    allowed_M = (weights_MV * (scaled_MV >= floor_M[:, None])).sum(-1).double() * top_p_M
+    allowed_M = (weights_MV * at_least(scaled_MV, floor_M)).long().sum(-1).double() * top_p_M
     while True:
         # Token j of the order stays if those before it hold less than top_p of what is left.
-        weights_MK = (sorted_MK - sorted_MK[:, :1]).exp_().mul_(WEIGHT_SCALE).long()
-        weights_MK.masked_fill_(sorted_MK < floor_M[:, None], 0)
+        weights_MK = (weights(sorted_MK) * at_least(sorted_MK, floor_M)).long()
         reached_MK = weights_MK.cumsum(-1)
         if candidates < vocab and needs.open_top_p:
             short_M = (reached_MK[:, -1] < allowed_M) & (sorted_MK[:, -1] > floor_M) & (top_p_M < 1)
@@ -137,8 +142,13 @@ def cutoff(
 
 
 def _largest(scaled_MV: Tensor, count: int) -> Tensor:
-    """The `count` largest values of each row, descending."""
-    if count == scaled_MV.shape[-1]:
+    """The `count` largest values of each row, descending. On a CPU by numpy, which sorts 10 to 25 times as fast."""
+    vocab = scaled_MV.shape[-1]
+    if scaled_MV.device.type == "cpu":
+        values = scaled_MV.numpy()
+        part = values if count == vocab else np.partition(values, vocab - count, axis=-1)[:, vocab - count :]
+        return torch.from_numpy(np.sort(part, axis=-1)).flip(-1)
+    if count == vocab:
         return scaled_MV.sort(dim=-1, descending=True).values
     return scaled_MV.topk(count, dim=-1).values
 
@@ -148,7 +158,7 @@ def choose(weights_MV: Tensor, uniform_M: Tensor) -> Tensor:
 
     A row without any weight (all logits NaN or -inf) gives the last token id, never an id outside the vocabulary.
     """
-    cumulative_MV = weights_MV.cumsum(-1)
+    cumulative_MV = weights_MV.long().cumsum(-1)
     target_M = (uniform_M * cumulative_MV[:, -1]).long()
     return (
         torch.searchsorted(cumulative_MV, target_M[:, None], right=True).squeeze(1).clamp_(max=weights_MV.shape[1] - 1)
