@@ -1,13 +1,13 @@
-"""P and D under a hostile network: whatever happens, every room ends, once, in bounded time, and no byte goes astray."""
+"""P and D under a hostile network: whatever happens, every room ends once, in bounded time, no byte astray."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pd_world import World
 
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.types import Role
-from pd_world import World
 
 SEEDS = st.integers(0, 2**32)
 MANY = settings(max_examples=700, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,218 @@
+"""Golden frames of protocol version 1, read back by the reference `msgpack` package, and what decoders refuse.
+
+The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from chitu.errors import BadFrame, UnknownKind
+from chitu.messages import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    CancelRequest,
+    Codec,
+    DecodeRequest,
+    Finish,
+    Heartbeat,
+    KVLayout,
+    LoadReport,
+    PrefillRequest,
+    RegisterReply,
+    SamplingParams,
+    StatusAck,
+    TokenBatch,
+    TransferInfo,
+    TransferStatus,
+    encode,
+    pack_i32,
+    peer_codec,
+    peer_frames,
+    scheduler_codec,
+    stats_codec,
+    token_codec,
+    unpack_i32,
+)
+from chitu.types import Role
+
+ROOM = bytes(range(16))
+PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
+    (
+        TransferInfo(7, pack_i32([3, 4, 260]), 2, 40),
+        peer_codec,
+        "85a474797065ad7472616e736665725f696e666fab696e6361726e6174696f6e07ae6473745f6b765f696e6469636573c40c030000000400"
+        "000004010000ad6473745f6175785f696e64657802aa6e756d5f746f6b656e7328",
+        {
+            "type": "transfer_info",
+            "incarnation": 7,
+            "dst_kv_indices": b"\x03\0\0\0\x04\0\0\0\x04\x01\0\0",
+            "dst_aux_index": 2,
+            "num_tokens": 40,
+        },
+    ),
+    (
+        TransferStatus(9, 4, bytes_per_rank=(4096,)),
+        peer_codec,
+        "84a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c04ae62797465735f7065725f72616e6b"
+        "91cd1000",
+        {"type": "transfer_status", "incarnation": 9, "poll": 4, "bytes_per_rank": [4096]},
+    ),
+    (
+        TransferStatus(9, 0, False, "transfer_failed", "x"),
+        peer_codec,
+        "86a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c00a7736574746c6564c2a4636f6465af"
+        "7472616e736665725f6661696c6564a76d657373616765a178",
+        {
+            "type": "transfer_status",
+            "incarnation": 9,
+            "poll": 0,
+            "settled": False,
+            "code": "transfer_failed",
+            "message": "x",
+        },
+    ),
+    (
+        StatusAck(7, 4),
+        peer_codec,
+        "83a474797065aa7374617475735f61636bab696e6361726e6174696f6e07a4706f6c6c04",
+        {"type": "status_ack", "incarnation": 7, "poll": 4},
+    ),
+    (
+        AuxReady(9),
+        peer_codec,
+        "82a474797065a96175785f7265616479ab696e6361726e6174696f6e09",
+        {"type": "aux_ready", "incarnation": 9},
+    ),
+    (
+        AbortTransfer(7),
+        peer_codec,
+        "82a474797065ae61626f72745f7472616e73666572ab696e6361726e6174696f6e07",
+        {"type": "abort_transfer", "incarnation": 7},
+    ),
+    (
+        AbortAck(9),
+        peer_codec,
+        "82a474797065a961626f72745f61636bab696e6361726e6174696f6e09",
+        {"type": "abort_ack", "incarnation": 9},
+    ),
+    (
+        RegisterReply(0, 9, 7),
+        peer_codec,
+        "",
+        {"type": "register_reply", "engine_rank": 0, "incarnation": 9, "peer_incarnation": 7},
+    ),
+    (
+        PrefillRequest(ROOM, "cmpl-1", pack_i32([1, 2]), 0, 7),
+        scheduler_codec,
+        "",
+        {
+            "type": "prefill_request",
+            "room": ROOM,
+            "request_id": "cmpl-1",
+            "token_ids": b"\x01\0\0\0\x02\0\0\0",
+            "decode_rank": 0,
+            "decode_incarnation": 7,
+        },
+    ),
+    (
+        DecodeRequest(ROOM, "cmpl-1", b"", SamplingParams(16, seed=5), 0, 9),
+        scheduler_codec,
+        "",
+        {
+            "type": "decode_request",
+            "room": ROOM,
+            "request_id": "cmpl-1",
+            "token_ids": b"",
+            "sampling": {"max_tokens": 16, "seed": 5},
+            "prefill_rank": 0,
+            "prefill_incarnation": 9,
+        },
+    ),
+    (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
+    (
+        TokenBatch(7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3)]),
+        token_codec,
+        "",
+        ["token_batch", 7, [ROOM], [42], [[ROOM, "stop", "", "", 3, 0.0]]],
+    ),
+    (
+        Heartbeat(Role.DECODE, 1, 7, LoadReport(running=2)),
+        stats_codec,
+        "",
+        {"type": "heartbeat", "role": "decode", "engine_rank": 1, "incarnation": 7, "load": {"running": 2}},
+    ),
+]
+names = [f"{type(message).__name__}-{n}" for n, (message, *_) in enumerate(GOLDEN)]
+
+
+@pytest.mark.parametrize(("message", "codec", "golden", "plain"), GOLDEN, ids=names)
+def test_a_message_has_its_golden_bytes_and_any_msgpack_reader_sees_the_same_fields(
+    message: Any, codec: Codec[Any], golden: str, plain: object
+) -> None:
+    frame = encode(message)
+    if golden:
+        assert frame.hex() == golden
+        assert golden in PROTOCOL_MD.read_text(), "docs/protocol.md prints another frame"
+    assert msgpack.unpackb(frame) == plain
+    assert codec.decode(frame) == message
+    assert codec.decode(msgpack.packb(plain)) == message
+
+
+def test_a_peer_message_is_two_frames_with_the_raw_room_first() -> None:
+    room, payload = peer_frames(ROOM, AuxReady(9))
+    assert room == ROOM and peer_codec.decode(payload) == AuxReady(9)
+
+
+@pytest.mark.parametrize(
+    ("plain", "error"),
+    [
+        ({"type": "from_the_future", "incarnation": 1}, UnknownKind),
+        ({"type": "aux_ready", "incarnation": 1, "extra": 1}, BadFrame),
+        ({"type": "aux_ready"}, BadFrame),
+        ({"type": "aux_ready", "incarnation": "1"}, BadFrame),
+        ({"incarnation": 1}, BadFrame),
+        (["aux_ready", 1], BadFrame),
+        (None, BadFrame),
+        ({"type": "token_batch", "incarnation": 1}, UnknownKind),
+    ],
+)
+def test_a_frame_of_an_unknown_kind_or_with_other_fields_is_refused(plain: object, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        peer_codec.decode(msgpack.packb(plain))
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x82\xa4type", b"\xff" * 100, b"\x91" * 100_000])
+def test_garbage_is_a_bad_frame_and_nothing_else(frame: bytes) -> None:
+    with pytest.raises(BadFrame):
+        peer_codec.decode(frame)
+
+
+def test_a_frame_above_the_size_limit_is_refused_unread() -> None:
+    codec: Codec[Any] = Codec(AuxReady, max_bytes=10)
+    with pytest.raises(BadFrame, match="at most 10"):
+        codec.decode(encode(AuxReady(9)))
+
+
+def test_int_arrays_are_int32_little_endian_and_refuse_what_does_not_fit() -> None:
+    assert pack_i32([1, -1, 2**31 - 1]) == b"\x01\0\0\0\xff\xff\xff\xff\xff\xff\xff\x7f"
+    assert list(unpack_i32(pack_i32([5, 6]))) == [5, 6]
+    with pytest.raises(OverflowError):
+        pack_i32([2**31])
+    with pytest.raises(BadFrame):
+        unpack_i32(b"\0\0\0")
+
+
+def test_layouts_name_every_field_that_differs() -> None:
+    mine = KVLayout("a", 2, 2, 16, 16, "float32", 100)
+    assert mine.mismatches(mine) == []
+    theirs = msgspec.structs.replace(mine, page_size=8, dtype="bfloat16")
+    assert mine.mismatches(theirs) == ["page_size: 16 != 8", "dtype: float32 != bfloat16"]
