@@ -80,6 +80,7 @@ class Sampler:
         """Rows of token counts allocated so far, `vocab_size` int32 each; only penalties need one."""
         return self._counts.shape[0]
 
+    @torch.inference_mode()
     def admit(self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams) -> None:
         """Start or resume a request in a free slot (a slot that is taken is replaced).
 
@@ -132,6 +133,7 @@ class Sampler:
         if slot in self._penalty_row:
             self._free_rows.append(self._penalty_row.pop(slot))
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, slots: list[int]) -> Tensor:
         """The next token of each slot: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.
 

@@ -300,6 +300,20 @@ def test_rows_may_be_strided_as_aux_rows_are() -> None:
     assert run(sampler, [0, 1], wide[:, 16:]) == run(compact, [0, 1], wide[:, 16:].contiguous())
 
 
+def test_calls_may_come_inside_and_outside_of_inference_mode() -> None:
+    rows = logits_of(len(MIXED), seed=6)
+    slots = list(range(len(MIXED)))
+    outside, mixed = Sampler(len(MIXED), VOCAB, CPU, EOS), Sampler(len(MIXED), VOCAB, CPU, EOS)
+    with torch.inference_mode():
+        for slot, p in enumerate(MIXED):
+            mixed.admit(slot, ids([1, 2]), 2, p)
+        first = run(mixed, slots, rows)
+    for slot, p in enumerate(MIXED):
+        outside.admit(slot, ids([1, 2]), 2, p)
+    assert first == run(outside, slots, rows)
+    assert run(mixed, slots, rows) == run(outside, slots, rows)
+
+
 def test_a_slot_that_was_never_admitted_is_refused() -> None:
     sampler = Sampler(2, VOCAB, CPU)
     sampler.admit(0, ids([1]), 1, MIXED[1])
