@@ -100,6 +100,7 @@ class Request:
     seen: list[Kind] = field(default_factory=list)
     is_aborted: bool = False
     holds: bool = True
+    error: Exception | None = None
 
     @property
     def is_over(self) -> bool:
@@ -160,6 +161,7 @@ class Node:
             request.seen.append(event.kind)
             if event.kind is Kind.FAILED:
                 assert event.error is not None
+                request.error = event.error
             if event.kind is Kind.LOGITS_READY:
                 logits = self.memory.aux.get(request.aux_slot)
                 assert (logits.view(np.uint8) == logits_of(event.room).view(np.uint8)).all(), "wrong logits"
