@@ -26,7 +26,7 @@ def open_transports(
     """The transports of this process, best first; register the pool's arena with each of them.
 
     `host`: this instance's address as peers reach it. `fabric`, `process`: for `transport: fake`, which works inside
-    one process only. Raises MissingDependency where the configured library is absent; `auto` logs that and goes without.
+    one process only. Raises MissingDependency where the configured library is absent; `auto` logs it and goes on.
     """
     if config.transport == "fake":
         if fabric is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -19,8 +20,10 @@ from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, page_c
 
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.messages import RankMemory, TransportSession
 from chitu.types import new_room
@@ -101,8 +104,17 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
     made.pool.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def receiver(writer: Writer) -> Iterator[Receiver]:
+    """A peer that the tests share."""
+    made = Receiver(writer.kind)
+    yield made
+    assert made.end() == 0
+
+
+@pytest.fixture
+def own_receiver(writer: Writer) -> Iterator[Receiver]:
+    """A peer that a test may stop or kill."""
     made = Receiver(writer.kind)
     yield made
     if made.process.poll() is None:
@@ -116,11 +128,11 @@ def test_scattered_and_contiguous_pages_arrive_where_they_belong_and_nowhere_els
     rng = random.Random(7)
     src_pages = [*range(100, 140), *rng.sample(range(200, NUM_PAGES), 60)]
     dst_pages = [*range(3, 43), *rng.sample(range(50, NUM_PAGES), 60)]
-    empty = receiver.crcs(0)
+    before = [receiver.crcs(index) for index in range(NUM_REGIONS)]
     peer = writer.connect(receiver)
     writer.transport.write(peer, plan_page_copies(writer.pool, receiver.memory, src_pages, dst_pages, LAYERS), 10.0)
     for index in range(NUM_REGIONS):
-        sent, expected = page_crcs(writer.pool, index), list(empty)
+        sent, expected = page_crcs(writer.pool, index), before[index]
         for src_page, dst_page in zip(src_pages, dst_pages, strict=True):
             expected[dst_page] = sent[src_page]
         assert receiver.crcs(index) == expected
@@ -172,9 +184,9 @@ def test_a_copy_out_of_range_is_refused_and_the_peer_stays_usable(writer: Writer
     writer.transport.disconnect(peer)
 
 
-def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Writer, receiver: Receiver) -> None:
-    peer = writer.connect(receiver)
-    copies = plan_page_copies(writer.pool, receiver.memory, range(NUM_PAGES), range(NUM_PAGES), LAYERS)
+def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Writer, own_receiver: Receiver) -> None:
+    peer = writer.connect(own_receiver)
+    copies = plan_page_copies(writer.pool, own_receiver.memory, range(NUM_PAGES), range(NUM_PAGES), LAYERS)
     is_writing = threading.Event()
     errors: list[WriteError] = []
 
@@ -189,14 +201,14 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
     thread = threading.Thread(target=run)
     thread.start()
     assert is_writing.wait(20)
-    receiver.kill()
+    own_receiver.kill()
     started_s = time.monotonic()
     thread.join(15)
     assert not thread.is_alive() and len(errors) == 1
     assert time.monotonic() - started_s < 6
     assert writer.transport.settle(peer, 5.0)
     with pytest.raises(TransferFailed):
-        writer.connect(receiver)
+        writer.connect(own_receiver)
     writer.transport.disconnect(peer)
 
     fresh = Receiver(writer.kind)
@@ -208,32 +220,32 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
 
 
 def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
-    writer: Writer, receiver: Receiver
+    writer: Writer, own_receiver: Receiver
 ) -> None:
     if writer.kind == "shm":
         pytest.skip("shm writes do not need the peer to run")
-    peer, pool, pages = writer.connect(receiver), writer.pool, range(NUM_PAGES)
-    copies = plan_page_copies(pool, receiver.memory, pages, pages, LAYERS)
+    peer, pool, pages = writer.connect(own_receiver), writer.pool, range(NUM_PAGES)
+    copies = plan_page_copies(pool, own_receiver.memory, pages, pages, LAYERS)
     assert copies.nbytes > 16 << 20
-    receiver.process.send_signal(signal.SIGSTOP)
+    own_receiver.process.send_signal(signal.SIGSTOP)
     with pytest.raises(WriteError) as caught:
         writer.transport.write(peer, copies, 1.0)
     assert not caught.value.settled
     assert not writer.transport.settle(peer, 0.1)
-    receiver.process.send_signal(signal.SIGCONT)
+    own_receiver.process.send_signal(signal.SIGCONT)
     assert writer.transport.settle(peer, 20.0)
-    seen = [receiver.crcs(index) for index in range(NUM_REGIONS)]
+    seen = [own_receiver.crcs(index) for index in range(NUM_REGIONS)]
     region(pool, 0).zero_()
     for _ in range(3):
-        assert [receiver.crcs(index) for index in range(NUM_REGIONS)] == seen
+        assert [own_receiver.crcs(index) for index in range(NUM_REGIONS)] == seen
     region(pool, 0).normal_()
-    writer.transport.write(peer, plan_page_copies(pool, receiver.memory, [0], [0], LAYERS), 10.0)
-    assert receiver.crcs(0)[0] == page_crcs(pool, 0)[0]
+    writer.transport.write(peer, plan_page_copies(pool, own_receiver.memory, [0], [0], LAYERS), 10.0)
+    assert own_receiver.crcs(0)[0] == page_crcs(pool, 0)[0]
     writer.transport.disconnect(peer)
 
 
-def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, receiver: Receiver) -> None:
-    memory = msgspec.msgpack.encode(receiver.memory).hex()
+def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, own_receiver: Receiver) -> None:
+    memory = msgspec.msgpack.encode(own_receiver.memory).hex()
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "send", writer.kind],
         input=memory + "\n",
@@ -242,7 +254,7 @@ def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, rece
         timeout=60,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "sent"), done.stderr
-    assert receiver.end() == 0
+    assert own_receiver.end() == 0
 
 
 def test_reconnecting_leaves_no_descriptor_mapping_or_shared_file(writer: Writer, receiver: Receiver) -> None:
@@ -281,14 +293,26 @@ def test_a_write_after_disconnect_is_refused(writer: Writer, receiver: Receiver)
         ("offset", str(1 << 40), "too few"),
     ],
 )
-def test_shm_refuses_a_session_that_names_another_file(
-    writer: Writer, receiver: Receiver, name: str, value: str, words: str
-) -> None:
-    if writer.kind != "shm":
-        pytest.skip("about shm sessions")
-    session = receiver.memory.sessions[0]
+def test_shm_refuses_a_session_that_names_another_file(name: str, value: str, words: str) -> None:
+    pool, transport = new_pool(), ShmTransport()
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    transport.disconnect(transport.connect(memory, session))
     wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferFailed, match=words):
-        writer.transport.connect(receiver.memory, wrong)
+        transport.connect(memory, wrong)
     assert len(os.listdir("/proc/self/fd")) == before
+    transport.close()
+    pool.close()
+
+
+def test_memory_that_is_no_shared_file_can_be_a_source_but_has_no_session() -> None:
+    buffer = bytearray(1 << 20)
+    base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+    transport = ShmTransport()
+    transport.register(base, len(buffer))
+    with pytest.raises(TransferFailed, match="shared file"):
+        transport.local_session()
+    with pytest.raises(TransferFailed, match="not host memory"):
+        transport.register(1 << 46, 4096)

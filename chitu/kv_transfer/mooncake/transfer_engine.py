@@ -19,6 +19,8 @@ over TCP; RDMA was never run here. What the code below is shaped by:
   peer's one I/O thread serves every readable connection 64 KiB at a time, so that many rounds empty a receive buffer
   of 64 MiB. This last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer
   (connection refused) is settled at once. Over RDMA only a dead peer is settled.
+* `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
+  just then; a fence of a frozen peer takes MC_TRANSFER_TIMEOUT (5 s, its minimum), so `settle` may overrun by that.
 * A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
 """
 
@@ -125,7 +127,12 @@ class MooncakeTransport:
         code = self._engine.send_probe(session.session_id)
         if code != 0:
             raise TransferFailed(f"mooncake: {session.session_id} does not answer (code {code})")
-        return MooncakePeer(session.session_id, host, int(port), memory.arena_base, memory.arena_bytes)
+        peer = MooncakePeer(session.session_id, host, int(port), memory.arena_base, memory.arena_bytes)
+        # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
+        # now, while the peer has just spoken to us, so that no write can meet it.
+        if not self._fence(peer, time.monotonic() + CONNECT_TIMEOUT_S):
+            raise TransferFailed(f"mooncake: {session.session_id} does not let me read its arena")
+        return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
         assert isinstance(peer, MooncakePeer)

@@ -1,0 +1,105 @@
+"""Aux slots: counts, and rows that verify only where they are whole and belong to the room."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from chitu.errors import Integrity
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.types import new_room
+
+VOCAB = 10
+ROW_BYTES = aux_row_bytes(VOCAB)
+
+
+def new_buffers(num_slots: int = 3) -> MetadataBuffers:
+    return MetadataBuffers(np.zeros((num_slots, ROW_BYTES), np.uint8), 4 * VOCAB)
+
+
+def test_slots_are_counted_and_run_out() -> None:
+    buffers = new_buffers()
+    slots = [buffers.allocate() for _ in range(3)]
+    assert sorted(slot for slot in slots if slot is not None) == [0, 1, 2]
+    assert (buffers.num_slots, buffers.num_free, buffers.allocate()) == (3, 0, None)
+    buffers.free(1)
+    assert (buffers.num_free, buffers.allocate()) == (1, 1)
+
+
+def test_freeing_twice_or_a_slot_out_of_range_is_an_error() -> None:
+    buffers = new_buffers()
+    slot = buffers.allocate()
+    assert slot is not None
+    buffers.free(slot)
+    with pytest.raises(ValueError, match="free already"):
+        buffers.free(slot)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match="aux slot"):
+            buffers.free(wrong)
+    assert buffers.num_free == 3
+
+
+def test_a_sealed_row_verifies_after_it_was_copied_elsewhere() -> None:
+    source, target, room = new_buffers(), new_buffers(), new_room()
+    slot = source.allocate()
+    assert slot is not None
+    source.get(slot)[:] = np.arange(VOCAB)
+    source.seal(slot, room)
+    source_rows, target_rows = source._rows, target._rows
+    target_rows[2] = source_rows[slot]
+    target.verify(2, room)
+    np.testing.assert_array_equal(target.get(2), np.arange(VOCAB, dtype=np.float32))
+    with pytest.raises(Integrity, match="belongs to room"):
+        target.verify(2, new_room())
+
+
+@pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB - 1])
+def test_any_changed_byte_that_matters_is_found(byte: int) -> None:
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    buffers = MetadataBuffers(rows, 4 * VOCAB)
+    buffers.seal(0, room)
+    buffers.verify(0, room)
+    rows[0, byte] ^= 0x40
+    with pytest.raises(Integrity):
+        buffers.verify(0, room)
+
+
+def test_a_stale_row_never_verifies_once_its_slot_is_allocated_again() -> None:
+    buffers, room = new_buffers(1), new_room()
+    assert buffers.allocate() == 0
+    buffers.seal(0, room)
+    buffers.free(0)
+    assert buffers.allocate() == 0
+    with pytest.raises(Integrity, match="no row was written"):
+        buffers.verify(0, room)
+
+
+def test_the_header_is_as_documented() -> None:
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    MetadataBuffers(rows, 4 * VOCAB).seal(0, room)
+    magic, version, _, length, row_room = struct.unpack_from("<8sIIQ16s", rows[0].tobytes())
+    assert (magic, version, length, row_room) == (b"chituAUX", 1, 4 * VOCAB, room)
+    assert not rows[0, 40:AUX_HEADER_BYTES].any()
+
+
+def test_buf_infos_name_the_rows() -> None:
+    rows = np.zeros((3, ROW_BYTES), np.uint8)
+    infos = MetadataBuffers(rows, 4 * VOCAB).get_buf_infos()
+    assert infos == ([rows.ctypes.data], [3 * ROW_BYTES], [ROW_BYTES])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((3, ROW_BYTES), np.int8),
+        np.zeros((3, 2 * ROW_BYTES), np.uint8)[:, ::2],
+        np.zeros(ROW_BYTES, np.uint8),
+        np.zeros((3, AUX_HEADER_BYTES), np.uint8),
+    ],
+)
+def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
+    with pytest.raises(ValueError):
+        MetadataBuffers(rows, 4 * VOCAB)
