@@ -1,0 +1,106 @@
+"""`chitu serve` as a user starts it: a process with its output read line by line, and its whole offspring by a mark."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+MARK = "CHITU_TEST_MARK"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until the condition held; AssertionError with `what` after the time-out."""
+    start_s = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - start_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        pause.wait(0.02)
+    return time.monotonic() - start_s
+
+
+class ServeProcess:
+    """`argv` runs with a mark in its environment that every descendant inherits."""
+
+    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str] = queue.Queue()
+        self.process = subprocess.Popen(
+            argv,
+            env={**os.environ, **(env or {}), MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+
+    def wait_line(self, pattern: str, timeout_s: float = 90.0) -> re.Match[str]:
+        """The next line that matches (lines before it are gone); AssertionError with all output after the time-out."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, min(0.2, end_s - time.monotonic())))
+            except queue.Empty:
+                over = time.monotonic() >= end_s or (self.process.poll() is not None and not self._reader.is_alive())
+                assert not over, f"no line {pattern!r} in:\n" + "\n".join(self.lines)
+                continue
+            self.lines.append(line)
+            if match := re.search(pattern, line):
+                return match
+
+    def signal_and_wait(self, number: signal.Signals, timeout_s: float) -> tuple[int, float]:
+        """Exit code and seconds until the process had ended."""
+        start_s = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(timeout_s)
+        return code, time.monotonic() - start_s
+
+    def offspring(self) -> dict[int, str]:
+        """Live processes that carry the mark: pid -> command line."""
+        found = {}
+        wanted = f"{MARK}={self.mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != self.process.pid:
+                with contextlib.suppress(OSError):
+                    alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                    if alive and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def pids_of(self, role: str) -> list[int]:
+        """The scheduler processes themselves, not the torchruns above them (which are named so, or `pt_elastic`)."""
+        return [
+            pid
+            for pid, command in self.offspring().items()
+            if f"--role {role}" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
+        ]
+
+    def __enter__(self) -> ServeProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in self.offspring():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

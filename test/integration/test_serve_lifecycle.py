@@ -1,0 +1,118 @@
+"""`chitu serve` with the real processes: it answers, heals, ends in time, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serve_process import ServeProcess, wait_until
+
+from chitu.launch.make_model import make_model
+
+pytestmark = pytest.mark.timeout(300)
+CHITU = [sys.executable, "-m", "chitu.cli"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+
+
+@pytest.fixture
+def served(model: Path, tmp_path: Path) -> Iterator[tuple[ServeProcess, int]]:
+    """A running 1P1D and its HTTP port."""
+    argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
+    with ServeProcess([*argv, "cache.num_pages=256", "model.max_model_len=1024"]) as process:
+        port = int(process.wait_line(r"with P0, D0 at http://127\.0\.0\.1:(\d+)", timeout_s=120)[1])
+        process.wait_line("Ctrl-C ends it")
+        yield process, port
+
+
+def request(port: int, method: str, path: str, body: dict[str, object] | None = None) -> tuple[int, dict[str, object]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+def complete(port: int) -> tuple[int, dict[str, object]]:
+    body = {"model": "tiny", "prompt": [300, 301, 302], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return request(port, "POST", "/v1/completions", body)
+
+
+def test_serve_answers_heals_and_ends_within_5_seconds(served: tuple[ServeProcess, int], tmp_path: Path) -> None:
+    process, port = served
+    status, first = complete(port)
+    assert status == 200
+    assert first["usage"]["completion_tokens"] == 8  # type: ignore[index]
+
+    (decode,) = process.pids_of("decode")
+    (prefill,) = process.pids_of("prefill")
+    os.kill(decode, signal.SIGKILL)
+    process.wait_line(r"D0 ended \(killed by SIGKILL\)", timeout_s=15)
+    process.wait_line("D0 is started again", timeout_s=15)
+    wait_until(lambda: process.pids_of("decode") not in ([], [decode]), 60, "a new D0")
+    wait_until(lambda: complete(port)[0] == 200, 60, "an answer from the new D0")
+    assert complete(port)[1]["choices"] == first["choices"]
+    assert process.pids_of("prefill") == [prefill]
+
+    code, seconds = process.signal_and_wait(signal.SIGTERM, timeout_s=15)
+    assert code == 0
+    assert seconds < 5.0
+    assert process.offspring() == {}
+    assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {"router.log", "P0.log", "D0.log"}
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):
+        pass
+
+
+def test_a_request_that_runs_at_the_signal_still_gets_its_end(served: tuple[ServeProcess, int]) -> None:
+    process, port = served
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    body = {"model": "tiny", "prompt": [300], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    first = reply.readline()
+    assert first.startswith(b"data: ")
+    process.process.send_signal(signal.SIGTERM)
+    events = [line for line in reply.read().split(b"\n") if line]
+    # Within the drain time it is either complete, or told that the server goes: it is never cut off without a word.
+    assert events[-1] == b"data: [DONE]" or b'"error"' in events[-1]
+    connection.close()
+    assert process.process.wait(10) == 0
+    assert process.offspring() == {}
+
+
+def test_kill_9_of_the_supervisor_leaves_no_orphan(served: tuple[ServeProcess, int]) -> None:
+    process, _ = served
+    assert len(process.offspring()) >= 5
+    process.signal_and_wait(signal.SIGKILL, timeout_s=10)
+    wait_until(lambda: process.offspring() == {}, 5, f"no orphans, but {process.offspring()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["dp_config.router.prot=1"], "did you mean 'dp_config.router.port'?"),
+        (["--model", "/nowhere/at/all"], "there is no such folder"),
+        (["dp_config.router.stats_port=21003", "--model", "MODEL"], "both port 21003"),
+        (["no_such_topology"], "there is no topology file"),
+        (["--model", "MODEL", "dp_config.router.decode_schedulers.0.tp_size=2"], "tensor parallelism"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(model: Path, arguments: list[str], part: str) -> None:
+    words = [str(model) if word == "MODEL" else word for word in arguments]
+    result = subprocess.run([*CHITU, "serve", *words], capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert part in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,178 @@
+"""The supervisor with stand-in processes: who died, who comes back, and that nobody stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serve_process import ServeProcess, wait_until
+
+from chitu.config.load import load_topology
+from chitu.errors import ConfigError
+from chitu.launch.local import LocalCluster, StartFailed
+from chitu.launch.plan import ROUTER, Entries
+from chitu.launch.process import processes_marked
+
+STANDINS = Path(__file__).parent / "standins"
+ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
+ENVIRONMENT = {"PYTHONPATH": str(STANDINS)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """What the configuration checks want to see of a model."""
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def cluster(
+    model: Path, behaviour: str = "good", events: list[str] | None = None, restart: bool = False
+) -> LocalCluster:
+    topology = load_topology(None, [f"model.path={model}", f"model.served_name={behaviour}"])
+    return LocalCluster(
+        topology,
+        log_dir=str(model / "logs"),
+        restart=restart,
+        entries=ENTRIES,
+        env=ENVIRONMENT,
+        on_event=(events if events is not None else []).append,
+    )
+
+
+def marks_of(started: LocalCluster) -> list[str]:
+    return [member.child.mark for member in started.members.values() if member.child is not None]
+
+
+def alive(marks: list[str]) -> list[int]:
+    return [pid for mark in marks for pid in processes_marked(mark)]
+
+
+@pytest.fixture
+def served(model: Path) -> Iterator[ServeProcess]:
+    """`chitu serve` with stand-ins, until the test ends it."""
+    code = (
+        "import sys; from chitu.config.load import load_topology; from chitu.launch.plan import Entries\n"
+        "from chitu.launch.serve import ServeOptions, serve\n"
+        f"topology = load_topology(None, ['model.path={model}', 'model.served_name='+sys.argv[1]])\n"
+        f"sys.exit(serve(topology, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
+        " entries=Entries('standin_router', 'standin_scheduler'))))"
+    )
+    with ServeProcess([sys.executable, "-c", code, "good"], env=ENVIRONMENT) as process:
+        yield process
+
+
+def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None:
+    with cluster(model) as started:
+        started.wait_ready(60)
+        assert started.url == f"http://127.0.0.1:{started.ports['port']}"
+        for name in ("P0", "D0"):
+            assert f"of router 127.0.0.1:{started.ports['port']}" in started.logs(name)
+            assert f"stats port {started.ports['stats_port']}" in started.logs(name)
+        assert Path(f"/proc/{started.pid('D0')}/cmdline").read_bytes().count(b"standin_scheduler") == 1
+        marks = marks_of(started)
+        assert len(alive(marks)) == 5  # router, two torchruns, two schedulers
+    assert alive(marks) == []
+    assert {member.exit_code for member in started.members.values()} == {0}
+
+
+def test_a_process_that_dies_before_it_is_ready_ends_the_start_with_its_last_words(model: Path) -> None:
+    with cluster(model, "die_at_start") as started, pytest.raises(StartFailed) as caught:
+        started.wait_ready(60)
+    assert "ended (exit code 3)" in caught.value.message
+    assert caught.value.message.endswith("the reason why it ends")
+
+
+def test_a_death_is_reported_and_the_instance_comes_back_on_request(model: Path) -> None:
+    events: list[str] = []
+    with cluster(model, events=events) as started:
+        started.wait_ready(60)
+        first = started.pid("P0")
+        started.kill("P0")
+        started.wait_exit("P0")
+        assert events and events[0].startswith("P0 ended (killed by SIGKILL)")
+        assert started.alive("D0")
+        started.restart("P0")
+        started.wait_ready(60)
+        assert started.pid("P0") != first
+        assert len(events) == 1
+
+
+def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
+    events: list[str] = []
+    with cluster(model, events=events, restart=True) as started:
+        started.wait_ready(60)
+        ports, first = dict(started.ports), started.pid(ROUTER)
+        started.kill(ROUTER)
+        wait_until(lambda: not Path(f"/proc/{first}").exists() or not started.alive(ROUTER), 5, "the router's death")
+        started.poll()
+        assert not started.healthy()
+        started.wait_ready(60)
+        assert started.ports["port"] == ports["port"]
+        assert started.pid(ROUTER) != first
+        assert events[0].startswith("router ended (killed by SIGKILL)")
+        assert "starts again in 0.25 s" in events[0]
+
+
+def test_processes_that_ignore_the_signal_are_killed_within_5_seconds(model: Path) -> None:
+    started = cluster(model, "stubborn")
+    started.start()
+    try:
+        started.wait_ready(60)
+        marks = marks_of(started)
+        assert len(alive(marks)) == 5
+    finally:
+        start_s = time.monotonic()
+        codes = started.stop()
+    assert time.monotonic() - start_s < 5.0
+    assert codes == {"router": 0, "P0": -signal.SIGKILL, "D0": -signal.SIGKILL}
+    assert alive(marks) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_ends_with_0_on_a_signal(served: ServeProcess, number: signal.Signals) -> None:
+    served.wait_line("Ctrl-C ends it")
+    assert len(served.offspring()) == 5
+    code, seconds = served.signal_and_wait(number, timeout_s=10)
+    assert code == 0
+    assert seconds < 5.0
+    assert served.offspring() == {}
+
+
+def test_serve_can_be_ended_while_it_starts(served: ServeProcess) -> None:
+    served.wait_line("P0: starting")
+    code, seconds = served.signal_and_wait(signal.SIGTERM, timeout_s=10)
+    assert (code, served.offspring()) == (0, {})
+    assert seconds < 5.0
+
+
+def test_nobody_outlives_a_supervisor_that_is_killed(served: ServeProcess) -> None:
+    served.wait_line("Ctrl-C ends it")
+    assert len(served.offspring()) == 5
+    served.signal_and_wait(signal.SIGKILL, timeout_s=10)
+    wait_until(lambda: served.offspring() == {}, 5, f"no orphans, but {served.offspring()}")
+
+
+def test_nobody_outlives_a_supervisor_that_is_killed_during_the_start(served: ServeProcess) -> None:
+    wait_until(lambda: any("--role" in command for command in served.offspring().values()), 30, "a torchrun")
+    served.signal_and_wait(signal.SIGKILL, timeout_s=10)
+    wait_until(lambda: served.offspring() == {}, 10, f"no orphans, but {served.offspring()}")
+
+
+def test_serve_starts_an_instance_again_that_died(served: ServeProcess) -> None:
+    served.wait_line("Ctrl-C ends it")
+    (first,) = served.pids_of("decode")
+    os.kill(first, signal.SIGKILL)
+    served.wait_line(r"D0 ended \(killed by SIGKILL\)")
+    served.wait_line("D0 is started again")
+    wait_until(lambda: served.pids_of("decode") not in ([], [first]), 30, "a new D0")
+    assert served.process.poll() is None
+
+
+def test_one_base_port_for_several_schedulers_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="port of one scheduler process"):
+        LocalCluster(load_topology(None, [f"model.path={model}", "dp_config.scheduler_base_port=1"]))
