@@ -1,0 +1,113 @@
+"""The names and paths that the interface document fixes: this fails when one of them disappears.
+
+What belongs to later work stands in `LATER` and fails here as soon as it exists, so that it is moved up.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from chitu import log
+from chitu.config.load import known_keys
+
+ROOT = Path(__file__).parents[2]
+
+PATHS = [
+    "setup.py",
+    "chitu/serve/api_server.py",
+    "chitu/serve/scheduler.py",
+    "chitu/pd_request_router.py",
+    "chitu/pd_coordination.py",
+    "chitu/pd_service.py",
+    "chitu/pd_scheduler.py",
+    "chitu/cache_manager.py",
+    "chitu/kv_transfer/kv_manager.py",
+    "chitu/kv_transfer/bootstrap.py",
+    "chitu/kv_transfer/metadata_buffers.py",
+    "chitu/kv_transfer/mooncake/transfer_engine.py",
+    "chitu/config/pd_disagg_1p1d_multi_node.yaml",
+    "chitu/config/pd_disagg_2p2d_multi_node.yaml",
+    "chitu/config/pd_disagg_2p3d_multi_node.yaml",
+]
+
+LATER = [
+    "script/srun_pd_disagg_1p1d_two_nodes.sh",
+    "script/srun_pd_disagg_2p2d_two_nodes.sh",
+    "script/srun_pd_disagg_2p3d_two_nodes.sh",
+    "script/start_pd_separation.sh",
+    "test/verify_xpyd_topology.py",
+]
+
+NAMES = [
+    ("chitu.pd_request_router", "PDRequestRouter.add_request"),
+    ("chitu.pd_coordination", "PDCoordination"),
+    ("chitu.pd_service", "PDSchedulerService"),
+    ("chitu.pd_scheduler", "PDScheduler"),
+    ("chitu.cache_manager", "PagedKVCacheManager.get_contiguous_buf_infos"),
+    ("chitu.cache_manager", "PagedKVCacheManager.get_page_indices"),
+    ("chitu.cache_manager", "PagedKVCacheManager.insert_kv_cache_from_transfer"),
+    ("chitu.cache_manager", "PagedKVCacheManager.remove_task"),
+    ("chitu.kv_transfer.kv_manager", "KVManager"),
+    ("chitu.kv_transfer.metadata_buffers", "MetadataBuffers.allocate"),
+    ("chitu.kv_transfer.metadata_buffers", "MetadataBuffers.free"),
+    ("chitu.lifecycle", "KVPoll"),
+    ("chitu.types", "_to_uuid"),
+    ("chitu.messages", "KVArgsRegisterInfo"),
+    ("chitu.messages", "TransferInfo"),
+]
+
+KEYS = [
+    "dp_config.scheduler_base_port",
+    "dp_config.router.host",
+    "dp_config.router.port",
+    "dp_config.router.stats_port",
+    "dp_config.router.token_port",
+    "dp_config.router.pd_disaggregation.coordination_port",
+    "dp_config.router.pd_disaggregation.metadata_sync_port",
+    "dp_config.router.pd_disaggregation.bootstrap_port",
+    "dp_config.router.pd_disaggregation.ib_device",
+    "dp_config.router.prefill_schedulers.0.port",
+    "dp_config.router.decode_schedulers.0.port",
+]
+
+ANCHORS = [
+    ("CREATED_PD_REQUEST", "created pd request: %s -> P%d-D%d"),
+    ("PROCESSING_PREFILL", "processing prefill request: %s"),
+    ("FINISHED_KV", "finished kv cache transfer for %s"),
+    ("FINISHED_AUX", "finished aux transfer for %s"),
+    ("PROCESSING_DECODE", "processing decode request: %s"),
+    ("DECODE_REGISTERED", "decode endpoint registered to prefill (engine_rank=%d)"),
+    ("RECEIVED_KV", "received kv cache for %s"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_fixed_path_is_there(path: str) -> None:
+    assert (ROOT / path).is_file()
+
+
+@pytest.mark.parametrize("path", LATER)
+def test_a_path_of_later_work_is_listed_as_such(path: str) -> None:
+    assert not (ROOT / path).exists(), f"{path} is there now: move it from LATER to PATHS"
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}" for module, name in NAMES])
+def test_a_fixed_name_is_there(module: str, name: str) -> None:
+    value: object = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_fixed_key_is_there(key: str) -> None:
+    assert key in set(known_keys())
+
+
+@pytest.mark.parametrize(("constant", "text"), ANCHORS, ids=[constant for constant, _ in ANCHORS])
+def test_a_log_anchor_keeps_its_words_and_is_used(constant: str, text: str) -> None:
+    assert getattr(log, constant) == text
+    users = [path for path in (ROOT / "chitu").rglob("*.py") if path.name != "log.py" and constant in path.read_text()]
+    assert users, f"nobody logs {constant}"
