@@ -164,8 +164,8 @@ def measure(own: OwnEngine, model: Any, rounds: int) -> list[list[object]]:
     for name, batch, length, steps, seconds_per_token in cases:
         generator = torch.Generator().manual_seed(batch)
         prompts = torch.randint(8192, (batch, length), generator=generator)
-        own.run(prompts, min(steps, 4))
-        run_transformers(model, prompts, min(steps, 4))
+        own.run(prompts[:, :64], 2)
+        run_transformers(model, prompts[:, :64], 2)
         ours, theirs, equal = [], [], True
         for _ in range(rounds):
             reference, timing = run_transformers(model, prompts, steps), own.run(prompts, steps)

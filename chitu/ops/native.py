@@ -166,10 +166,11 @@ class NativeOps:
 
     def _linear(self, x_TI: torch.Tensor, weight: PackedWeight, mode: int, result: torch.Tensor | None) -> torch.Tensor:
         rows = x_TI.shape[0]
+        x_TI = x_TI.contiguous()
         if result is None:
             result = self._buffer(f"linear{weight.out_features}", rows, weight.out_features)
         self._library.chitu_linear(
-            x_TI.contiguous().data_ptr(),
+            x_TI.data_ptr(),
             rows,
             weight.in_features,
             weight.panels_pointer,
@@ -183,9 +184,10 @@ class NativeOps:
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x_TD.shape
+        x_TD = x_TD.contiguous()
         out = self._buffer("norm", rows, width)
         self._library.chitu_rms_norm(
-            x_TD.contiguous().data_ptr(),
+            x_TD.data_ptr(),
             weight_D.data_ptr(),
             out.data_ptr(),
             rows,

@@ -141,6 +141,13 @@ def test_norms_equal_the_reference(ops):
         )
 
 
+def test_a_strided_input_is_read_as_it_looks(ops):
+    x, weight = torch.randn(64, 7).T, torch.randn(40, 64)
+    expected = REFERENCE.linear(x, REFERENCE.prepare(weight, None))
+    torch.testing.assert_close(ops.linear(x, ops.prepare(weight, None)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ops.rms_norm(x, weight[0], 1e-6), REFERENCE.rms_norm(x, weight[0], 1e-6))
+
+
 def test_a_large_gate_does_not_overflow(ops):
     weight = torch.eye(2).repeat(2, 1) * 200.0
     x = torch.tensor([[1.0, -1.0]])
