@@ -30,7 +30,7 @@ from chitu.errors import (
 )
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.registration import TP_RANK
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
@@ -113,6 +113,7 @@ class DecodeReceiver:
             layout=config.layout,
             ranks=(rank_memory(parts.memory, TP_RANK, parts.sessions),),
         )
+        self._next_tick_s = 0.0
         self.unknown_frames = 0
         self.stale_frames = 0
         self.bytes_moved = 0
@@ -247,6 +248,9 @@ class DecodeReceiver:
         self._leave()
 
     def tick(self, now_s: float) -> None:
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + TICK_INTERVAL_S
         with self._lock:
             for rank, peer in self._prefills.items():
                 if peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):

@@ -19,6 +19,9 @@ from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import KVLayout, TransportSession, Wire, encode
 
+TICK_INTERVAL_S = 0.02
+"""A role looks at its deadlines at most so often, however often the comm thread turns."""
+
 
 class AuxRows(Protocol):
     """What the roles need of `MetadataBuffers`."""

@@ -30,7 +30,7 @@ from chitu.errors import (
     from_code,
 )
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.registration import (
@@ -128,6 +128,7 @@ class PrefillSender:
         unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
         self._max_batch_units = max(1, config.max_batch_bytes // unit_bytes)
         self.queue = TransferQueue(self._work, self._max_batch_units)
+        self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Undecodable or misdirected frames so far."""
         self.stale_frames = 0
@@ -323,6 +324,9 @@ class PrefillSender:
         self._leave()
 
     def tick(self, now_s: float) -> None:
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + TICK_INTERVAL_S
         with self._lock:
             for room in self._table.expired(now_s):
                 self._expire(room)

@@ -348,3 +348,40 @@ def test_a_manager_without_a_usable_transport_or_with_several_ranks_says_so_at_o
         build(Role.PREFILL, 2)
     with pytest.raises(ConfigError, match="unified"):
         build(Role.UNIFIED, 1)
+
+
+def test_an_abort_that_overtakes_its_announcement_keeps_the_room_from_ever_starting() -> None:
+    pair = Pair().join()
+    assert pair.d.decode(pair.room, 10, pair.p)
+    announcement = pair.world.frames.pop()
+    pair.d.abort(pair.room)
+    pair.pump()
+    assert pair.seen(pair.d) == [Kind.RELEASED]
+    pair.world.frames.append(announcement)
+    pair.pump()
+    assert pair.p.sender.state(pair.room) is None
+    assert pair.p.prefill(pair.room, 10, pair.d)
+    pair.pump()
+    assert pair.seen(pair.p) == [Kind.FAILED, Kind.RELEASED]
+
+
+def test_an_abort_in_the_middle_of_a_write_releases_nothing_before_the_write_has_ended() -> None:
+    pair = Pair().join()
+    pair.both_halves()
+    during: list[object] = []
+
+    def abort_now(peer: str, copies: object) -> None:
+        if not during:
+            pair.d.abort(pair.room)
+            for frame in list(pair.world.frames):
+                if frame.port == pair.p.port:
+                    pair.p.sender.on_frame(frame.room, frame.payload)
+            pair.p.sender.tick(pair.world.clock.monotonic() + 1.0)
+            during.append(pair.p.sender.state(pair.room))
+            during.append(any(event.kind is Kind.RELEASED for event in pair.p.sender._out._events))
+
+    pair.world.fabric.on_write = abort_now
+    pair.compute_all()
+    assert during == [SenderState.SETTLING, False]
+    pair.world.settle_down()
+    assert pair.seen(pair.p)[-1] is Kind.RELEASED and pair.seen(pair.d) == [Kind.RELEASED]
