@@ -1,0 +1,125 @@
+"""What a real 1P1D promises besides tokens: log anchors, who talks to whom, layer-wise KV, the official client."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+from completions import complete_all, instance_loads, wait_until
+
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    model = make_model(tmp_path_factory.mktemp("models") / "llama", family="llama")
+    settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=1000"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def anchors(text: str, anchor: str) -> list[str]:
+    """Request ids that a log line with this anchor names."""
+    return re.findall(re.escape(anchor) + r" (\S+)", text)
+
+
+def test_the_bytes_moved_are_those_of_the_pages_and_the_logits_row(cluster: LocalCluster) -> None:
+    """Runs first: load reports are up to a heartbeat old, so only a cluster without a past has a known start."""
+    prompt = [7] * 100
+    complete_all(cluster.url, [prompt], [{"max_tokens": 2}])
+    # The default model: 4 layers, 4 KV heads of 16, float32, pages of 16 tokens; 512 logits and a 64 byte header.
+    pages = 7 * 4 * 2 * (16 * 4 * 16 * 4)
+    row = 64 + 512 * 4
+
+    def moved() -> list[int]:
+        loads = instance_loads(cluster.url)
+        return [loads[name]["bytes_moved_total"] for name in ("P0", "D0")]
+
+    wait_until(lambda: all(moved()), 5.0, moved)
+    assert moved() == [pages + row, pages + row]
+
+
+def test_every_anchor_of_s3_appears_once_per_request(cluster: LocalCluster) -> None:
+    complete_all(cluster.url, [[n + 1] * (n * 30 + 1) for n in range(5)], [{"max_tokens": 3}] * 5)
+    created = re.findall(r"created pd request: (\S+) -> P0-D0", cluster.logs("router"))
+    assert len(created) == len(set(created)) >= 5
+    for name, text in (
+        ("P0", "processing prefill request:"),
+        ("P0", "finished kv cache transfer for"),
+        ("P0", "finished aux transfer for"),
+        ("D0", "processing decode request:"),
+        ("D0", "received kv cache for"),
+    ):
+        assert sorted(anchors(cluster.logs(name), text)) == sorted(created), f"{name}: {text}"
+    assert cluster.logs("D0").count("decode endpoint registered to prefill (engine_rank=0)") == 1
+
+
+def test_only_d_is_connected_to_the_token_port(cluster: LocalCluster) -> None:
+    def remote_ports(name: str) -> set[int]:
+        connections = psutil.Process(cluster.pid(name)).net_connections(kind="tcp")
+        return {connection.raddr.port for connection in connections if connection.raddr}
+
+    token_port, stats_port = cluster.ports["token_port"], cluster.ports["stats_port"]
+    assert token_port in remote_ports("D0")
+    assert token_port not in remote_ports("P0")
+    assert stats_port in remote_ports("P0"), "P does report on the stats port"
+
+
+def test_the_openai_client_completes_and_streams_the_same_text(client: openai.OpenAI) -> None:
+    options = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**options)  # type: ignore[call-overload]
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == 24 or whole.choices[0].finish_reason == "stop"
+
+
+def test_the_openai_client_chats_with_a_stop_string_and_a_seed(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Say something."}]
+    options = {"model": "m", "messages": messages, "max_tokens": 40, "temperature": 1.0, "seed": 5}
+    first = client.chat.completions.create(**options).choices[0].message.content  # type: ignore[call-overload]
+    again = client.chat.completions.create(**options).choices[0].message.content  # type: ignore[call-overload]
+    assert first == again
+    stop = first[len(first) // 2 :][:2]
+    stopped = client.chat.completions.create(**options, stop=[stop])  # type: ignore[call-overload]
+    assert stopped.choices[0].message.content == first[: first.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    deltas = client.chat.completions.create(**options, stop=[stop], stream=True)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == first[: first.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code"),
+    [
+        ({"prompt": "x", "model": "other"}, 404, "model_not_found"),
+        ({"prompt": [1] * 5000}, 400, "context_length_exceeded"),
+        ({"prompt": "x", "temperature": 9}, 400, "invalid_request"),
+        ({"prompt": "x", "logprobs": 3}, 400, "invalid_request"),
+    ],
+)
+def test_wrong_input_is_an_openai_error(
+    client: openai.OpenAI, options: dict[str, object], status: int, code: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"model": "m", "max_tokens": 4, **options})  # type: ignore[call-overload]
+    assert caught.value.status_code == status
+    assert caught.value.code == code, caught.value.body
+
+
+def test_the_model_folder_is_named_in_the_card(client: openai.OpenAI, cluster: LocalCluster) -> None:
+    card = client.models.list().data[0]
+    assert card.id == "m"
+    assert Path(card.root).name == "llama"  # type: ignore[attr-defined]
