@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 LARGE_RUN_BYTES = 1 << 20
+FEW_RUNS = 2
+"""So few runs are copied one by one whatever their size."""
 IOV_MAX = 1024
 """Entries the kernel takes a call; 1024 runs below 1 MiB also stay below its 2 GiB a call."""
 
@@ -65,18 +67,12 @@ class CopyEngine:
 
         Raises CopyFault or CopyTimeout; a part of the list may have been copied then.
         """
-        vectored = self._vectored
-        if vectored is None or len(length_N) <= 2:
-            large_N = length_N > 0
-        else:
-            large_N = length_N >= LARGE_RUN_BYTES
-        for src, dst, length in zip(
-            src_N[large_N].tolist(), dst_N[large_N].tolist(), length_N[large_N].tolist(), strict=True
-        ):
-            _check_deadline(deadline_s)
-            ctypes.memmove(dst, src, length)
-        if vectored is None or large_N.all():
+        if self._vectored is None or len(length_N) <= FEW_RUNS:
+            _copy_each(src_N, dst_N, length_N, deadline_s)
             return
+        large_N = length_N >= LARGE_RUN_BYTES
+        if large_N.any():
+            _copy_each(src_N[large_N], dst_N[large_N], length_N[large_N], deadline_s)
         small_N = ~large_N & (length_N > 0)
         length_M = length_N[small_N]
         local = np.stack((src_N[small_N], length_M), axis=1)
@@ -84,13 +80,19 @@ class CopyEngine:
         for start in range(0, len(length_M), IOV_MAX):
             _check_deadline(deadline_s)
             count = min(IOV_MAX, len(length_M) - start)
-            copied = vectored(
+            copied = self._vectored(
                 os.getpid(), local.ctypes.data + 16 * start, count, remote.ctypes.data + 16 * start, count, 0
             )
             wanted = int(length_M[start : start + count].sum())
             if copied != wanted:
                 code = ctypes.get_errno() if copied < 0 else errno.EFAULT
                 raise CopyFault(code, f"copied {copied} of {wanted} bytes in {count} runs: {os.strerror(code)}")
+
+
+def _copy_each(src_N: Int64s, dst_N: Int64s, length_N: Int64s, deadline_s: float) -> None:
+    for src, dst, length in zip(src_N.tolist(), dst_N.tolist(), length_N.tolist(), strict=True):
+        _check_deadline(deadline_s)
+        ctypes.memmove(dst, src, length)
 
 
 def _check_deadline(deadline_s: float) -> None:
