@@ -30,7 +30,13 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes the words behind an option for unknown ones: here they are overrides as much as those before it.
+    if rest and (not hasattr(arguments, "topology") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.topology += rest
     try:
         result: int = arguments.run(arguments)
         return result

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -41,7 +42,7 @@ class ServeOptions:
 def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
     """Serve until a signal. `on_ready` is called once the cluster serves; True ends it again (quickstart --once)."""
     stop = threading.Event()
-    _stop_on_signals(stop)
+    previous = _stop_on_signals(stop)
     display = make_display()
     try:
         if moved := [host for host in host_names(topology) if not is_loopback(host)]:
@@ -85,16 +86,19 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             cluster.stop()
     finally:
         display.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
+def _stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
+    """Install the handlers; returns those that were there."""
+
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             raise SystemExit(128 + number)  # `serve` kills what is left on its way out
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, handle)
+    return {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:

@@ -1,0 +1,61 @@
+"""The command line: what it takes and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chitu.cli import main
+
+
+def test_plan_prints_every_process_and_the_ports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["plan", "pd_disagg_1p1d_local", "scheduler.chunk_size=64", "--model", str(tmp_path), "cache.page_size=8"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for part in ("router on 127.0.0.1", "P0 on", "D0 on", "--role decode --rank 0", "21003  dp_config.router.port"):
+        assert part in out
+    # Overrides count before and behind an option, and go to every process.
+    assert out.count("scheduler.chunk_size=64 cache.page_size=8") == 3
+    assert out.count(f"model.path={tmp_path}") == 3
+
+
+def test_plan_of_a_topology_with_placeholders_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "pd_disagg_2p3d_multi_node"]) == 2
+    printed = capsys.readouterr()
+    assert "D2 on node-a.example" in printed.out
+    assert printed.err.count("is still the placeholder") == 6
+
+
+def test_a_model_path_is_taken_as_text_whatever_yaml_makes_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    odd = tmp_path / "a: [b] #c"
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    assert main(["plan", "--model", str(odd)]) == 0
+    assert "#c" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["plan", "a.yaml", "b.yaml"], 2, "one topology at a time"),
+        (["plan", "dp_config.router.prot=1"], 2, "did you mean 'dp_config.router.port'?"),
+        (["serve", "--model", "/nowhere/at/all"], 2, "there is no such folder"),
+        (["make-model", "/tmp/never-made", "--family", "nope"], 2, "nope"),
+    ],
+)
+def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], code: int, part: str) -> None:
+    assert main(words) == code
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1
+    assert part in printed[0]
+
+
+@pytest.mark.parametrize("words", [["plan", "--nope"], ["serve", "--port", "x"], ["bench", "nope"], []])
+def test_unknown_options_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
