@@ -79,7 +79,7 @@ def dump_topology(topology: Topology) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans (so that `verify_kv: off` stays a word); a key given twice is refused."""
+    """SafeLoader with YAML 1.2's booleans (so that `off` stays a word); a key given twice is refused."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

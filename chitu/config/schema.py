@@ -85,8 +85,6 @@ class PDDisaggregationConfig(Section, frozen=True):
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer_threads: Positive = 1
     """Transfer threads of P."""
-    verify_kv: Literal["off", "sample", "all"] = "off"
-    """Checksums of KV pages; the aux row always carries one."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
 

@@ -27,6 +27,7 @@ def open_transports(
 
     `host`: this instance's address as peers reach it. `fabric`, `process`: for `transport: fake`, which works inside
     one process only. Raises MissingDependency where the configured library is absent; `auto` logs it and goes on.
+    A loopback `host` has its peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
     if config.transport == "fake":
         if fabric is None:
@@ -37,6 +38,8 @@ def open_transports(
     if config.transport == "mooncake":
         return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
     transports: list[Transport] = [ShmTransport()]
+    if host == "localhost" or host.startswith("127."):
+        return transports
     try:
         transports.append(MooncakeTransport(host, config.mooncake_protocol, config.ib_device))
     except MissingDependency as error:

@@ -68,7 +68,7 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
             "model.path=/models/a b=c",
             "dp_config.router.decode_schedulers.0.port=29630",
             "dp_config.router.decode_schedulers.1.devices=[cuda:1]",
-            "dp_config.router.pd_disaggregation.verify_kv=off",
+            "dp_config.router.pd_disaggregation.ib_device=off",
             "dp_config.router.pd_disaggregation.deadlines.queue_s=5",
             "dp_config.router.unified_schedulers.0={port: 7}",
             "scheduler.threads=null",
@@ -79,7 +79,7 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
     assert topology.model.path == "/models/a b=c"
     assert [instance.port for instance in router.decode_schedulers] == [29630, 0]
     assert router.decode_schedulers[1].devices == ("cuda:1",)
-    assert router.pd_disaggregation.verify_kv == "off"
+    assert router.pd_disaggregation.ib_device == "off"
     assert router.pd_disaggregation.deadlines.queue_s == 5.0
     assert router.unified_schedulers[0].port == 7
     assert topology.scheduler.threads is None
