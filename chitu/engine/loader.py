@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before it opens sockets."""
+"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before sockets open."""
 
 from __future__ import annotations
 
