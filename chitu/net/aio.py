@@ -1,8 +1,8 @@
 """ZMQ sockets on an asyncio loop, without a task or a future per message.
 
 Owned and called by the loop thread alone (the router). `FrameReader` drains a socket when its descriptor wakes the
-loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired, the
-socket must be read until it says EAGAIN, and after a send on the same socket it must be looked at again (`poke`).
+loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired,
+the socket must be read until it says EAGAIN, and after a send on the same socket be looked at again (`poke`).
 """
 
 from __future__ import annotations

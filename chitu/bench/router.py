@@ -1,0 +1,219 @@
+"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--model DIR] [--json PATH]`.
+
+Starts the real router process and one fake worker process (P0 and D0, tokens at once), sends completions over kept-alive
+connections from this process, and reads the router's own CPU time from the kernel, all its threads included. The
+prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine reached with
+load generator and workers beside the router; CPU per request and per token are the router's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from chitu.bench.router_process import RouterUnderTest, cpu_seconds
+
+PROMPT_CHARS = 400
+WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box with five dozen liquor jugs "
+
+
+@dataclass(slots=True)
+class Result:
+    stream: bool
+    concurrency: int
+    requests: int
+    tokens: int
+    seconds: float
+    requests_per_s: float
+    tokens_per_s: float
+    cpu_us_per_request: float
+    cpu_us_per_token: float
+    tokens_per_cpu_s: float
+    """Tokens that one core of router could stream: the inverse of the cost."""
+    latency_p50_ms: float
+    latency_p99_ms: float
+
+
+class LoadConnection(asyncio.Protocol):
+    """One kept-alive connection that sends its request again as soon as the answer is complete."""
+
+    def __init__(self, request: bytes, stream: bool, ends_at_s: float) -> None:
+        self._request = request
+        self._end = b"\r\n0\r\n\r\n" if stream else None
+        self._ends_at_s = ends_at_s
+        self._buffer = b""
+        self._sent_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self.done = asyncio.get_running_loop().create_future()
+        self.latencies_s: list[float] = []
+        self.events = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._send()
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        self._sent_s = time.perf_counter()
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._end is not None:
+            if not self._buffer.endswith(self._end):
+                return
+            if b"data: [DONE]" not in self._buffer[-64:]:
+                self._fail(self._buffer)
+                return
+            self.events += self._buffer.count(b'"finish_reason"')
+        else:
+            head, found, body = self._buffer.partition(b"\r\n\r\n")
+            if not found:
+                return
+            length = int(head.lower().split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+            if len(body) < length:
+                return
+            if not head.startswith(b"HTTP/1.1 200"):
+                self._fail(self._buffer)
+                return
+        self._buffer = b""
+        now_s = time.perf_counter()
+        self.latencies_s.append(now_s - self._sent_s)
+        if now_s < self._ends_at_s:
+            self._send()
+        elif not self.done.done():
+            self.done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self._fail(b"the router closed the connection")
+
+    def _fail(self, what: bytes) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(what[:500].decode(errors="replace")))
+
+
+def make_request(model: str, max_tokens: int, stream: bool) -> bytes:
+    prompt = (WORDS * (PROMPT_CHARS // len(WORDS) + 1))[:PROMPT_CHARS]
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    raw = json.dumps({**body, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    return head.encode() + b"\r\n\r\n" + raw
+
+
+async def load(port: int, pid: int, request: bytes, stream: bool, concurrency: int, duration_s: float) -> Result:
+    loop = asyncio.get_running_loop()
+    ends_at_s = time.perf_counter() + duration_s
+    cpu_before_s, begin_s = cpu_seconds(pid), time.perf_counter()
+    pairs = [
+        await loop.create_connection(lambda: LoadConnection(request, stream, ends_at_s), "127.0.0.1", port)
+        for _ in range(concurrency)
+    ]
+    connections = [connection for _, connection in pairs]
+    async with asyncio.timeout(duration_s + 30):
+        await asyncio.gather(*(connection.done for connection in connections))
+    seconds, cpu_s = time.perf_counter() - begin_s, cpu_seconds(pid) - cpu_before_s
+    for transport, _ in pairs:
+        transport.close()
+    latencies = sorted(latency for connection in connections for latency in connection.latencies_s)
+    requests = len(latencies)
+    tokens = sum(connection.events for connection in connections)
+    return Result(
+        stream=stream,
+        concurrency=concurrency,
+        requests=requests,
+        tokens=tokens,
+        seconds=seconds,
+        requests_per_s=requests / seconds,
+        tokens_per_s=tokens / seconds,
+        cpu_us_per_request=cpu_s / requests * 1e6,
+        cpu_us_per_token=cpu_s / tokens * 1e6 if tokens else 0.0,
+        tokens_per_cpu_s=tokens / cpu_s if tokens else 0.0,
+        latency_p50_ms=latencies[requests // 2] * 1e3,
+        latency_p99_ms=latencies[requests * 99 // 100] * 1e3,
+    )
+
+
+async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace) -> list[Result]:
+    results = []
+    for stream in (False, True):
+        request = make_request(model, args.tokens, stream)
+        await load(router.ports["port"], router.pid, request, stream, 4, 0.3)  # warm
+        for concurrency in args.concurrency:
+            result = await load(router.ports["port"], router.pid, request, stream, concurrency, args.seconds)
+            results.append(result)
+            print(
+                f"{'stream' if stream else 'whole ':6} c={concurrency:<4d} {result.requests_per_s:8.0f} req/s "
+                f"{result.cpu_us_per_request:7.0f} us CPU/req  {result.tokens_per_s:8.0f} tok/s "
+                f"{result.cpu_us_per_token:6.2f} us CPU/tok  {result.tokens_per_cpu_s:8.0f} tok/CPU-s  "
+                f"p50 {result.latency_p50_ms:.2f} ms  p99 {result.latency_p99_ms:.2f} ms",
+                flush=True,
+            )
+    return results
+
+
+def machine() -> dict[str, str | int]:
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {"cpu": model, "cores": os.cpu_count() or 0, "python": platform.python_version(), "load": os.getloadavg()[0]}
+
+
+def commit() -> str:
+    """Of the checkout that runs; `-dirty` where it differs."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return run.stdout.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chitu.bench.router", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", help="checkpoint folder (config.json and tokenizer); default: a small one is made")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per request")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each row")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the fake decode instance; 0: no pause")
+    parser.add_argument("--policy", default="round_robin")
+    parser.add_argument("--json", default="bench-results/router.json")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(args.model) if args.model else _small_model(Path(folder))
+        overrides = (f"dp_config.router.policy={args.policy}", "model.served_name=bench")
+        with RouterUnderTest(Path(folder), model, overrides) as router:
+            router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3))
+            results = uvloop.run(measure(router, "bench", args))
+    report = {"benchmark": "router", "commit": commit(), "machine": machine(), "tokens_per_request": args.tokens, "step_ms": args.step_ms}
+    path = Path(args.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**report, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+    print(f"written: {path}")
+    return 0
+
+
+def _small_model(folder: Path) -> Path:
+    from chitu.launch.make_model import make_model
+
+    make_model(folder / "model", family="qwen3")
+    return folder / "model"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A real router process and fake workers as child processes: started, waited for, ended. For benchmarks and tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+POLL_S = 0.02
+
+
+def wait_until(condition: object, timeout_s: float, what: str) -> None:
+    """Poll a callable until it is true. TimeoutError, saying `what` was waited for."""
+    assert callable(condition)
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(POLL_S)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, all threads, in ns resolution."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
+@dataclass(slots=True)
+class RouterUnderTest:
+    """`with RouterUnderTest(folder, model) as router: router.start_workers(...)`. Ports are the OS's choice."""
+
+    folder: Path
+    """For the ready file, logs and traces."""
+    model: Path
+    overrides: Sequence[str] = ()
+    ports: dict[str, int] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __enter__(self) -> RouterUnderTest:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['port']}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "router.log").read_text()
+
+    def start(self) -> None:
+        """Returns once it is ready; a second start takes the ports of the first, as a restarted router does."""
+        ready = self.folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "chitu.serve.api_server", "--ready-file", str(ready), *self._port_overrides()]
+        argv += [f"model.path={self.model}", *self.overrides]
+        with (self.folder / "router.log").open("ab") as log:
+            self.process = subprocess.Popen(argv, stderr=log, env=_environment())
+        process = self.process
+        wait_until(lambda: ready.exists() or process.poll() is not None, 30, "the router's ready file")
+        if not ready.exists():
+            raise RuntimeError(f"the router ended with {process.returncode}: {self.log[-2000:]}")
+        self.ports = json.loads(ready.read_text())
+
+    def _port_overrides(self) -> list[str]:
+        router, pd = "dp_config.router.", "dp_config.router.pd_disaggregation."
+        prefixes = {"port": router, "stats_port": router, "token_port": router}
+        names = ("port", "stats_port", "token_port", "coordination_port", "metadata_sync_port", "bootstrap_port")
+        return [f"{prefixes.get(name, pd)}{name}={self.ports.get(name, 0)}" for name in names]
+
+    def start_worker(self, instances: str, *options: str, wait: bool = True) -> subprocess.Popen[bytes]:
+        """A fake worker process for `P0,D0` or the like; returns once the router's /health lists all of them."""
+        names = ("coordination_port", "metadata_sync_port", "stats_port", "token_port")
+        argv = [sys.executable, "-m", "chitu.bench.fake_worker", "--instances", instances, "--host", "127.0.0.1"]
+        for name in names:
+            argv += ["--" + name.replace("_", "-"), str(self.ports[name])]
+        with (self.folder / "worker.log").open("ab") as log:
+            worker = subprocess.Popen([*argv, *options], stderr=log, env=_environment())
+        self.workers.append(worker)
+        if wait:
+            wanted = set(instances.split(","))
+            wait_until(lambda: wanted <= self.members(), 20, f"{instances} to join")
+        return worker
+
+    def members(self) -> set[str]:
+        """Names in the cluster view."""
+        return {instance["name"] for instance in self.health()["instances"]}
+
+    def health(self) -> dict[str, list[dict[str, str]]]:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=5) as reply:
+                body = reply.read()
+        except urllib.error.HTTPError as error:
+            body = error.read()
+        result: dict[str, list[dict[str, str]]] = json.loads(body)
+        return result
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self) -> int:
+        """End everything; the router's exit code."""
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.terminate()
+        for worker in self.workers:
+            _reap(worker)
+        self.workers.clear()
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return _reap(self.process)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
