@@ -59,6 +59,27 @@ def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), t
     wait_until(whole, timeout_s, lambda: instance_loads(cluster.url))
 
 
+def kill_under_load(
+    cluster: LocalCluster, name: str, prompts: list[list[int]], max_tokens: int
+) -> tuple[float, list[tuple[float, int, str]]]:
+    """Kill an instance while requests run on D: (time of the kill, (time, status, body) of each end)."""
+
+    async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        response = await client.post("/v1/completions", json=body)
+        return time.monotonic(), response.status_code, response.text
+
+    async def load_and_kill() -> tuple[float, list[tuple[float, int, str]]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
+            tasks = [asyncio.create_task(request(client, prompt)) for prompt in prompts]
+            while instance_loads(cluster.url).get("D0", {}).get("running", 0) < 3:
+                await asyncio.sleep(0.05)
+            cluster.kill(name, signal.SIGKILL)
+            return time.monotonic(), await asyncio.gather(*tasks)
+
+    return asyncio.run(load_and_kill())
+
+
 def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(settings: list[str]) -> None:
     prompts = prompts_of(24, 300, seed=3)
     options = [{"max_tokens": 120, "temperature": 0, "ignore_eos": True}] * len(prompts)
@@ -109,20 +130,7 @@ def test_a_killed_decode_instance_costs_its_requests_at_most_five_seconds_and_p_
     before = [answer.token_ids for answer in complete_all(cluster.url, prompts, [options] * len(prompts))]
     pid_of_p = cluster.pid("P0")
 
-    async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 2000, "ignore_eos": True}
-        response = await client.post("/v1/completions", json=body)
-        return time.monotonic(), response.status_code, response.text
-
-    async def load_and_kill() -> tuple[float, list[tuple[float, int, str]]]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
-            tasks = [asyncio.create_task(request(client, prompt)) for prompt in prompts]
-            while instance_loads(cluster.url).get("D0", {}).get("running", 0) < 3:
-                await asyncio.sleep(0.05)
-            cluster.kill("D0", signal.SIGKILL)
-            return time.monotonic(), await asyncio.gather(*tasks)
-
-    killed_s, ends = asyncio.run(load_and_kill())
+    killed_s, ends = kill_under_load(cluster, "D0", prompts, max_tokens=2000)
     for ended_s, status, text in ends:
         assert status == 503 and '"decode_lost"' in text, f"{status}: {text}"
         assert ended_s - killed_s < 5.0, f"the error came {ended_s - killed_s:.1f} s after the kill"
@@ -132,4 +140,34 @@ def test_a_killed_decode_instance_costs_its_requests_at_most_five_seconds_and_p_
     after = [answer.token_ids for answer in complete_all(cluster.url, prompts, [options] * len(prompts))]
     assert after == before
     assert cluster.pid("P0") == pid_of_p, "P was restarted"
+    assert_whole(cluster)
+
+
+def test_a_killed_prefill_instance_fails_only_what_it_had_not_delivered(cluster: LocalCluster) -> None:
+    prompts = [*prompts_of(6, 100, seed=13), *prompts_of(30, 1500, seed=14)]
+    pid_of_d = cluster.pid("D0")
+    killed_s, ends = kill_under_load(cluster, "P0", prompts, max_tokens=200)
+    lost = [(ended_s, text) for ended_s, status, text in ends if status != 200]
+    assert len(lost) < len(ends), "KV that had arrived is enough to finish a request"
+    for ended_s, text in lost:
+        assert '"prefill_lost"' in text or '"transfer_failed"' in text, text
+        assert ended_s - killed_s < 5.0
+    cluster.wait_exit("P0")
+    cluster.restart("P0")
+    cluster.wait_ready()
+    assert cluster.pid("D0") == pid_of_d, "D was restarted"
+    answer = complete_all(cluster.url, [[1, 2, 3]], [{"max_tokens": 4, "temperature": 0, "ignore_eos": True}])
+    assert len(answer[0].token_ids) == 4
+    assert_whole(cluster)
+
+
+def test_a_restarted_router_finds_p_and_d_again(cluster: LocalCluster) -> None:
+    pids = [cluster.pid("P0"), cluster.pid("D0")]
+    cluster.kill("router")
+    cluster.wait_exit("router")
+    cluster.restart("router")
+    cluster.wait_ready()
+    answer = complete_all(cluster.url, [[1, 2, 3]], [{"max_tokens": 4, "temperature": 0, "ignore_eos": True}])
+    assert len(answer[0].token_ids) == 4
+    assert [cluster.pid("P0"), cluster.pid("D0")] == pids
     assert_whole(cluster)
