@@ -102,7 +102,7 @@ class RouterProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self._ports.start(self.coordination)
-        self._token_reader = FrameReader(self._loop, self._token_socket, self._on_tokens, self.router.flush)
+        self._token_reader = FrameReader(self._loop, self._token_socket, self._on_tokens, self.router.flush, True)
         self._tick()
         await self._bootstrap_http.start()
         await self._http.start()

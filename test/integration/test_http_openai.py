@@ -1,0 +1,269 @@
+"""The router process over HTTP with the official client: real process, real sockets, made-up tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from chitu.bench.router_process import RouterUnderTest, wait_until
+from chitu.launch.make_model import make_model
+
+PROMPT = "hello wörld 😀, again and again"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "tiny", family="qwen3")
+
+
+@pytest.fixture(scope="module")
+def router(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest]:
+    folder = tmp_path_factory.mktemp("router")
+    with RouterUnderTest(folder, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("P0,D0", "--vocab-size", "100000", "--max-model-len", "512", "--step-s", "0.002")
+        yield router
+
+
+@pytest.fixture(scope="module")
+def client(router: RouterUnderTest) -> openai.OpenAI:
+    return openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_completion_streamed_and_whole_are_equal(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, extra_body={"return_token_ids": True})
+    chunks = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+    )
+    assert whole.choices[0].text.startswith(PROMPT)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 40 == len(whole.choices[0].token_ids)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
+    assert [t for c in chunks if c.choices for t in c.choices[0].token_ids] == whole.choices[0].token_ids
+    assert chunks[-1].usage == whole.usage
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+def test_chat_with_the_async_client(router: RouterUnderTest) -> None:
+    async def ask() -> tuple[str, str, list[str]]:
+        async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+            messages = [{"role": "user", "content": PROMPT}]
+            whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30)
+            stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            return (
+                whole.choices[0].message.content,
+                "".join(d.content or "" for d in deltas),
+                [d.role for d in deltas if d.role],
+            )
+
+    whole, streamed, roles = asyncio.run(ask())
+    assert PROMPT[:10] in whole
+    assert streamed == whole
+    assert roles == ["assistant"]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text_and_cancels_both_halves(
+    client: openai.OpenAI, router: RouterUnderTest, include: bool
+) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 400, "stop": ["😀", "ld 😀, a"]}
+    extra = {"include_stop_str_in_output": include, "return_token_ids": True}
+    whole = client.completions.create(**body, extra_body=extra)
+    streamed = list(client.completions.create(**body, stream=True, extra_body=extra))
+    expected = PROMPT[: PROMPT.index("😀") + (1 if include else 0)]
+    assert whole.choices[0].text == expected
+    assert "".join(c.choices[0].text for c in streamed) == expected
+    assert whole.choices[0].finish_reason == streamed[-1].choices[0].finish_reason == "stop"
+    assert whole.usage.completion_tokens == len(whole.choices[0].token_ids) < 400
+    wait_until(lambda: router.health()["in_flight"] == 0, 2, "nothing in flight")
+
+
+def test_lists_n_and_echo_fan_out(client: openai.OpenAI) -> None:
+    ids = httpx.post(str(client.base_url).replace("/v1/", "/tokenize"), json={"prompt": "abc def"}).json()["tokens"]
+    two = client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=3, echo=True)
+    assert [c.index for c in two.choices] == [0, 1, 2, 3]
+    assert [c.text[:3] for c in two.choices] == ["one", "one", "two", "two"]
+    assert two.usage.completion_tokens == 12
+    from_ids = client.completions.create(model="tiny", prompt=[ids, ids], max_tokens=len(ids))
+    assert [c.text for c in from_ids.choices] == ["abc def"] * 2
+    streamed: dict[int, str] = {}
+    for chunk in client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=3, stream=True):
+        streamed[chunk.choices[0].index] = streamed.get(chunk.choices[0].index, "") + chunk.choices[0].text
+    whole = client.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=3)
+    assert streamed == {c.index: c.text for c in whole.choices}
+
+
+ERRORS = [
+    ({"temperature": 3}, 400, "temperature", "invalid_request"),
+    ({"top_p": 0}, 400, "top_p", "invalid_request"),
+    ({"n": 0}, 400, "n", "invalid_request"),
+    ({"n": "x"}, 400, "n", "invalid_request"),
+    ({"max_tokens": 0}, 400, "max_tokens", "invalid_request"),
+    ({"max_tokens": 512}, 400, None, "context_length_exceeded"),
+    ({"prompt": "x " * 2000}, 400, None, "context_length_exceeded"),
+    ({"prompt": []}, 400, "prompt", "invalid_request"),
+    ({"prompt": [1, "a"]}, 400, "prompt", "invalid_request"),
+    ({"prompt": [10**9]}, 400, "prompt", "invalid_request"),
+    ({"prompt": [-1]}, 400, "prompt", "invalid_request"),
+    ({"prompt": "", "add_special_tokens": False}, 400, "prompt", "invalid_request"),
+    ({"logprobs": 1}, 400, "logprobs", "invalid_request"),
+    ({"logprobs": 0}, 400, "logprobs", "invalid_request"),
+    ({"best_of": 3}, 400, "best_of", "invalid_request"),
+    ({"suffix": "x"}, 400, "suffix", "invalid_request"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "invalid_request"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", "invalid_request"),
+    ({"stop": [""]}, 400, "stop", "invalid_request"),
+    ({"stream_options": {}}, 400, "stream_options", "invalid_request"),
+    ({"model": "other"}, 404, None, "model_not_found"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param", "code"), ERRORS)
+def test_wrong_input_is_an_openai_error_object(
+    router: RouterUnderTest, change: dict[str, object], status: int, param: str | None, code: str
+) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, **change}
+    reply = httpx.post(router.url + "/v1/completions", json=body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, code), error
+    assert param is None or error["param"] == param
+    assert error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_other_errors(router: RouterUnderTest) -> None:
+    url = router.url
+    for reply, status in (
+        (httpx.post(url + "/v1/completions", content=b"{"), 400),
+        (httpx.post(url + "/v1/completions", content=b"\xff"), 400),
+        (httpx.get(url + "/v1/chat/completions"), 405),
+        (httpx.get(url + "/tokenize"), 405),
+        (httpx.get(url + "/nothing"), 404),
+        (httpx.post(url + "/tokenize", json={}), 400),
+        (httpx.post(url + "/detokenize", json={"tokens": ["a"]}), 400),
+    ):
+        assert reply.status_code == status
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    neutral = {"logprobs": False, "best_of": 1, "tools": [], "response_format": {"type": "text"}, "unheard_of": 1}
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "suffix": "", **neutral}
+    reply = httpx.post(url + "/v1/completions", json=body, headers={"X-Request-Id": "my-id"})
+    assert reply.status_code == 200 and reply.headers["x-request-id"] == "my-id"
+    assert "/v1/chat/completions" in httpx.get(url + "/openapi.json").json()["paths"]
+    assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
+    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert httpx.post(url + "/detokenize", json={"tokens": ids}).json()["prompt"].endswith(PROMPT)
+
+
+def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
+    limits = (
+        "dp_config.router.max_body_bytes=2000",
+        "dp_config.router.max_in_flight=2",
+        "model.served_name=tiny",
+        'dp_config.router.api_keys=["secret"]',
+    )
+    with RouterUnderTest(tmp_path, model, limits) as router:
+        auth = {"Authorization": "Bearer secret"}
+        url = router.url + "/v1/completions"
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+        assert httpx.get(router.url + "/livez").status_code == 200
+        assert httpx.get(router.url + "/health").status_code == 503
+        assert httpx.post(url, json=body).status_code == 401
+        none = httpx.post(url, json=body, headers=auth)
+        assert (none.status_code, none.json()["error"]["code"]) == (503, "no_instance")
+        assert none.headers["retry-after"] == "1"
+        assert httpx.post(url, json={**body, "prompt": "x" * 3000}, headers=auth).status_code == 413
+        router.start_worker("U0")
+        assert httpx.get(router.url + "/health").status_code == 200
+        many = httpx.post(url, json={**body, "n": 3}, headers=auth)
+        assert many.status_code == 429 and many.headers["retry-after"] == "1"
+        assert httpx.post(url, json=body, headers=auth).status_code == 200
+
+
+def _traced(trace: Path, kind: str) -> list[dict[str, str]]:
+    lines = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_both_halves_within_a_second(model: Path, tmp_path: Path, stream: bool) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+        trace = tmp_path / "trace.jsonl"
+        router.start_worker("P0,D0", "--step-s", "0.05", "--trace", str(trace))
+        raw = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 4000, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", router.ports["port"])) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw
+            )
+            wait_until(lambda: _traced(trace, "DecodeRequest"), 5, "the request at D")
+            if stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        begin_s = time.monotonic()
+        wait_until(lambda: len(_traced(trace, "CancelRequest")) == 2, 5, "the cancellation at P and D")
+        assert time.monotonic() - begin_s < 1.0
+        assert {line["instance"] for line in _traced(trace, "CancelRequest")} == {"P0", "D0"}
+
+
+def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+        client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
+        router.start_worker("P0")
+        decode = router.start_worker("D0", "--step-s", "0.05")
+        stream = client.completions.create(model="tiny", prompt="hi", max_tokens=3000, stream=True)
+        next(iter(stream))
+        decode.kill()
+        begin_s = time.monotonic()
+        with pytest.raises(openai.APIError) as lost:
+            for _ in stream:
+                pass
+        assert time.monotonic() - begin_s < 5.0
+        assert lost.value.code == "decode_lost"
+        wait_until(lambda: httpx.get(router.url + "/health").status_code == 503, 5, "no pair")
+        router.start_worker("D0", "--fail-decode", "transfer_timeout")
+        with pytest.raises(openai.InternalServerError) as failed:
+            client.completions.create(model="tiny", prompt="hi", max_tokens=3)
+        assert failed.value.status_code == 503 and failed.value.code == "transfer_timeout"
+
+
+def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("P0,D0")
+        router.signal(signal.SIGKILL)
+        assert router.process is not None
+        router.process.wait()
+        router.start()
+        wait_until(lambda: router.members() == {"P0", "D0"}, 5, "the workers to join again")
+        client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
+        assert client.completions.create(model="tiny", prompt="hi", max_tokens=2).choices[0].text
+
+
+def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("P0,D0", "--step-s", "0.02")
+        client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
+        stream = iter(client.completions.create(model="tiny", prompt="hi", max_tokens=50, stream=True))
+        chunks = [next(stream)]
+        router.signal(signal.SIGTERM)
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert router.process is not None and router.process.wait(5) == 0
+
+
+def test_start_is_fast_and_without_torch(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model) as router:
+        maps = Path(f"/proc/{router.pid}/maps").read_text()
+        assert "libtorch" not in maps and "/torch/" not in maps
