@@ -61,7 +61,9 @@ class KVPool:
         ]
         self.k, self.v = regions[0::2], regions[1::2]
         aux_start = self.aux_base - self.arena_base
-        self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(num_aux_slots, self.aux_row_bytes)
+        self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
+            num_aux_slots, self.aux_row_bytes
+        )
         self.aux_logits = self.aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * layout.vocab_size].view(torch.float32)
         """`[num_aux_slots, vocab_size]` float32 view of the rows."""
 
