@@ -110,7 +110,9 @@ def make_request(model: str, max_tokens: int, stream: bool) -> bytes:
     prompt = (WORDS * (PROMPT_CHARS // len(WORDS) + 1))[:PROMPT_CHARS]
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     raw = json.dumps({**body, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    )
     return head.encode() + b"\r\n\r\n" + raw
 
 
@@ -200,7 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with RouterUnderTest(Path(folder), model, overrides) as router:
             router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3))
             results = uvloop.run(measure(router, "bench", args))
-    report = {"benchmark": "router", "commit": commit(), "machine": machine(), "tokens_per_request": args.tokens, "step_ms": args.step_ms}
+    report = {
+        "benchmark": "router",
+        "commit": commit(),
+        "machine": machine(),
+        "tokens_per_request": args.tokens,
+        "step_ms": args.step_ms,
+    }
     path = Path(args.json)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**report, "results": [asdict(result) for result in results]}, indent=1) + "\n")

@@ -1,0 +1,141 @@
+"""Membership: leases, incarnations, compatibility. No sockets, no sleeping."""
+
+from __future__ import annotations
+
+import msgspec
+
+from chitu.clock import FakeClock
+from chitu.config.schema import DeadlineConfig
+from chitu.messages import (
+    ClusterView,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    Leave,
+    LoadReport,
+)
+from chitu.pd_coordination import CoordinationEvents, PDCoordination
+from chitu.types import Role
+
+LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+
+
+def info(role: Role = Role.PREFILL, rank: int = 0, incarnation: int = 1, layout: KVLayout = LAYOUT) -> InstanceInfo:
+    return InstanceInfo(role, rank, incarnation, "127.0.0.1", 1000 + rank, 2000, layout, 512)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.lost: list[tuple[int, str]] = []
+        self.views: list[ClusterView] = []
+        events = CoordinationEvents(
+            on_joined=lambda instance: None,
+            on_lost=lambda instance, reason: self.lost.append((instance.incarnation, reason)),
+            on_change=self.views.append,
+            on_heartbeat=lambda heartbeat: None,
+        )
+        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, events)
+
+    def join(self, instance: InstanceInfo, version: int = 1) -> JoinReply:
+        reply = self.core.on_message(Join(version, instance))
+        assert isinstance(reply, JoinReply)
+        return reply
+
+    def beat(self, instance: InstanceInfo) -> bool:
+        return self.core.on_heartbeat(
+            Heartbeat(instance.role, instance.engine_rank, instance.incarnation, LoadReport(running=5))
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            self.clock.advance(0.05)
+            self.core.tick()
+
+    @property
+    def members(self) -> set[tuple[Role, int, int]]:
+        return {(i.role, i.engine_rank, i.incarnation) for i in self.core.view.instances}
+
+
+def test_a_join_is_accepted_once_and_published() -> None:
+    world = World()
+    assert world.join(info()) == JoinReply(1, lease_s=3.0)
+    assert world.join(info()).code == ""
+    assert [view.version for view in world.views] == [1]
+    assert world.views[0].router_incarnation == 7
+    assert world.members == {(Role.PREFILL, 0, 1)}
+
+
+def test_heartbeats_renew_and_silence_ends_the_lease() -> None:
+    world = World()
+    world.join(info())
+    world.pass_time(2.5)
+    assert world.beat(info())
+    world.pass_time(2.5)
+    assert world.members
+    world.pass_time(1.0)
+    assert not world.members
+    assert world.lost == [(1, "no heartbeat for 3 s")]
+    assert not world.beat(info())
+    assert world.core.unknown_heartbeats == 1
+    assert world.join(info()).code == ""
+    assert world.members
+
+
+def test_a_stall_of_the_router_is_not_the_instances_silence() -> None:
+    world = World()
+    world.join(info())
+    world.clock.advance(60)
+    world.core.tick()
+    assert world.members
+    world.pass_time(3.5)
+    assert not world.members
+
+
+def test_a_newer_incarnation_replaces_and_an_older_one_is_refused() -> None:
+    world = World()
+    world.join(info(incarnation=5))
+    assert world.join(info(incarnation=6)).code == ""
+    assert [incarnation for incarnation, _ in world.lost] == [5]
+    assert world.members == {(Role.PREFILL, 0, 6)}
+    reply = world.join(info(incarnation=5))
+    assert reply.code == "config" and "incarnation 6" in reply.message
+    world.core.on_message(Leave(Role.PREFILL, 0, 5))
+    assert world.members == {(Role.PREFILL, 0, 6)}
+    world.core.on_message(Leave(Role.PREFILL, 0, 6))
+    assert not world.members
+
+
+def test_another_protocol_version_is_refused_with_both() -> None:
+    reply = World().join(info(), version=99)
+    assert reply.code == "config" and "99" in reply.message and "speaks 1" in reply.message
+
+
+def test_incompatible_layouts_are_refused_with_both_printed() -> None:
+    world = World()
+    world.join(info())
+    other = msgspec.structs.replace(LAYOUT, page_size=32)
+    reply = world.join(info(Role.DECODE, layout=other))
+    assert reply.code == "incompatible_layout"
+    assert "page_size=32" in reply.message and "page_size=16" in reply.message
+    assert world.members == {(Role.PREFILL, 0, 1)}
+    # The same instance may come back with another layout once it is alone.
+    assert world.join(info(incarnation=2, layout=other)).code == ""
+    assert world.join(info(Role.DECODE, layout=other)).code == ""
+    # A unified instance exchanges no pages: only the model has to be the same.
+    assert world.join(info(Role.UNIFIED, layout=LAYOUT)).code == ""
+    wrong = msgspec.structs.replace(LAYOUT, model_hash="other")
+    assert world.join(info(Role.UNIFIED, 1, layout=wrong)).code == "incompatible_layout"
+
+
+def test_a_draining_instance_stays_a_member_and_is_marked() -> None:
+    world = World()
+    world.join(info())
+    world.core.on_message(Drain(Role.PREFILL, 0, 1))
+    assert world.core.view.instances[0].draining
+    world.join(info())
+    assert world.core.view.instances[0].draining
+    assert len(world.views) == 2

@@ -1,0 +1,88 @@
+"""Tokens -> text -> events: deltas equal the whole text however the tokens are cut, and events are valid JSON."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.serve.choice import ChoiceDecoder
+from chitu.serve.openai_protocol import OutputOptions
+from chitu.serve.sse import ChatFormat, CompletionFormat, FinishedChoice, Usage
+from chitu.tokenizer import StopScanner
+
+EOS = 256
+
+
+class ByteDetokenizer:
+    """A token is a byte; text appears with the last byte of a character."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def push(self, token_ids: list[int], /) -> str:
+        self._pending += bytes(token for token in token_ids if token < 256)
+        for end in range(len(self._pending), -1, -1):
+            try:
+                text = self._pending[:end].decode()
+            except UnicodeDecodeError:
+                continue
+            self._pending = self._pending[end:]
+            return text
+        return ""
+
+    def finish(self) -> str:
+        return self._pending.decode(errors="replace")
+
+
+def decoder(stops: tuple[str, ...], include_stop: bool) -> ChoiceDecoder:
+    options = OutputOptions(1, True, False, stops, include_stop, True, True)
+    scanner = StopScanner(stops, include_stop) if stops else None
+    return ChoiceDecoder(ByteDetokenizer(), scanner, options, frozenset({EOS}))
+
+
+@given(
+    st.text("abcö😀", max_size=30),
+    st.lists(st.text("abcö😀", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.sampled_from(["length", "stop"]),
+)
+def test_deltas_equal_the_whole_text_however_they_are_cut(
+    text: str, stops: list[str], include_stop: bool, cuts: list[int], reason: str
+) -> None:
+    tokens = [*text.encode(), EOS] if reason == "stop" else list(text.encode())
+    whole_text, whole_ids = (whole := decoder(tuple(stops), include_stop)).whole(list(tokens), reason)
+    streaming, pieces, ids, at = decoder(tuple(stops), include_stop), [], [], 0
+    for cut in cuts * 4:
+        part, at = tokens[at : at + cut], at + cut
+        for delta in streaming.feed(part, reason if at >= len(tokens) else None):
+            pieces.append(delta.text)
+            ids += delta.token_ids
+        if streaming.finish_reason is not None:
+            break
+    assert "".join(pieces) == whole_text
+    assert ids == whole_ids and streaming.num_tokens == whole.num_tokens == len(ids)
+    assert streaming.finish_reason == whole.finish_reason
+    if not any(stop in text for stop in stops):
+        assert whole_text == text and len(ids) == len(tokens)
+    else:
+        assert whole.finish_reason == "stop" and len(whole_text) <= len(text)
+        assert include_stop or not any(stop in whole_text for stop in stops)
+
+
+@given(st.text(max_size=20))
+def test_events_are_json_whatever_the_text(text: str) -> None:
+    for make in (CompletionFormat, ChatFormat):
+        form = make("id", 1, 'm"odel', True)
+        events = [form.delta(1, text, None), form.delta(1, text, [1, 2]), form.last(0, text, "stop", [])]
+        events += [form.opening(1), form.usage(Usage(1, 2))]
+        for event in filter(None, events):
+            assert event.startswith(b"data: ") and event.endswith(b"\n\n")
+            body = json.loads(event[6:])
+            assert body["model"] == 'm"odel' and "usage" in body
+        body = json.loads(form.full([FinishedChoice(text, "stop", None)], Usage(1, 2)))
+        choice = body["choices"][0]
+        assert (choice["text"] if make is CompletionFormat else choice["message"]["content"]) == text
+        assert body["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}

@@ -1,0 +1,164 @@
+"""PDRequestRouter without sockets: what is sent where, and how each request ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from chitu.clock import FakeClock
+from chitu.errors import NoInstance, TooManyRequests
+from chitu.messages import (
+    CancelRequest,
+    ClusterView,
+    DecodeRequest,
+    Finish,
+    InstanceInfo,
+    KVLayout,
+    PrefillRequest,
+    RequestFailed,
+    SamplingParams,
+    TokenBatch,
+    UnifiedRequest,
+    pack_i32,
+    scheduler_codec,
+)
+from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
+from chitu.routing import InstanceKey, make_policy
+from chitu.types import Role
+
+
+class RecordingOutbox:
+    """The outbox's three methods, with what was sent instead of sockets."""
+
+    def __init__(self) -> None:
+        self.peers: set[InstanceKey] = set()
+        self.sent: list[tuple[str, object]] = []
+
+    def open(self, key: InstanceKey, host: str, port: int) -> None:
+        self.peers.add(key)
+
+    def send(self, key: InstanceKey, frame: bytes) -> bool:
+        if key not in self.peers:
+            return False
+        self.sent.append((f"{key.role.letter}{key.engine_rank}", scheduler_codec.decode(frame)))
+        return True
+
+    def close_peer(self, key: InstanceKey) -> None:
+        self.peers.discard(key)
+
+
+class World:
+    def __init__(self, *roles: Role, max_in_flight: int = 8) -> None:
+        self.clock = FakeClock()
+        self.outbox = RecordingOutbox()
+        self.router = PDRequestRouter(make_policy("round_robin"), self.outbox, self.clock, max_in_flight, 60.0)
+        layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+        self.instances = [InstanceInfo(role, 0, 1, "127.0.0.1", 1, 2, layout, 512) for role in roles]
+        for instance in self.instances:
+            self.router.on_joined(instance)
+        self.router.on_view(ClusterView(1, 1, tuple(self.instances)))
+        self.wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def add(self) -> tuple[Generation, bytes]:
+        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4))
+        generation = self.router.add_request(request, self.wake)
+        assert generation.attempt is not None
+        return generation, generation.attempt.room
+
+    def tokens(self, rooms: list[bytes], finished: list[Finish] | None = None) -> None:
+        self.router.on_tokens(TokenBatch(1, rooms, list(range(len(rooms))), finished or []))
+        self.router.flush()
+
+    def lose(self, role: Role) -> None:
+        gone = next(i for i in self.instances if i.role is role)
+        self.instances.remove(gone)
+        self.router.on_view(ClusterView(1, 2, tuple(self.instances)))
+        self.router.on_lost(gone, "killed")
+
+    def cancelled(self) -> list[str]:
+        return [name for name, message in self.outbox.sent if isinstance(message, CancelRequest)]
+
+
+def pair() -> World:
+    return World(Role.PREFILL, Role.DECODE)
+
+
+def test_the_decode_half_leaves_before_the_prefill_half_with_one_room() -> None:
+    world = pair()
+    _, room = world.add()
+    (first, decode), (second, prefill) = world.outbox.sent
+    assert (first, second) == ("D0", "P0")
+    assert isinstance(decode, DecodeRequest) and isinstance(prefill, PrefillRequest)
+    assert decode.room == prefill.room == room
+    assert (decode.prefill_rank, decode.prefill_incarnation) == (0, 1)
+
+
+def test_tokens_and_the_end_arrive_with_one_wake_per_turn() -> None:
+    world = pair()
+    generation, room = world.add()
+    world.tokens([room, room], [Finish(room, "length")])
+    assert (generation.take(), world.wakes, generation.done) == ([0, 1], 1, True)
+    assert generation.error is None and generation.finish is not None
+    assert world.cancelled() == []
+    world.tokens([room])
+    assert world.router.counters.stale_tokens == 1 and generation.take() == []
+
+
+def test_a_unified_instance_gets_the_whole_request() -> None:
+    world = World(Role.UNIFIED)
+    world.add()
+    assert isinstance(world.outbox.sent[0][1], UnifiedRequest)
+    world.lose(Role.UNIFIED)
+    with pytest.raises(NoInstance):
+        world.add()
+
+
+def test_a_failure_of_prefill_fails_the_request_and_cancels_both() -> None:
+    world = pair()
+    generation, room = world.add()
+    world.router.on_request_failed(RequestFailed(Role.PREFILL, 0, 99, room, "capacity", "an old one"))
+    assert not generation.done
+    world.router.on_request_failed(RequestFailed(Role.PREFILL, 0, 1, room, "capacity", "too small"))
+    assert generation.error is not None and generation.error.code == "capacity"
+    assert sorted(world.cancelled()) == ["D0", "P0"] and world.wakes == 1
+
+
+def test_an_error_of_decode_is_typed() -> None:
+    world = pair()
+    generation, room = world.add()
+    world.tokens([], [Finish(room, "error", "prefill_lost", "P0 died")])
+    assert generation.error is not None and generation.error.code == "prefill_lost"
+
+
+def test_a_dead_decode_fails_at_once_and_a_dead_prefill_waits_for_decodes_verdict() -> None:
+    world = pair()
+    generation, room = world.add()
+    world.lose(Role.PREFILL)
+    assert not generation.done
+    world.tokens([room])
+    world.lose(Role.DECODE)
+    assert generation.error is not None and generation.error.code == "decode_lost"
+    assert world.router.in_flight == 0
+
+
+def test_cancel_is_idempotent_and_reaches_both() -> None:
+    world = pair()
+    generation, _ = world.add()
+    world.router.cancel(generation)
+    world.router.cancel(generation)
+    assert sorted(world.cancelled()) == ["D0", "P0"]
+    assert world.router.in_flight == 0
+
+
+def test_bounds_on_number_and_time() -> None:
+    world = World(Role.PREFILL, Role.DECODE, max_in_flight=2)
+    generations = [world.add()[0] for _ in range(2)]
+    with pytest.raises(TooManyRequests) as refused:
+        world.add()
+    assert refused.value.http_status == 429
+    world.clock.advance(61)
+    world.router.tick()
+    assert [g.error.code for g in generations if g.error] == ["request_timeout"] * 2
+    world.add()
