@@ -482,7 +482,7 @@ class DecodeReceiver:
     # ---------------------------------------------------------------------------------------------------------- helpers
 
     def _event(self, kind: TransferEventKind, room: bytes, error: ChituError | None = None, kv_bytes: int = 0) -> None:
-        self._out.event(TransferEvent(kind, room, error, kv_bytes))
+        self._out.event(kind, room, error, kv_bytes=kv_bytes)
 
     def _leave(self) -> None:
         with self._lock:

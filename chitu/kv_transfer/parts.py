@@ -13,6 +13,7 @@ from typing import Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
+from chitu.errors import ChituError
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
@@ -84,8 +85,10 @@ class Outbox:
     def log(self, level: int, text: str, *values: object) -> None:
         self._lines.append((level, text, values))
 
-    def event(self, event: TransferEvent) -> None:
-        self._events.append(event)
+    def event(
+        self, kind: TransferEventKind, room: bytes, error: ChituError | None = None, *, kv_bytes: int = 0
+    ) -> None:
+        self._events.append(TransferEvent(kind, room, error, kv_bytes))
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:

@@ -1,19 +1,25 @@
 """P's table of registered D (S3: `decode_kv_args_table`): validated addresses and an open way to write there.
 
-Owned by `PrefillSender`; changed on the comm thread only. Nothing of a registration is used before all of it was
+Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
+without the sender's lock, `add` and `take_idle` under it. Nothing of a registration is used before all of it was
 checked: the layout against ours, the memory ranges for lying inside their arena, the port for being one. One entry per
 incarnation; a newer incarnation of a rank supersedes the older one, a message of the older one is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
+from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.transport import PeerHandle, Transport
-from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory
+from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
+
+logger = logging.getLogger(__name__)
 
 TP_RANK = 0
 """The main rank moves its own shard; `KVManager` refuses layouts of several ranks."""
@@ -38,6 +44,76 @@ class DecodePeer:
 class Connection:
     transport: Transport
     handle: PeerHandle
+
+
+class DecodePeers:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView) -> None:
+        self._config = config
+        self._parts = parts
+        self._view = view
+        self.table: dict[int, DecodePeer] = {}
+        """By incarnation."""
+
+    def answer(self, info: KVArgsRegisterInfo) -> tuple[RegisterReply, DecodePeer | None] | None:
+        """What D is told, and the peer to `add` if it is a new one. None: a newer incarnation of its rank is known.
+
+        Raises BadFrame where not even a refusal could be sent back.
+        """
+        check_return_address(info)
+        if self._view.is_replaced(info.engine_rank, info.incarnation):
+            return None
+        peer: DecodePeer | None = None
+        refusal: ChituError | None = None
+        known = self.table.get(info.incarnation)
+        if known is None:
+            try:
+                memory = check_registration(info, self._config.layout, self._parts.memory)
+                peer = DecodePeer(info, memory, open_connection(memory, self._parts.transports))
+            except ChituError as error:
+                refusal = error
+        elif known.info != info:
+            refusal = BadFrame(f"D{info.engine_rank} registered twice with different memory")
+        if refusal is not None:
+            logger.error("refused D%d (%s): %s", info.engine_rank, info.endpoint, refusal.message)
+        reply = RegisterReply(
+            engine_rank=self._config.engine_rank,
+            incarnation=self._config.incarnation,
+            peer_incarnation=info.incarnation,
+            code=refusal.code if refusal is not None else "",
+            message=refusal.message if refusal is not None else "",
+        )
+        return reply, peer
+
+    def add(self, peer: DecodePeer) -> None:
+        """Older incarnations of its rank count as dead from now on."""
+        self.table[peer.info.incarnation] = peer
+        self._view.note(peer.info.engine_rank, peer.info.incarnation)
+
+    def reconnect(self, peer: DecodePeer) -> ChituError | None:
+        """Open the connection of a D that was lost and came back; why that failed."""
+        if peer.connection is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
+            return None
+        try:
+            peer.connection = open_connection(peer.memory, self._parts.transports)
+        except ChituError as error:
+            return error
+        peer.is_suspended = False
+        return None
+
+    def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[Connection]:
+        """Connections to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
+        used = {peer.info.incarnation for peer in in_use if peer is not None}
+        idle: list[Connection] = []
+        for incarnation, peer in list(self.table.items()):
+            rank = peer.info.engine_rank
+            if incarnation in used or not self._view.is_lost(rank, incarnation):
+                continue
+            if peer.connection is not None:
+                idle.append(peer.connection)
+                peer.connection = None
+            if self._view.is_replaced(rank, incarnation):
+                del self.table[incarnation]
+        return idle
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:

@@ -63,7 +63,7 @@ class TransferQueue:
 
     def __init__(self, work: Work, max_batch_units: int) -> None:
         self._work = work
-        self._max_batch_units = max(1, max_batch_units)
+        self.max_batch_units = max(1, max_batch_units)
         self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
         self._busy: set[bytes] = set()
         self._changed = threading.Condition()
@@ -166,7 +166,7 @@ class TransferQueue:
         elif pending.chunks:
             chunks = [pending.chunks.popleft()]
             units = chunks[0].num_units
-            while pending.chunks and units + pending.chunks[0].num_units <= self._max_batch_units:
+            while pending.chunks and units + pending.chunks[0].num_units <= self.max_batch_units:
                 chunks.append(pending.chunks.popleft())
                 units += chunks[-1].num_units
             batch = Batch(room, False, tuple(chunks))

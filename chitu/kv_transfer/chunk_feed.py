@@ -1,0 +1,129 @@
+"""What P's step thread has computed, on its way into the transfer queue.
+
+Owned by `PrefillSender`, called under its lock: `let_go` also from the comm thread, all else from the step thread.
+Sendable pages: a page leaves when it is full, or when the prompt ends in it; the partly filled last page of a chunk
+leaves with a later chunk, so every page is written exactly once per layer. Invariant: nothing is queued for a room that
+D did not announce; its chunks are kept as ranges (not bytes) and leave when both halves have met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from chitu.kv_transfer.events import KVChunk
+from chitu.kv_transfer.parts import KVManagerConfig
+from chitu.kv_transfer.send_rooms import OPEN_STATES, SendEntry, SendRooms
+from chitu.kv_transfer.transfer_queue import TransferKVChunk, TransferQueue
+from chitu.lifecycle import SenderEvent, SenderState
+
+
+@dataclass(slots=True)
+class _StepChunk:
+    """Pages of one room that the running step completes."""
+
+    room: bytes
+    first_page: int
+    end_page: int
+    layers_done: set[int] = field(default_factory=set)
+
+
+class ChunkFeed:
+    def __init__(self, config: KVManagerConfig, rooms: SendRooms, queue: TransferQueue) -> None:
+        self._config = config
+        self._table = rooms.table
+        self._queue = queue
+        self._step: list[_StepChunk] = []
+
+    # ------------------------------------------------------------------------------------------------------- the step
+
+    def begin_step(self, chunks: Sequence[KVChunk]) -> None:
+        self._step = []
+        for chunk in chunks:
+            entry = self._table.get(chunk.room)
+            if entry is None or entry.state not in OPEN_STATES:
+                continue
+            record = entry.data
+            record.pages = tuple(chunk.pages)
+            is_last = chunk.end >= record.num_tokens
+            page_size = self._config.layout.page_size
+            end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
+            if end_page > record.next_page:
+                self._step.append(_StepChunk(chunk.room, record.next_page, end_page))
+
+    def layer_done(self, layer: int) -> None:
+        for chunk in self._step:
+            self._layer_of_chunk_done(chunk, layer)
+
+    def end_step(self) -> None:
+        """Layers that the executor did not speak of are done too."""
+        num_layers = self._config.layout.num_layers
+        for chunk in self._step:
+            for layer in range(num_layers):
+                self._layer_of_chunk_done(chunk, layer)
+            entry = self._table.get(chunk.room)
+            if entry is None:
+                continue
+            entry.data.next_page = chunk.end_page
+            if entry.data.backlog:  # one range for all finished steps
+                entry.data.backlog = [TransferKVChunk(0, num_layers, 0, chunk.end_page)]
+        self._step = []
+
+    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int) -> None:
+        entry = self._table.get(chunk.room)
+        if layer in chunk.layers_done or entry is None:
+            return
+        chunk.layers_done.add(layer)
+        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page)
+        if entry.state is SenderState.REQUESTED:
+            entry.data.backlog.append(piece)
+        elif entry.state in (SenderState.WAITING, SenderState.TRANSFERRING):
+            self._queue_chunk(chunk.room, entry, piece)
+
+    # ------------------------------------------------------------------------------------------------------ the rooms
+
+    def send_aux(self, room: bytes, aux_slot: int) -> None:
+        """The logits row is in `aux_slot`: it leaves as soon as the room is announced."""
+        entry = self._table.get(room)
+        if entry is None or entry.state not in OPEN_STATES or entry.data.aux_slot >= 0:
+            return
+        entry.data.aux_slot = aux_slot
+        if entry.state is not SenderState.REQUESTED:
+            self._queue_aux(room)
+
+    def let_go(self, room: bytes, entry: SendEntry) -> None:
+        """Both halves are here: queue what was computed meanwhile."""
+        backlog, entry.data.backlog = entry.data.backlog, []
+        for chunk in backlog:
+            self._queue_chunk(room, entry, chunk)
+        if entry.data.aux_slot >= 0:
+            self._queue_aux(room)
+
+    def reset(self, room: bytes) -> bool:
+        """Forget what was computed for a room that is not announced. False: it is (or is unknown)."""
+        entry = self._table.get(room)
+        if entry is None or entry.state is not SenderState.REQUESTED:
+            return False
+        record = entry.data
+        record.backlog, record.pages, record.next_page, record.aux_slot = [], (), 0, -1
+        self._step = [chunk for chunk in self._step if chunk.room != room]
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ the queue
+
+    def _queue_chunk(self, room: bytes, entry: SendEntry, chunk: TransferKVChunk) -> None:
+        """An announced room's chunk, without the pages that D has, in pieces of at most one batch."""
+        info = entry.data.info
+        assert info is not None
+        first_page = max(chunk.first_page, info.prefix_pages)
+        if first_page >= chunk.end_page:
+            return
+        self._table.apply(room, SenderEvent.DATA)
+        layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
+        for layer in range(chunk.first_layer, chunk.end_layer, layers):
+            end_layer = min(layer + layers, chunk.end_layer)
+            self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page))
+
+    def _queue_aux(self, room: bytes) -> None:
+        self._table.apply(room, SenderEvent.DATA)
+        self._queue.put_aux(room)
