@@ -1,6 +1,6 @@
-"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--model DIR] [--json PATH]`.
+"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--json PATH]`.
 
-Starts the real router process and one fake worker process (P0 and D0, tokens at once), sends completions over kept-alive
+Starts the real router process and one fake worker process (P0 and D0), sends completions over kept-alive
 connections from this process, and reads the router's own CPU time from the kernel, all its threads included. The
 prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine reached with
 load generator and workers beside the router; CPU per request and per token are the router's alone.
@@ -167,7 +167,7 @@ async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace)
     return results
 
 
-def machine() -> dict[str, str | int]:
+def machine() -> dict[str, str | int | float]:
     model = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
