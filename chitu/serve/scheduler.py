@@ -150,7 +150,9 @@ def build_engine(
     pool = KVPool(layout, num_pages, num_aux_slots, str(device))
     logger.info("%d pages of %d bytes, %d aux slots, %d threads", num_pages, bytes_per_page, num_aux_slots, threads)
     sampler = None if role is Role.PREFILL else Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids)
-    runner = ModelRunner(spec, model, pool, num_slots, max_model_len, sampler)
+    # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
+    longest = min(max_model_len, num_pages * layout.page_size)
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler)
     progress.state("warmup")
     runner.warmup()
     wake = Waker()
