@@ -14,6 +14,7 @@ has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_availa
 
 find_python() {
     local name without_venv=""
+    [ -z "${PYTHON:-}" ] || python_ok "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11, 3.12 or 3.13"
     for name in "${PYTHON:-python3}" python3.12 python3.13 python3.11 python; do
         command -v "$name" >/dev/null && python_ok "$name" || continue
         if has_venv "$name"; then echo "$name"; return; fi

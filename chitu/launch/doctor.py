@@ -52,10 +52,8 @@ def _importable(what: str, module: str, hint: str = "", fatal: bool = False) -> 
         importlib.import_module(module)
     except (ImportError, OSError) as error:
         return Finding(False, what, f"{error}" + (f" ({hint})" if hint else ""), fatal)
-    try:
-        return Finding(True, what, importlib.metadata.version({"zmq": "pyzmq"}.get(what, what)))
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(True, what, "importable")
+    owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
+    return Finding(True, what, ", ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in set(owners)))
 
 
 def _shared_memory() -> Finding:

@@ -23,6 +23,7 @@ from chitu.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
+KILL_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -107,13 +108,15 @@ class ChildProcess:
             self._signal(pid, signal.SIGTERM)
 
     def kill_tree(self) -> None:
-        """SIGKILL to every process of the tree, until none is left."""
-        while pids := processes_marked(self.mark):
+        """SIGKILL to every process of the tree, until none is left (or 2 s: one stuck in the kernel cannot be ended)."""
+        end_s = time.monotonic() + KILL_S
+        while (pids := processes_marked(self.mark)) and time.monotonic() < end_s:
             for pid in pids:
                 self._signal(pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(timeout=0.05)
-        self._popen.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout=max(0.0, end_s - time.monotonic()))
 
     def tail(self, lines: int = 15) -> list[str]:
         """Its last log lines, without torchrun's report about them."""
