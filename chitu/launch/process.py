@@ -108,7 +108,7 @@ class ChildProcess:
             self._signal(pid, signal.SIGTERM)
 
     def kill_tree(self) -> None:
-        """SIGKILL to every process of the tree, until none is left (or 2 s: one stuck in the kernel cannot be ended)."""
+        """SIGKILL to every process of the tree, until none is left or 2 s are over (one may be stuck)."""
         end_s = time.monotonic() + KILL_S
         while (pids := processes_marked(self.mark)) and time.monotonic() < end_s:
             for pid in pids:
