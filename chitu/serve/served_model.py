@@ -37,7 +37,7 @@ class ServedModel:
     @classmethod
     def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
         """ConfigError where the folder is missing or not a model."""
-        return cls(config, Tokenizer.load(config.path), read_model_spec(config.path), created_s)
+        return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
 
     def require_name(self, name: str | None) -> None:
         """ModelNotFound for a name that is neither the served one nor the path; InvalidRequest for none."""
