@@ -76,6 +76,8 @@ class PageAllocator:
 
     def _best_run(self, count: int) -> list[int]:
         """The shortest free run that holds `count` pages, else the longest runs until there are enough."""
+        if count == 1:  # every growing request comes here once a page, so no search for the best hole
+            return [int(self._state.argmin())]
         free = np.flatnonzero(self._state == _FREE)
         breaks = np.flatnonzero(np.diff(free) != 1) + 1
         starts = np.concatenate(([0], breaks))
