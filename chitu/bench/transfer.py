@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -24,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
@@ -173,28 +171,9 @@ def measure(links: list[Link], pool: KVPool, other: KVPool, rounds: int) -> list
     return results
 
 
-def machine() -> dict[str, object]:
-    with open("/proc/cpuinfo") as file:
-        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load_average": os.getloadavg(),
-    }
-
-
-def git_commit() -> str:
-    """Of the working tree, with `-dirty` where it has changes; empty outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json-dir", type=Path, default=Path("bench-results"), help="where transfer.json goes")
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR, help="where the JSON goes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -207,27 +186,13 @@ def main() -> None:
         links.append(Link("mooncake", pool))
     except MissingDependency as error:
         print(f"without mooncake: {error}")
-    found = machine()
     results = measure(links, pool, other, arguments.rounds)
     for link in links:
         link.close()
-    print(f"{'case':36} {'transport':9} {'copies':>6} {'best us':>10} {'GB/s':>7} {'/ memcpy':>9} {'best/best':>9}")
-    for result in results:
-        print(
-            f"{result.case:36} {result.transport:9} {result.entries:6} {result.best_us:10.1f}"
-            f" {result.best_gb_per_s:7.2f} {result.fraction_of_memcpy:9.2f} {result.fraction_of_memcpy_best:9.2f}"
-        )
-    arguments.json_dir.mkdir(parents=True, exist_ok=True)
-    target = arguments.json_dir / "transfer.json"
-    report = {
-        "bench": "transfer",
-        "commit": git_commit(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": found,
-        "results": [msgspec.to_builtins(result) for result in results],
-    }
-    target.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {target}")
+    columns = Result.__struct_fields__
+    publish(
+        "transfer", columns, [[getattr(result, name) for name in columns] for result in results], arguments.json_dir
+    )
 
 
 if __name__ == "__main__":
