@@ -37,7 +37,7 @@ class Announcements:
         self._feed = feed
         self._out = out
 
-    # ---------------------------------------------------------------------------------------------- the router's half
+    # ------------------------------------------------------------------------------------------------ the router's half
 
     def add_request(self, room: bytes, request_id: str, num_tokens: int, rank: int, incarnation: int) -> None:
         tombstone = self._table.tombstone(room)
@@ -68,7 +68,7 @@ class Announcements:
         if self._view.is_lost(rank, incarnation):
             self._rooms.fail(room, SenderEvent.PEER_LOST, DecodeLost(f"D{rank} is gone"))
 
-    # ------------------------------------------------------------------------------------------------------- D's half
+    # --------------------------------------------------------------------------------------------------------- D's half
 
     def on_transfer_info(
         self, room: bytes, info: TransferInfo, peer: DecodePeer, unreachable: ChituError | None
@@ -143,7 +143,7 @@ class Announcements:
         status = TransferStatus(self._config.incarnation, KVPoll.Failed, is_settled, error.code, error.message)
         self._out.frame(peer.info.endpoint, peer.info.dst_port, room, status)
 
-    # ---------------------------------------------------------------------------------------------------- both halves
+    # ------------------------------------------------------------------------------------------------------ both halves
 
     def _go_on(self, room: bytes, entry: SendEntry) -> None:
         """The room can be delivered: tell the step thread, and let go of what was computed so far."""

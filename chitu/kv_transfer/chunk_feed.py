@@ -35,7 +35,7 @@ class ChunkFeed:
         self._queue = queue
         self._step: list[_StepChunk] = []
 
-    # ------------------------------------------------------------------------------------------------------- the step
+    # --------------------------------------------------------------------------------------------------------- the step
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
         self._step = []
@@ -80,7 +80,7 @@ class ChunkFeed:
         elif entry.state in (SenderState.WAITING, SenderState.TRANSFERRING):
             self._queue_chunk(chunk.room, entry, piece)
 
-    # ------------------------------------------------------------------------------------------------------ the rooms
+    # -------------------------------------------------------------------------------------------------------- the rooms
 
     def send_aux(self, room: bytes, aux_slot: int) -> None:
         """The logits row is in `aux_slot`: it leaves as soon as the room is announced."""
@@ -109,7 +109,7 @@ class ChunkFeed:
         self._step = [chunk for chunk in self._step if chunk.room != room]
         return True
 
-    # ------------------------------------------------------------------------------------------------------ the queue
+    # -------------------------------------------------------------------------------------------------------- the queue
 
     def _queue_chunk(self, room: bytes, entry: SendEntry, chunk: TransferKVChunk) -> None:
         """An announced room's chunk, without the pages that D has, in pieces of at most one batch."""

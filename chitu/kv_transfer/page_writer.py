@@ -52,7 +52,7 @@ class PageWriter:
         self._out = out
         self.bytes_moved = 0
 
-    # ---------------------------------------------------------------------------------------------------------- begin
+    # ------------------------------------------------------------------------------------------------------------ begin
 
     def begin(self, batch: Batch) -> Visit | None:
         """None: there is nothing to do for this batch any more."""
@@ -74,7 +74,7 @@ class PageWriter:
         entry.data.is_in_flight = True
         return Visit(batch, entry, connection)
 
-    # ---------------------------------------------------------------------------------------------- run (no lock held)
+    # ----------------------------------------------------------------------------------------------- run (no lock held)
 
     def run(self, visit: Visit) -> Outcome:
         """The transport call, which blocks. Never raises a ChituError."""
@@ -102,7 +102,7 @@ class PageWriter:
             plans.append(plan_page_copies(mine, theirs, record.pages[pages], record.dst_pages[pages], layers))
         return plans[0] if len(plans) == 1 else join(*plans)
 
-    # ------------------------------------------------------------------------------------------------------------ end
+    # -------------------------------------------------------------------------------------------------------------- end
 
     def end(self, visit: Visit, outcome: Outcome) -> None:
         visit.entry.data.is_in_flight = False

@@ -63,7 +63,7 @@ class PrefillSender:
         self.stale_frames = 0
         """Frames of incarnations that are not (or no longer) registered, or that name another room's D."""
 
-    # ----------------------------------------------------------------------------------------------------- life, state
+    # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
         """Start the transfer threads; without it `queue.run_one()` pumps by hand."""
@@ -91,7 +91,7 @@ class PrefillSender:
         """S3's table of registered D, by incarnation."""
         return self._peers.table
 
-    # ----------------------------------------------------------------------------------------------------- step thread
+    # ------------------------------------------------------------------------------------------------------ step thread
 
     def add_request(
         self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
@@ -135,7 +135,7 @@ class PrefillSender:
                 self._rooms.fail(room, SenderEvent.ABORT, error)
         self._empty_outbox()
 
-    # ----------------------------------------------------------------------------------------------------- comm thread
+    # ------------------------------------------------------------------------------------------------------ comm thread
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
         try:
@@ -223,7 +223,7 @@ class PrefillSender:
                 self._writer.end(visit, outcome)
         self._empty_outbox()
 
-    # ---------------------------------------------------------------------------------------------------- any of them
+    # ------------------------------------------------------------------------------------------------------ any of them
 
     def _empty_outbox(self) -> None:
         with self._lock:

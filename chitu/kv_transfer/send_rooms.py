@@ -74,7 +74,9 @@ OPEN_STATES = frozenset({SenderState.REQUESTED, SenderState.WAITING, SenderState
 class SendRooms:
     """`table` is shared with the collaborators that bring rooms forward."""
 
-    def __init__(self, config: KVManagerConfig, clock: Clock, view: PeerView, out: Outbox, queue: TransferQueue):
+    def __init__(
+        self, config: KVManagerConfig, clock: Clock, view: PeerView, out: Outbox, queue: TransferQueue
+    ) -> None:
         self._incarnation = config.incarnation
         self._deadlines = config.deadlines
         self._clock = clock
@@ -85,7 +87,7 @@ class SendRooms:
             SENDER_TRANSITIONS, SENDER_DEADLINES
         )
 
-    # ------------------------------------------------------------------------------------------------ how a room ends
+    # -------------------------------------------------------------------------------------------------- how a room ends
 
     def fail(self, room: bytes, event: SenderEvent, error: ChituError) -> None:
         """Every failure goes through here, once per room: later ones (and those of unknown rooms) are absorbed."""
@@ -153,7 +155,7 @@ class SendRooms:
             error = transition.entry.data.error
             self.table.bury(room, Tombstone(error.code if error else "", error.message if error else ""))
 
-    # ---------------------------------------------------------------------------------------------------------- clock
+    # ------------------------------------------------------------------------------------------------------------ clock
 
     def tick(self, now_s: float) -> None:
         """Deadlines, due settle attempts and status repeats."""
@@ -187,7 +189,7 @@ class SendRooms:
             error = TransferTimeout(f"not transferred within {self._deadlines.transfer_s:g} s ({entry.state.name})")
             self.fail(room, SenderEvent.DEADLINE, error)
 
-    # ------------------------------------------------------------------------------------- what D is told and answers
+    # --------------------------------------------------------------------------------------- what D is told and answers
 
     def on_status_ack(self, room: bytes, message: StatusAck) -> bool:
         """D knows how the room ended. False: it does not come from the room's D."""

@@ -220,8 +220,8 @@ def test_an_announcement_that_names_memory_wrongly_is_refused_and_nothing_is_wri
 
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
     pair = Pair()
-    pair.d.receiver._registration = msgspec.structs.replace(
-        pair.d.receiver._registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
+    pair.d.receiver._directory.registration = msgspec.structs.replace(
+        pair.d.receiver._directory.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
     )
     pair.join()
     assert pair.d.decode(pair.room, 5, pair.p)
@@ -232,9 +232,9 @@ def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_wi
 
 def test_a_registration_whose_regions_leave_the_arena_is_refused() -> None:
     pair = Pair()
-    registration = pair.d.receiver._registration
+    registration = pair.d.receiver._directory.registration
     bad = msgspec.structs.replace(registration.ranks[0], num_pages=10_000)
-    pair.d.receiver._registration = msgspec.structs.replace(registration, ranks=(bad,))
+    pair.d.receiver._directory.registration = msgspec.structs.replace(registration, ranks=(bad,))
     pair.join()
     assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.registered_prefills()
 

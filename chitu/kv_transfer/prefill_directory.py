@@ -1,0 +1,125 @@
+"""D's directory of P: where each is, and whether it took our registration.
+
+Owned by `DecodeReceiver`; every method runs under its lock: `found` from the comm thread (cluster view) and from the
+helper thread that reads the bootstrap server, the rest from the comm thread, `peer` also from the step thread.
+Invariants: only the newest known incarnation of a rank is kept; the registration is repeated until P replies, and once
+P refused it, it is not repeated to that incarnation.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from chitu import log
+from chitu.errors import ChituError, from_code
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.registration import TP_RANK
+from chitu.kv_transfer.transfer_table import NEVER_S
+from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
+from chitu.types import REGISTRATION_ROOM
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """The newest known incarnation of one P rank."""
+
+    incarnation: int
+    host: str
+    port: int
+    is_registered: bool = False
+    refusal: ChituError | None = None
+    """P refused our registration; it will not change its mind within this incarnation."""
+    repeat_due_s: float = 0.0
+
+
+class PrefillDirectory:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView, out: Outbox) -> None:
+        self._incarnation = config.incarnation
+        self._retry_interval_s = config.deadlines.retry_interval_s
+        self._clock = parts.clock
+        self._view = view
+        self._out = out
+        self._peers: dict[int, PrefillPeer] = {}
+        self.registration = KVArgsRegisterInfo(
+            protocol_version=PROTOCOL_VERSION,
+            engine_rank=config.engine_rank,
+            incarnation=config.incarnation,
+            endpoint=config.host,
+            dst_port=config.control_port,
+            layout=config.layout,
+            ranks=(rank_memory(parts.memory, TP_RANK, parts.sessions),),
+        )
+        """What every P is told of this instance."""
+
+    # --------------------------------------------------------------------------------------------------------- look-ups
+
+    def peer(self, rank: int, incarnation: int) -> PrefillPeer | None:
+        """None where this incarnation was not found yet or is not the newest any more."""
+        peer = self._peers.get(rank)
+        return peer if peer is not None and peer.incarnation == incarnation else None
+
+    def address_of(self, incarnation: int) -> tuple[str, int] | None:
+        for peer in self._peers.values():
+            if peer.incarnation == incarnation:
+                return peer.host, peer.port
+        return None
+
+    def registered(self) -> dict[int, int]:
+        """engine_rank -> incarnation of the P that took our registration."""
+        return {rank: peer.incarnation for rank, peer in self._peers.items() if peer.is_registered}
+
+    # ----------------------------------------------------------------------------------------------------- registration
+
+    def found(self, rank: int, incarnation: int, host: str, port: int) -> None:
+        """Register with a P once per incarnation; repeated by `tick` until it replies."""
+        self._view.note(rank, incarnation)
+        peer = self._peers.get(rank)
+        if peer is not None and incarnation < peer.incarnation:
+            return
+        if peer is None or peer.incarnation != incarnation:
+            peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
+        elif (peer.host, peer.port) != (host, port):
+            peer.host, peer.port, peer.is_registered = host, port, False
+        if not peer.is_registered and peer.refusal is None and peer.repeat_due_s <= self._clock.monotonic():
+            self._register(peer)
+
+    def take_view(self) -> None:
+        """The view was updated: register with who is new in it, and anew with who comes back after it was lost."""
+        for instance in self._view.present():
+            if instance.control_port:
+                self.found(instance.engine_rank, instance.incarnation, instance.host, instance.control_port)
+        for rank, peer in self._peers.items():
+            if self._view.is_lost(rank, peer.incarnation):
+                peer.is_registered, peer.repeat_due_s = False, 0.0
+
+    def tick(self, now_s: float) -> None:
+        for rank, peer in self._peers.items():
+            if peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):
+                self._register(peer)
+
+    def on_reply(self, message: RegisterReply) -> bool:
+        """P took or refused the registration. False: the reply is of or to another incarnation."""
+        peer = self.peer(message.engine_rank, message.incarnation)
+        if peer is None or message.peer_incarnation != self._incarnation:
+            return False
+        if peer.is_registered or peer.refusal is not None:
+            return True
+        peer.repeat_due_s = NEVER_S
+        if message.code:
+            peer.refusal = from_code(message.code, message.message)
+            text = "P%d refused this instance: %s"
+            self._out.log(logging.ERROR, text, message.engine_rank, message.message)
+        else:
+            peer.is_registered = True
+            self._out.log(logging.INFO, log.DECODE_REGISTERED, message.engine_rank)
+        return True
+
+    def _register(self, peer: PrefillPeer) -> None:
+        if peer.is_registered or peer.refusal is not None:
+            peer.repeat_due_s = NEVER_S
+            return
+        peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
+        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, self.registration)
