@@ -6,72 +6,21 @@ import logging
 import threading
 import uuid
 
-import msgspec
 import pytest
-from pd_world import DEADLINES, LAYOUT, PAGE_BYTES, Node, World
+from pd_node import DEADLINES, PAGE_BYTES
+from pd_world import Pair
 
 from chitu.errors import (
     BootstrapTimeout,
-    ConfigError,
     DecodeLost,
-    IncompatibleLayout,
     Integrity,
     PrefillLost,
-    TransferFailed,
     TransferTimeout,
 )
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.lifecycle import KVPoll, ReceiverState, SenderState
-from chitu.messages import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
-from chitu.types import Role, new_room
-
-
-class Pair:
-    """One P and one D that know each other, and one room of 10 tokens."""
-
-    def __init__(self, seed: int = 1) -> None:
-        self.world = World(seed)
-        self.p: Node = self.world.of(Role.PREFILL)[0]
-        self.d: Node = self.world.of(Role.DECODE)[0]
-        self.room = new_room()
-
-    def join(self) -> Pair:
-        self.world.publish_view()
-        self.pump()
-        return self
-
-    def pump(self) -> None:
-        """Everything that waits is delivered and written."""
-        while self.world.frames or self.p.sender.queue.run_one():
-            if self.world.frames:
-                self.world.deliver_one()
-        self.p.poll()
-        self.d.poll()
-
-    def both_halves(self, num_tokens: int = 10) -> None:
-        assert self.d.decode(self.room, num_tokens, self.p)
-        assert self.p.prefill(self.room, num_tokens, self.d)
-        self.pump()
-
-    def compute_all(self) -> None:
-        while self.p.requests[self.room].computed < self.p.requests[self.room].num_tokens:
-            self.p.compute()
-        self.pump()
-
-    def seen(self, node: Node) -> list[Kind]:
-        return self.p.requests[self.room].seen if node is self.p else self.d.requests[self.room].seen
-
-    def statuses(self) -> list[TransferStatus]:
-        messages = [peer_codec.decode(f.payload) for f in self.world.frames if f.room == self.room]
-        return [message for message in messages if isinstance(message, TransferStatus)]
-
-    def error(self, node: Node) -> Exception:
-        node.poll()
-        error = node.requests[self.room].error
-        assert error is not None
-        return error
+from chitu.lifecycle import ReceiverState, SenderState
+from chitu.types import new_room
 
 
 def test_each_log_anchor_appears_exactly_once_per_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,70 +124,6 @@ def test_a_corrupted_logits_row_is_an_integrity_failure_and_never_ready() -> Non
     assert isinstance(pair.error(pair.d), Integrity)
 
 
-def test_a_repeated_announcement_changes_nothing_and_a_different_one_is_refused() -> None:
-    pair = Pair().join()
-    pair.both_halves()
-    pages = pair.d.requests[pair.room].pages
-    slot = pair.d.requests[pair.room].aux_slot
-    same = TransferInfo(pair.d.incarnation, pack_i32(pages), slot, 10)
-    pair.p.sender.on_frame(pair.room, encode(same))
-    assert not pair.world.frames and pair.p.sender.state(pair.room) is SenderState.WAITING
-    other = msgspec.structs.replace(same, dst_kv_indices=pack_i32(pages[::-1]))
-    pair.p.sender.on_frame(pair.room, encode(other))
-    assert [(s.poll, s.settled) for s in pair.statuses()] == [(KVPoll.Failed, False)]
-    assert pair.p.sender.state(pair.room) is SenderState.WAITING
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"dst_kv_indices": pack_i32([0, 1])}, "2 pages announced"),
-        ({"dst_kv_indices": pack_i32([0, 1, 24])}, "announced of 24"),
-        ({"dst_kv_indices": pack_i32([0, 1, -1])}, "announced of 24"),
-        ({"dst_kv_indices": pack_i32([0, 1, 1])}, "twice"),
-        ({"dst_kv_indices": b"123"}, "multiple of 4"),
-        ({"dst_aux_index": 4}, "aux slot 4"),
-        ({"prefix_pages": 4}, "prefix pages"),
-        ({"num_tokens": 9}, "9 prompt tokens"),
-        ({"num_tokens": 0, "dst_kv_indices": b""}, "0 pages announced"),
-    ],
-)
-def test_an_announcement_that_names_memory_wrongly_is_refused_and_nothing_is_written(
-    change: dict[str, object], text: str
-) -> None:
-    pair = Pair().join()
-    assert pair.p.prefill(pair.room, 10, pair.d)
-    good = TransferInfo(pair.d.incarnation, pack_i32([0, 1, 2]), 0, 10)
-    pair.p.sender.on_frame(pair.room, encode(msgspec.structs.replace(good, **change)))
-    assert [status.poll for status in pair.statuses()] == [KVPoll.Failed]
-    assert text in pair.statuses()[0].message
-    pair.p.poll()
-    assert pair.seen(pair.p) == [Kind.FAILED, Kind.RELEASED]
-    pair.p.sender.on_frame(pair.room, encode(good))
-    assert pair.p.sender.state(pair.room) is None and pair.world.fabric.num_writes == 0
-
-
-def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
-    pair = Pair()
-    pair.d.receiver._directory.registration = msgspec.structs.replace(
-        pair.d.receiver._directory.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
-    )
-    pair.join()
-    assert pair.d.decode(pair.room, 5, pair.p)
-    error = pair.error(pair.d)
-    assert isinstance(error, IncompatibleLayout) and "head_dim: 1 != 2" in error.message
-    assert not pair.p.sender.decode_kv_args_table
-
-
-def test_a_registration_whose_regions_leave_the_arena_is_refused() -> None:
-    pair = Pair()
-    registration = pair.d.receiver._directory.registration
-    bad = msgspec.structs.replace(registration.ranks[0], num_pages=10_000)
-    pair.d.receiver._directory.registration = msgspec.structs.replace(registration, ranks=(bad,))
-    pair.join()
-    assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.registered_prefills()
-
-
 def test_a_killed_p_fails_its_rooms_and_gives_ds_pages_back_once_the_process_is_gone() -> None:
     pair = Pair().join()
     pair.both_halves()
@@ -290,18 +175,6 @@ def test_after_an_abort_only_released_follows_even_where_success_was_waiting() -
     pair.world.check_all_returned()
 
 
-def test_garbage_frames_are_counted_and_cost_nothing() -> None:
-    pair = Pair().join()
-    pair.both_halves()
-    for frame in (b"", b"\xff", encode(LAYOUT), encode(TransferStatus(1, 4))):
-        pair.p.sender.on_frame(pair.room, frame)
-    pair.d.receiver.on_frame(pair.room, encode(TransferInfo(1, b"", 0, 1)))
-    pair.d.receiver.on_frame(b"short", encode(TransferStatus(1, 4)))
-    assert pair.p.kv.unknown_frames == 4 and pair.d.kv.unknown_frames == 2
-    pair.compute_all()
-    assert pair.seen(pair.d)[-1] is Kind.SUCCESS
-
-
 def test_real_transfer_threads_deliver_what_the_pump_delivers() -> None:
     pair = Pair().join()
     done = threading.Event()
@@ -322,32 +195,6 @@ def test_real_transfer_threads_deliver_what_the_pump_delivers() -> None:
     pair.d.poll()
     assert pair.seen(pair.d) == [Kind.LOGITS_READY, Kind.SUCCESS]
     pair.p.kv.close()
-
-
-def test_a_manager_without_a_usable_transport_or_with_several_ranks_says_so_at_once() -> None:
-    world = World(0)
-    node = world.of(Role.PREFILL)[0]
-
-    def build(role: Role, tp_size: int) -> KVManager:
-        layout = msgspec.structs.replace(LAYOUT, tp_size=tp_size)
-        config = KVManagerConfig(0, 1, "h", 1, layout)
-        return KVManager(
-            role,
-            config,
-            memory=node.memory,
-            aux=node.memory.aux,
-            transports=[],
-            link=world.link,
-            wake=lambda: None,
-            clock=world.clock,
-        )
-
-    with pytest.raises(TransferFailed, match="none was given"):
-        build(Role.PREFILL, 1)
-    with pytest.raises(ConfigError, match="tp_size 2"):
-        build(Role.PREFILL, 2)
-    with pytest.raises(ConfigError, match="unified"):
-        build(Role.UNIFIED, 1)
 
 
 def test_an_abort_that_overtakes_its_announcement_keeps_the_room_from_ever_starting() -> None:
@@ -385,3 +232,43 @@ def test_an_abort_in_the_middle_of_a_write_releases_nothing_before_the_write_has
     assert during == [SenderState.SETTLING, False]
     pair.world.settle_down()
     assert pair.seen(pair.p)[-1] is Kind.RELEASED and pair.seen(pair.d) == [Kind.RELEASED]
+
+
+def test_no_lock_is_held_while_frames_leave_bytes_are_written_or_lines_are_logged() -> None:
+    pair = Pair()
+    left: list[str] = []
+
+    def leaves(what: str) -> None:
+        assert not pair.p.sender._lock.locked() and not pair.d.receiver._lock.locked(), f"{what} under the lock"
+        left.append(what)
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            leaves("log")
+
+    def link(host: str, port: int, room: bytes, payload: bytes) -> None:
+        leaves("frame")
+        pair.world.link(host, port, room, payload)
+
+    for role in (pair.p.sender, pair.d.receiver):
+        role._parts.link = link
+        role._parts.wake = lambda: leaves("wake")
+    pair.world.fabric.on_write = lambda peer, copies: leaves("write")
+    watch, root = Watch(), logging.getLogger("chitu.kv_transfer")
+    level = root.level
+    root.addHandler(watch)
+    root.setLevel(logging.INFO)
+    try:
+        pair.join().both_halves()
+        pair.compute_all()
+        assert pair.seen(pair.d)[-1] is Kind.SUCCESS
+        pair.room = new_room()
+        pair.both_halves()
+        pair.p.sender.add_request(pair.room, "again", 10, pair.d.rank, pair.d.incarnation)
+        pair.world.fabric.inject(Fault(FaultKind.DROP))
+        pair.compute_all()
+        assert pair.seen(pair.d)[-1] is Kind.RELEASED
+    finally:
+        root.removeHandler(watch)
+        root.setLevel(level)
+    assert set(left) == {"frame", "wake", "write", "log"}

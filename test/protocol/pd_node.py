@@ -1,0 +1,273 @@
+"""One P or D of the simulated cluster: a core with fake transport, memory whose misuse shows, a model of its scheduler.
+
+The scheduler model follows the rules of `kv_transfer/events.py` and checks what it is told: events come once and in
+order, SUCCESS means that every byte is right, and a page that was given back is never written again (free pages hold a
+poison that is looked at whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chitu.config.schema import DeadlineConfig
+from chitu.errors import RequestCancelled
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_transfer.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.events import KVChunk, TransferEventKind
+from chitu.kv_transfer.fake.transfer_engine import FakeTransport
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.messages import InstanceInfo, KVLayout
+from chitu.types import Role, instance_name
+
+if TYPE_CHECKING:
+    from pd_world import World
+
+NUM_LAYERS = 3
+PAGE_SIZE = 4
+TOKEN_BYTES = 4
+PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
+NUM_PAGES = 24
+NUM_AUX = 4
+VOCAB = 8
+AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
+POISON = 0xEE
+DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
+LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
+
+Kind = TransferEventKind
+
+
+class Memory:
+    """A pool in numpy: `PagedMemory` plus a free list whose pages are poisoned."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+        region_bytes = NUM_PAGES * page_bytes
+        self.arena = np.full(2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES, POISON, dtype=np.uint8)
+        self.arena_base = int(self.arena.ctypes.data)
+        self.arena_bytes = self.arena.nbytes
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
+        self.page_bytes = page_bytes
+        self.num_pages = NUM_PAGES
+        self.aux_base = self.arena_base + 2 * NUM_LAYERS * region_bytes
+        self.aux_row_bytes = AUX_ROW_BYTES
+        self.num_aux_slots = NUM_AUX
+        regions = self.arena[: 2 * NUM_LAYERS * region_bytes]
+        self.kv = regions.reshape(2 * NUM_LAYERS, NUM_PAGES, page_bytes)
+        self.rows = self.arena[2 * NUM_LAYERS * region_bytes :].reshape(NUM_AUX, AUX_ROW_BYTES)
+        self.aux = MetadataBuffers(self.rows, 4 * VOCAB)
+        self.free = list(range(NUM_PAGES))
+
+    def take(self, count: int, rng: random.Random) -> list[int]:
+        rng.shuffle(self.free)
+        pages = [self.free.pop() for _ in range(count)]
+        for page in pages:
+            self.check_poison(page)
+        return pages
+
+    def give(self, pages: list[int]) -> None:
+        for page in pages:
+            assert page not in self.free, "a page came back twice"
+            self.kv[:, page] = POISON
+        self.free += pages
+
+    def check_poison(self, page: int) -> None:
+        assert (self.kv[:, page] == POISON).all(), f"page {page} was written after it was given back"
+
+
+def token_bytes(room: bytes, region: int, token: int) -> bytes:
+    """What the model computes: a function of all that a mix-up could confuse. Never the poison."""
+    value = int.from_bytes(room[:4], "little") ^ (region * 0x01010101) ^ (token * 0x00010203 + token)
+    return bytes(b if b != POISON else 0 for b in (value & 0xFFFFFFFF).to_bytes(4, "little"))
+
+
+def logits_of(room: bytes) -> np.ndarray:
+    return np.frombuffer(room * 2, dtype=np.float32)
+
+
+@dataclass
+class Request:
+    """A room as one side's scheduler holds it."""
+
+    room: bytes
+    num_tokens: int
+    pages: list[int]
+    aux_slot: int = -1
+    computed: int = 0
+    seen: list[Kind] = field(default_factory=list)
+    is_aborted: bool = False
+    holds: bool = True
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return Kind.SUCCESS in self.seen or Kind.RELEASED in self.seen
+
+
+class Node:
+    """One process: its core, memory and scheduler model."""
+
+    def __init__(self, world: World, role: Role, rank: int) -> None:
+        self.world = world
+        self.role = role
+        self.rank = rank
+        self.incarnation = world.next_incarnation()
+        self.pid = self.incarnation
+        self.port = 1000 + self.incarnation
+        self.memory = Memory(world.page_bytes.get((role, rank), PAGE_BYTES))
+        self.requests: dict[bytes, Request] = {}
+        self.is_alive = True
+        self.is_frozen = False
+        self.is_in_view = True
+        self.session = f"{instance_name(role, rank)}-{self.incarnation}"
+        self.kv = KVManager(
+            role,
+            KVManagerConfig(
+                rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES, max_batch_bytes=world.max_batch_bytes
+            ),
+            memory=self.memory,
+            aux=self.memory.aux,
+            transports=[FakeTransport(world.fabric, self.session)],
+            link=world.link,
+            wake=lambda: None,
+            clock=world.clock,
+            is_pid_alive=world.is_pid_alive,
+        )
+
+    @property
+    def sender(self) -> PrefillSender:
+        assert self.kv.sender is not None
+        return self.kv.sender
+
+    @property
+    def receiver(self) -> DecodeReceiver:
+        assert self.kv.receiver is not None
+        return self.kv.receiver
+
+    @property
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+
+    # ------------------------------------------------------------------------------------------- scheduler, both roles
+
+    def poll(self) -> None:
+        for event in self.kv.poll():
+            request = self.requests.get(event.room)
+            assert request is not None, f"{event.kind} for a room that {self.session} does not have"
+            self._check_order(request, event.kind)
+            request.seen.append(event.kind)
+            if event.kind is Kind.FAILED:
+                assert event.error is not None
+                request.error = event.error
+            if event.kind is Kind.LOGITS_READY:
+                logits = self.memory.aux.get(request.aux_slot)
+                assert (logits.view(np.uint8) == logits_of(event.room).view(np.uint8)).all(), "wrong logits"
+            if event.kind is Kind.SUCCESS and self.role is Role.DECODE:
+                self._check_bytes(request)
+            if request.is_over:
+                self._free(request)
+
+    def _check_order(self, request: Request, kind: Kind) -> None:
+        assert kind not in request.seen, f"{kind} came twice"
+        assert not request.is_over, f"{kind} after the end"
+        if request.is_aborted:
+            assert kind is Kind.RELEASED, f"{kind} after abort"
+        elif kind is Kind.RELEASED:
+            assert Kind.FAILED in request.seen, "RELEASED without FAILED"
+        else:
+            assert Kind.FAILED not in request.seen, f"{kind} after FAILED"
+        if kind is Kind.SUCCESS:
+            before = Kind.ANNOUNCED if self.role is Role.PREFILL else Kind.LOGITS_READY
+            assert before in request.seen
+
+    def _check_bytes(self, request: Request) -> None:
+        for token in range(request.num_tokens):
+            page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
+            for region in range(2 * NUM_LAYERS):
+                found = self.memory.kv[region, page, offset : offset + TOKEN_BYTES].tobytes()
+                assert found == token_bytes(request.room, region, token), f"token {token} of region {region} is wrong"
+
+    def _free(self, request: Request) -> None:
+        assert request.holds
+        request.holds = False
+        self.memory.give(request.pages)
+        if request.aux_slot >= 0:
+            self.memory.aux.free(request.aux_slot)
+
+    def abort(self, room: bytes) -> None:
+        request = self.requests[room]
+        if not request.is_over and not request.is_aborted:
+            request.is_aborted = True
+            role = self.kv.sender or self.kv.receiver
+            assert role is not None
+            role.abort(room, RequestCancelled("the client is gone"))
+
+    # ------------------------------------------------------------------------------------------------------ scheduler D
+
+    def decode(self, room: bytes, num_tokens: int, prefill: Node) -> bool:
+        pages_wanted = -(-num_tokens // PAGE_SIZE)
+        aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
+        if aux_slot is None:
+            return False
+        pages = self.memory.take(pages_wanted, self.world.rng)
+        self.requests[room] = Request(room, num_tokens, pages, aux_slot)
+        self.receiver.announce(room, room.hex()[:6], pages, aux_slot, num_tokens, prefill.rank, prefill.incarnation)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ scheduler P
+
+    def prefill(self, room: bytes, num_tokens: int, decode: Node) -> bool:
+        pages_wanted = -(-num_tokens // PAGE_SIZE)
+        if len(self.memory.free) < pages_wanted:
+            return False
+        self.requests[room] = Request(room, num_tokens, self.memory.take(pages_wanted, self.world.rng))
+        self.sender.add_request(room, room.hex()[:6], num_tokens, decode.rank, decode.incarnation)
+        return True
+
+    def compute(self) -> None:
+        """One step over some of the rooms, with the network and the transfer thread at work between the layers."""
+        rng = self.world.rng
+        chunks: list[tuple[Request, int]] = []
+        for request in self.requests.values():
+            if request.computed < request.num_tokens and not request.seen.count(Kind.FAILED) and rng.random() < 0.7:
+                if request.is_over or request.is_aborted:
+                    continue
+                chunks.append((request, min(request.num_tokens, request.computed + rng.randint(1, 9))))
+        self.sender.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
+        skips = rng.random() < 0.2  # an executor that only speaks at the end
+        for layer in range(NUM_LAYERS):
+            for request, end in chunks:
+                for token in range(request.computed, end):
+                    page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
+                    for region in (2 * layer, 2 * layer + 1):
+                        data = np.frombuffer(token_bytes(request.room, region, token), dtype=np.uint8)
+                        self.memory.kv[region, page, offset : offset + TOKEN_BYTES] = data
+            if not skips:
+                self.sender.on_layer_done(layer)
+            self.world.churn(rng.randint(0, 2))
+        self.sender.end_step()
+        for request, end in chunks:
+            request.computed = end
+            if end == request.num_tokens:
+                aux_slot = self.memory.aux.allocate()
+                if aux_slot is None:
+                    self.abort(request.room)
+                    continue
+                request.aux_slot = aux_slot
+                self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
+                self.sender.send_kv_cache(request.room, aux_slot)
+
+    def reset(self, room: bytes) -> None:
+        request = self.requests[room]
+        if request.holds and self.sender.reset_chunks(room):
+            request.computed = 0
+            for page in request.pages:
+                self.memory.kv[:, page] = 0
+            if request.aux_slot >= 0:
+                self.memory.aux.free(request.aux_slot)
+                request.aux_slot = -1

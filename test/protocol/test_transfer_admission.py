@@ -1,0 +1,121 @@
+"""What P and D let in: registrations, announcements, frames and settings that are wrong cost nothing but themselves."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from pd_node import LAYOUT
+from pd_world import Pair, World
+
+from chitu.errors import (
+    ConfigError,
+    IncompatibleLayout,
+    TransferFailed,
+)
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.lifecycle import KVPoll, SenderState
+from chitu.messages import TransferInfo, TransferStatus, encode, pack_i32
+from chitu.types import Role
+
+
+def test_a_repeated_announcement_changes_nothing_and_a_different_one_is_refused() -> None:
+    pair = Pair().join()
+    pair.both_halves()
+    pages = pair.d.requests[pair.room].pages
+    slot = pair.d.requests[pair.room].aux_slot
+    same = TransferInfo(pair.d.incarnation, pack_i32(pages), slot, 10)
+    pair.p.sender.on_frame(pair.room, encode(same))
+    assert not pair.world.frames and pair.p.sender.state(pair.room) is SenderState.WAITING
+    other = msgspec.structs.replace(same, dst_kv_indices=pack_i32(pages[::-1]))
+    pair.p.sender.on_frame(pair.room, encode(other))
+    assert [(s.poll, s.settled) for s in pair.statuses()] == [(KVPoll.Failed, False)]
+    assert pair.p.sender.state(pair.room) is SenderState.WAITING
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dst_kv_indices": pack_i32([0, 1])}, "2 pages announced"),
+        ({"dst_kv_indices": pack_i32([0, 1, 24])}, "announced of 24"),
+        ({"dst_kv_indices": pack_i32([0, 1, -1])}, "announced of 24"),
+        ({"dst_kv_indices": pack_i32([0, 1, 1])}, "twice"),
+        ({"dst_kv_indices": b"123"}, "multiple of 4"),
+        ({"dst_aux_index": 4}, "aux slot 4"),
+        ({"prefix_pages": 4}, "prefix pages"),
+        ({"num_tokens": 9}, "9 prompt tokens"),
+        ({"num_tokens": 0, "dst_kv_indices": b""}, "0 pages announced"),
+    ],
+)
+def test_an_announcement_that_names_memory_wrongly_is_refused_and_nothing_is_written(
+    change: dict[str, object], text: str
+) -> None:
+    pair = Pair().join()
+    assert pair.p.prefill(pair.room, 10, pair.d)
+    good = TransferInfo(pair.d.incarnation, pack_i32([0, 1, 2]), 0, 10)
+    pair.p.sender.on_frame(pair.room, encode(msgspec.structs.replace(good, **change)))
+    assert [status.poll for status in pair.statuses()] == [KVPoll.Failed]
+    assert text in pair.statuses()[0].message
+    pair.p.poll()
+    assert pair.seen(pair.p) == [Kind.FAILED, Kind.RELEASED]
+    pair.p.sender.on_frame(pair.room, encode(good))
+    assert pair.p.sender.state(pair.room) is None and pair.world.fabric.num_writes == 0
+
+
+def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
+    pair = Pair()
+    pair.d.receiver._directory.registration = msgspec.structs.replace(
+        pair.d.receiver._directory.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
+    )
+    pair.join()
+    assert pair.d.decode(pair.room, 5, pair.p)
+    error = pair.error(pair.d)
+    assert isinstance(error, IncompatibleLayout) and "head_dim: 1 != 2" in error.message
+    assert not pair.p.sender.decode_kv_args_table
+
+
+def test_a_registration_whose_regions_leave_the_arena_is_refused() -> None:
+    pair = Pair()
+    registration = pair.d.receiver._directory.registration
+    bad = msgspec.structs.replace(registration.ranks[0], num_pages=10_000)
+    pair.d.receiver._directory.registration = msgspec.structs.replace(registration, ranks=(bad,))
+    pair.join()
+    assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.registered_prefills()
+
+
+def test_garbage_frames_are_counted_and_cost_nothing() -> None:
+    pair = Pair().join()
+    pair.both_halves()
+    for frame in (b"", b"\xff", encode(LAYOUT), encode(TransferStatus(1, 4))):
+        pair.p.sender.on_frame(pair.room, frame)
+    pair.d.receiver.on_frame(pair.room, encode(TransferInfo(1, b"", 0, 1)))
+    pair.d.receiver.on_frame(b"short", encode(TransferStatus(1, 4)))
+    assert pair.p.kv.unknown_frames == 4 and pair.d.kv.unknown_frames == 2
+    pair.compute_all()
+    assert pair.seen(pair.d)[-1] is Kind.SUCCESS
+
+
+def test_a_manager_without_a_usable_transport_or_with_several_ranks_says_so_at_once() -> None:
+    world = World(0)
+    node = world.of(Role.PREFILL)[0]
+
+    def build(role: Role, tp_size: int) -> KVManager:
+        layout = msgspec.structs.replace(LAYOUT, tp_size=tp_size)
+        config = KVManagerConfig(0, 1, "h", 1, layout)
+        return KVManager(
+            role,
+            config,
+            memory=node.memory,
+            aux=node.memory.aux,
+            transports=[],
+            link=world.link,
+            wake=lambda: None,
+            clock=world.clock,
+        )
+
+    with pytest.raises(TransferFailed, match="none was given"):
+        build(Role.PREFILL, 1)
+    with pytest.raises(ConfigError, match="tp_size 2"):
+        build(Role.PREFILL, 2)
+    with pytest.raises(ConfigError, match="unified"):
+        build(Role.UNIFIED, 1)
