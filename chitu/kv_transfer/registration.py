@@ -1,9 +1,10 @@
 """P's table of registered D (S3: `decode_kv_args_table`): validated addresses and an open way to write there.
 
 Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
-without the sender's lock, `add` and `take_idle` under it. Nothing of a registration is used before all of it was
-checked: the layout against ours, the memory ranges for lying inside their arena, the port for being one. One entry per
-incarnation; a newer incarnation of a rank supersedes the older one, a message of the older one is dropped.
+without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.
+Nothing of a registration is used before all of it was checked: the layout against ours, the memory ranges for lying
+inside their arena, the port for being one. One entry per incarnation; a newer incarnation of a rank supersedes the
+older one, a message of the older one is dropped.
 """
 
 from __future__ import annotations
