@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from chitu.errors import ConfigError, MissingDependency
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.detokenizer import Detokenizer, detokenizer_factory
+from chitu.tokenizer.words import WordEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -39,6 +40,7 @@ class Tokenizer:
         """All ids that end a text, by tokenizer_config.json, generation_config.json and config.json."""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest token id; a model's logits row may be longer."""
+        self._words = WordEncoder.of(backend)
         self._make_skipping = detokenizer_factory(backend, skip_special_tokens=True)
         self._make_keeping = detokenizer_factory(backend, skip_special_tokens=False)
 
@@ -62,7 +64,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. `add_special_tokens`: what the tokenizer puts around a text (bos); not for a rendered chat."""
-        return self.encode_batch([text], add_special_tokens)[0]
+        ids = None if self._words is None else self._words.encode(text, add_special_tokens)
+        return self.encode_batch([text], add_special_tokens)[0] if ids is None else ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Many texts at once, on several threads."""

@@ -1,0 +1,174 @@
+"""Encoding of ASCII text word by word, from a table. Used by `Tokenizer.encode`; loop thread or any other.
+
+A byte-level BPE tokenizer splits a text by a regular expression and encodes each piece on its own, so a piece that came
+before need not be encoded again. That saves most of the cost of a prompt (the split itself and the merging take five
+to ten times as long in the library). Invariant: the ids are exactly the library's; `WordEncoder.of` takes only
+tokenizers whose description is one of those listed here, and `encode` only texts for which it is exact: others
+go to the library.
+
+Python's `re` knows no `\\p{L}`, hence ASCII, where NFC changes nothing either. The table is bounded and starts again
+empty when it is full.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+MAX_TEXT_CHARS = 32_768
+"""Longer texts are the library's: it releases the GIL."""
+MAX_PIECES = 65_536
+MAX_PIECE_CHARS = 32
+"""Longer pieces are rarely words, so they are not kept."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What `ByteLevel` does itself where it has `use_regex`."""
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_KNOWN_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2})
+
+
+def _ascii_pattern(split: str) -> re.Pattern[str]:
+    """The same split for ASCII text. Each of the known ones leaves no character out."""
+    inside = re.sub(r"\[[^\]]*\]", lambda found: _letters(found.group(), "a-zA-Z", "0-9"), split)
+    return re.compile(_letters(inside, "[a-zA-Z]", "[0-9]"), re.ASCII)
+
+
+def _letters(pattern: str, letters: str, digits: str) -> str:
+    return pattern.replace(r"\p{L}", letters).replace(r"\p{N}", digits)
+
+
+def _split_of(description: dict[str, Any]) -> str | None:
+    """The regular expression of a pre-tokenizer that is split plus bytes; None for any other."""
+    match description:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return _GPT2
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": str(split)}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        } if split in _KNOWN_SPLITS:
+            return split
+    return None
+
+
+class _PieceTable(dict[str, tuple[int, ...]]):
+    """Piece -> its token ids."""
+
+    def __init__(self, tokenize: Callable[[str], list[Any]], byte_characters: dict[int, str]) -> None:
+        super().__init__()
+        self._tokenize = tokenize
+        self._byte_characters = byte_characters
+
+    def __missing__(self, piece: str) -> tuple[int, ...]:
+        ids = tuple(token.id for token in self._tokenize(piece.translate(self._byte_characters)))
+        if len(piece) <= MAX_PIECE_CHARS:
+            if len(self) >= MAX_PIECES:
+                self.clear()
+            self[piece] = ids
+        return ids
+
+
+class WordEncoder:
+    """Made by `of`."""
+
+    def __init__(
+        self,
+        split: str,
+        table: _PieceTable,
+        plain: dict[str, int],
+        odd: list[str],
+        surroundings: tuple[list[int], list[int]],
+    ) -> None:
+        """`plain`: added tokens that stand for themselves wherever they occur. `odd`: those with rules of their own
+        (they take the spaces around them, or only whole words): a text with one of them goes to the library.
+        `surroundings`: ids that the tokenizer puts before and after a text."""
+        self._pieces_of = _ascii_pattern(split).findall
+        self._table = table
+        self._ids_of = table.__getitem__
+        self._plain = plain
+        self._added = _alternatives(list(plain))
+        self._odd = _alternatives(odd)
+        self._before, self._after = surroundings
+
+    @classmethod
+    def of(cls, backend: Backend) -> WordEncoder | None:
+        """None for a tokenizer that this cannot follow exactly."""
+        if backend.pre_tokenizer is None or backend.encode_special_tokens:
+            return None
+        split = _split_of(json.loads(backend.pre_tokenizer.__getstate__()))
+        normalizer = None if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())
+        model = backend.model
+        if split is None or normalizer not in (None, {"type": "NFC"}):
+            return None
+        if (
+            type(model).__name__ != "BPE"
+            or model.dropout
+            or model.continuing_subword_prefix
+            or model.end_of_word_suffix
+        ):
+            return None
+        plain: dict[str, int] = {}
+        odd: list[str] = []
+        for token_id, token in backend.get_added_tokens_decoder().items():
+            if token.normalized or token.single_word or token.lstrip or token.rstrip:
+                odd.append(token.content)
+            else:
+                plain[token.content] = token_id
+        surroundings = _surroundings(backend)
+        if surroundings is None:
+            return None
+        return cls(split, _PieceTable(model.tokenize, _byte_characters()), plain, odd, surroundings)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces in the table."""
+        return len(self._table)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
+        """Token ids; None: ask the library."""
+        if not text.isascii() or len(text) > MAX_TEXT_CHARS or (self._odd is not None and self._odd.search(text)):
+            return None
+        ids = self._before.copy() if add_special_tokens else []
+        at = 0
+        if self._added is not None:
+            for found in self._added.finditer(text):
+                ids += chain.from_iterable(map(self._ids_of, self._pieces_of(text, at, found.start())))
+                ids.append(self._plain[found.group()])
+                at = found.end()
+        ids += chain.from_iterable(map(self._ids_of, self._pieces_of(text, at)))
+        if add_special_tokens:
+            ids += self._after
+        return ids
+
+
+def _surroundings(backend: Backend) -> tuple[list[int], list[int]] | None:
+    """None where they cannot be told from the text's own ids."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    places = [at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain]
+    if len(places) != 1:
+        return None
+    return whole[: places[0]], whole[places[0] + len(plain) :]
+
+
+def _alternatives(texts: list[str]) -> re.Pattern[str] | None:
+    """Leftmost, then longest, as the library looks for added tokens; None where there is none to look for."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+
+def _byte_characters() -> dict[int, str]:
+    """ASCII in GPT-2's alphabet: the characters that do not print stand from U+0100 on, in order."""
+    hidden = [*range(0x21), 0x7F]
+    return {byte: chr(0x100 + n) for n, byte in enumerate(hidden)}
