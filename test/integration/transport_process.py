@@ -1,7 +1,7 @@
 """The other process of the transport tests: `python transport_process.py receive|send shm|mooncake`.
 
-`receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on stdin:
-`crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error's name). Ends at end of file.
+`receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
+stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name). Ends at end of file.
 `send`: reads a `RankMemory` line, writes all its pages to the peer from a thread, prints `sent`, and exits normally.
 """
 
