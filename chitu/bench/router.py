@@ -4,20 +4,29 @@ Starts the real router process and one fake worker process (P0 and D0), sends co
 connections from this process, and reads the router's own CPU time from the kernel, all its threads included. The
 prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine reached with
 load generator and workers beside the router; CPU per request and per token are the router's alone.
+
+Prompts are 400 characters of common English words, one word in ten made up at random and so new to the router. The
+tokenizer is trained for the occasion (byte-level BPE, 8192 tokens), so that a token has about as many characters as
+with the tokenizer of a real model.
+
+The decode instance of `--step-ms 0` emits as fast as it can: its batches hold one or two tokens, which is the worst
+case (a message a token). With a pause between steps a batch holds a token of every running request, as in a real one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -27,7 +36,17 @@ import uvloop
 from chitu.bench.router_process import RouterUnderTest, cpu_seconds
 
 PROMPT_CHARS = 400
-WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box with five dozen liquor jugs "
+PROMPTS = 4096
+"""Different prompts in a row."""
+VOCAB_SIZE = 8192
+WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
+one you were all her she there would their we him been has when who will no more if out so up said what its
+about than into them can only other time new some could these two may first then do any like my now over such
+our man even most made after also did many before must well back through years much where your way down should
+because long each just state those people too how little good make very own see men work here get both between
+life being under never day same another know while last might great year since against go come right used take
+""".split()  # noqa: SIM905
 
 
 @dataclass(slots=True)
@@ -48,10 +67,10 @@ class Result:
 
 
 class LoadConnection(asyncio.Protocol):
-    """One kept-alive connection that sends its request again as soon as the answer is complete."""
+    """One kept-alive connection that sends the next request as soon as the answer is complete."""
 
-    def __init__(self, request: bytes, stream: bool, ends_at_s: float) -> None:
-        self._request = request
+    def __init__(self, requests: Iterator[bytes], stream: bool, ends_at_s: float) -> None:
+        self._requests = requests
         self._end = b"\r\n0\r\n\r\n" if stream else None
         self._ends_at_s = ends_at_s
         self._buffer = b""
@@ -68,7 +87,7 @@ class LoadConnection(asyncio.Protocol):
     def _send(self) -> None:
         assert self._transport is not None
         self._sent_s = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(next(self._requests))
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -106,8 +125,21 @@ class LoadConnection(asyncio.Protocol):
             self.done.set_exception(RuntimeError(what[:500].decode(errors="replace")))
 
 
-def make_request(model: str, max_tokens: int, stream: bool) -> bytes:
-    prompt = (WORDS * (PROMPT_CHARS // len(WORDS) + 1))[:PROMPT_CHARS]
+def make_requests(model: str, max_tokens: int, stream: bool, count: int = PROMPTS) -> Iterator[bytes]:
+    """HTTP requests without end; `count` different prompts, always the same ones."""
+    rng = random.Random(20)
+    requests = [make_request(model, _prompt(rng), max_tokens, stream) for _ in range(count)]
+    return itertools.cycle(requests)
+
+
+def _prompt(rng: random.Random) -> str:
+    words = rng.choices(WORDS, k=PROMPT_CHARS // 3)
+    for place in range(0, len(words), 10):
+        words[place] = "".join(rng.choices("abcdefghijklmnoprstuvwyz", k=5))
+    return " ".join(words)[:PROMPT_CHARS]
+
+
+def make_request(model: str, prompt: str, max_tokens: int, stream: bool) -> bytes:
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     raw = json.dumps({**body, "stream": stream}).encode()
     head = (
@@ -116,12 +148,14 @@ def make_request(model: str, max_tokens: int, stream: bool) -> bytes:
     return head.encode() + b"\r\n\r\n" + raw
 
 
-async def load(port: int, pid: int, request: bytes, stream: bool, concurrency: int, duration_s: float) -> Result:
+async def load(
+    port: int, pid: int, requests: Iterator[bytes], stream: bool, concurrency: int, duration_s: float
+) -> Result:
     loop = asyncio.get_running_loop()
     ends_at_s = time.perf_counter() + duration_s
     cpu_before_s, begin_s = cpu_seconds(pid), time.perf_counter()
     pairs = [
-        await loop.create_connection(lambda: LoadConnection(request, stream, ends_at_s), "127.0.0.1", port)
+        await loop.create_connection(lambda: LoadConnection(requests, stream, ends_at_s), "127.0.0.1", port)
         for _ in range(concurrency)
     ]
     connections = [connection for _, connection in pairs]
@@ -131,31 +165,31 @@ async def load(port: int, pid: int, request: bytes, stream: bool, concurrency: i
     for transport, _ in pairs:
         transport.close()
     latencies = sorted(latency for connection in connections for latency in connection.latencies_s)
-    requests = len(latencies)
+    count = len(latencies)
     tokens = sum(connection.events for connection in connections)
     return Result(
         stream=stream,
         concurrency=concurrency,
-        requests=requests,
+        requests=count,
         tokens=tokens,
         seconds=seconds,
-        requests_per_s=requests / seconds,
+        requests_per_s=count / seconds,
         tokens_per_s=tokens / seconds,
-        cpu_us_per_request=cpu_s / requests * 1e6,
+        cpu_us_per_request=cpu_s / count * 1e6,
         cpu_us_per_token=cpu_s / tokens * 1e6 if tokens else 0.0,
         tokens_per_cpu_s=tokens / cpu_s if tokens else 0.0,
-        latency_p50_ms=latencies[requests // 2] * 1e3,
-        latency_p99_ms=latencies[requests * 99 // 100] * 1e3,
+        latency_p50_ms=latencies[count // 2] * 1e3,
+        latency_p99_ms=latencies[count * 99 // 100] * 1e3,
     )
 
 
 async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace) -> list[Result]:
     results = []
     for stream in (False, True):
-        request = make_request(model, args.tokens, stream)
-        await load(router.ports["port"], router.pid, request, stream, 4, 0.3)  # warm
+        requests = make_requests(model, args.tokens, stream)
+        await load(router.ports["port"], router.pid, requests, stream, 4, 0.3)  # warm
         for concurrency in args.concurrency:
-            result = await load(router.ports["port"], router.pid, request, stream, concurrency, args.seconds)
+            result = await load(router.ports["port"], router.pid, requests, stream, concurrency, args.seconds)
             results.append(result)
             print(
                 f"{'stream' if stream else 'whole ':6} c={concurrency:<4d} {result.requests_per_s:8.0f} req/s "
@@ -219,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _small_model(folder: Path) -> Path:
     from chitu.launch.make_model import make_model
 
-    make_model(folder / "model", family="qwen3")
+    make_model(folder / "model", family="qwen3", vocab_size=VOCAB_SIZE)
     return folder / "model"
 
 
