@@ -5,3 +5,9 @@ import os
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from hypothesis import settings
+
+# No timed tests: a loaded machine is no failure. In CI the same examples every time; by hand new ones.
+settings.register_profile("chitu", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("chitu")

@@ -72,7 +72,8 @@ def parse_topology(data: dict[str, Any]) -> Topology:
 
 def dump_topology(topology: Topology) -> str:
     """YAML that `load_topology` reads back to an equal value."""
-    return yaml.dump(msgspec.to_builtins(topology), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    # Without allow_unicode: PyYAML writes odd line breaks (NEL) in single quotes and folds them away when it reads.
+    return yaml.dump(msgspec.to_builtins(topology), Dumper=_Dumper, sort_keys=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- YAML
