@@ -1,7 +1,7 @@
 """Requests on the router: pair, dispatch both halves, collect tokens, fail, cancel.
 
 `PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
-`on_tokens` and then `flush`; the stats port calls `on_request_failed`; membership calls `on_view`, `on_joined` and
+`on_token_frames`; the stats port calls `on_request_failed`; membership calls `on_view`, `on_joined` and
 `on_lost`; a timer calls `tick`. It knows token ids, never text.
 
 Invariants: a room is in `_attempts` exactly while its generation waits for it; a generation ends once, with `finish` or
@@ -16,12 +16,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from chitu.clock import Clock
 from chitu.errors import (
     ChituError,
     DecodeLost,
     Internal,
     NoInstance,
+    ProtocolError,
     RequestCancelled,
     RequestTimeout,
     TooManyRequests,
@@ -41,12 +44,16 @@ from chitu.messages import (
     TokenBatch,
     UnifiedRequest,
     encode,
+    token_codec,
 )
 from chitu.net.aio import Outbox
 from chitu.routing import Candidates, InstanceKey, InstanceLoad, Policy, RoutingRequest, Target, instance_key
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
+
+_decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
+"""Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
 
 
 @dataclass(slots=True)
@@ -88,6 +95,9 @@ class Generation:
     attempt: Attempt | None = None
     """None once it is over."""
     dirty: bool = False
+    """`wake` is due at the next `flush`."""
+    noted: bool = False
+    """The next token needs nothing but to be appended: `wake` is due already, or is not asked for."""
 
     @property
     def done(self) -> bool:
@@ -108,6 +118,7 @@ class RouterCounters:
     tokens: int = 0
     stale_tokens: int = 0
     """Tokens and ends of rooms that are over (cancelled, timed out) or were never ours."""
+    bad_token_messages: int = 0
 
 
 class PDRequestRouter:
@@ -177,29 +188,47 @@ class PDRequestRouter:
 
     # -------------------------------------------------------------------------------------------------------- ports
 
+    def on_token_frames(self, frames: list[bytes]) -> None:
+        """All token messages that lay ready on the port; then wake the readers, each once. Bad ones are dropped."""
+        decode = _decode_tokens
+        for frame in frames:
+            try:
+                batch = decode(frame)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self._on_bad_tokens(frame)
+            else:
+                self.on_tokens(batch)
+        if self._dirty:
+            self.flush()
+
+    def _on_bad_tokens(self, frame: bytes) -> None:
+        self.counters.bad_token_messages += 1
+        try:
+            token_codec.decode(frame)
+        except ProtocolError as error:
+            log.warning("ignored a bad token message: %s", error)
+
     def on_tokens(self, batch: TokenBatch) -> None:
         """One step's tokens of one instance. Readers are woken by `flush`, once for all batches of a loop turn."""
-        attempts, dirty = self._attempts, self._dirty
-        if len(batch.rooms) != len(batch.tokens):
-            log.error("dropped a token batch with %d rooms and %d tokens", len(batch.rooms), len(batch.tokens))
+        rooms, tokens = batch.rooms, batch.tokens
+        if len(rooms) != len(tokens):
+            log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
-        for room, token in zip(batch.rooms, batch.tokens, strict=True):
-            attempt = attempts.get(room)
+        counters, attempt_of = self.counters, self._attempts.get
+        counters.tokens += len(rooms)
+        for room, token in zip(rooms, tokens, strict=False):
+            attempt = attempt_of(room)
             if attempt is None:
-                self.counters.stale_tokens += 1
+                counters.stale_tokens += 1
                 continue
             generation = attempt.generation
             generation.tokens.append(token)
-            if not attempt.has_first_token:
-                self._on_first_token(attempt)
-            if not generation.dirty and generation.request.wake_per_token:
-                generation.dirty = True
-                dirty.append(generation)
-        self.counters.tokens += len(batch.rooms)
+            if not generation.noted:
+                self._note(attempt, generation)
         for finish in batch.finished:
-            attempt = attempts.get(finish.room)
+            attempt = attempt_of(finish.room)
             if attempt is None:
-                self.counters.stale_tokens += 1
+                counters.stale_tokens += 1
             else:
                 self._on_finish(attempt, finish)
 
@@ -208,6 +237,7 @@ class PDRequestRouter:
         dirty, self._dirty = self._dirty, []
         for generation in dirty:
             generation.dirty = False
+            generation.noted = not generation.request.wake_per_token
             generation.wake()
 
     def on_request_failed(self, failed: RequestFailed) -> None:
@@ -269,7 +299,7 @@ class PDRequestRouter:
         target = self._policy(RoutingRequest(self.counters.requests, request.num_tokens), self.candidates, self._loads)
         self.counters.requests += 1
         attempt = Attempt(new_room(), target, generation)
-        generation.attempt = attempt
+        generation.attempt, generation.noted = attempt, False
         self._attempts[attempt.room] = attempt
         prefill, decode = target.prefill, target.decode
         if prefill is not None:
@@ -297,6 +327,15 @@ class PDRequestRouter:
         return self._outbox.send(instance_key(decode), encode(decode_half)) and self._outbox.send(
             instance_key(prefill), encode(prefill_half)
         )
+
+    def _note(self, attempt: Attempt, generation: Generation) -> None:
+        """A token that is the attempt's first or that the reader waits for."""
+        generation.noted = True
+        if not attempt.has_first_token:
+            self._on_first_token(attempt)
+        if generation.request.wake_per_token and not generation.dirty:
+            generation.dirty = True
+            self._dirty.append(generation)
 
     def _on_first_token(self, attempt: Attempt) -> None:
         attempt.has_first_token = True

@@ -1,8 +1,9 @@
 """ZMQ sockets on an asyncio loop, without a task or a future per message.
 
-Owned and called by the loop thread alone (the router). `FrameReader` drains a socket when its descriptor wakes the
-loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is edge-triggered: after it fired,
-the socket must be read until it says EAGAIN, and after a send on the same socket be looked at again (`poke`).
+Owned and called by the loop thread alone (the router). `FrameReader` and `BulkReader` drain a socket when its
+descriptor wakes the loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is
+edge-triggered: after it fired, the socket must be read until it says EAGAIN, and after a send on the same socket be
+looked at again (`poke`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_MESSAGES_PER_TURN = 256
 
 
 class FrameReader:
-    """Hands every message of one socket to `on_message` (a list of frames), then calls `on_drained` once per wake.
+    """Hands every message of one socket to `on_message` (a list of frames).
 
     A message that raises ProtocolError is counted in `bad_messages`, any other exception is logged; reading goes on.
     """
@@ -34,16 +35,11 @@ class FrameReader:
         loop: asyncio.AbstractEventLoop,
         socket: zmq.Socket[bytes],
         on_message: Callable[[list[bytes]], None],
-        on_drained: Callable[[], None] | None = None,
-        single_frame: bool = False,
     ) -> None:
-        """`single_frame`: every frame is a message (a third of the cost of looking for more)."""
         self._loop = loop
         self._socket = socket
         self._on_message = on_message
-        self._on_drained = on_drained
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._single_frame = single_frame
         self._closed = False
         self.bad_messages = 0
         loop.add_reader(self._fd, self._drain)
@@ -62,18 +58,13 @@ class FrameReader:
     def _drain(self) -> None:
         if self._closed:
             return
-        receive, receive_one = self._socket.recv_multipart, self._socket.recv
-        single_frame = self._single_frame
-        taken = 0
+        receive = self._socket.recv_multipart
         try:
-            while taken < MAX_MESSAGES_PER_TURN:
-                self._take([receive_one(zmq.NOBLOCK)] if single_frame else receive(zmq.NOBLOCK))
-                taken += 1
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                self._take(receive(zmq.NOBLOCK))
             self._loop.call_soon(self._drain)
         except zmq.Again:
             pass
-        if taken and self._on_drained is not None:
-            self._on_drained()
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -83,6 +74,24 @@ class FrameReader:
             log.warning("ignored a bad message: %s", error)
         except Exception:
             log.exception("a message handler failed")
+
+
+class BulkReader(FrameReader):
+    """For a socket whose messages are many and of one frame each: `on_message` gets all that lie ready, one frame a
+    message, in one call. It minds bad ones itself, so that one does not take the others with it."""
+
+    def _drain(self) -> None:
+        if self._closed:
+            return
+        receive, frames = self._socket.recv, []
+        try:
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                frames.append(receive(zmq.NOBLOCK))
+            self._loop.call_soon(self._drain)
+        except zmq.Again:
+            pass
+        if frames:
+            self._take(frames)
 
 
 Key = TypeVar("Key", bound=Hashable)

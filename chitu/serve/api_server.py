@@ -26,11 +26,11 @@ import chitu
 from chitu.clock import RealClock
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.errors import BadFrame, ChituError, ConfigError, NoInstance
+from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.log import setup_logging
-from chitu.messages import ClusterView, Heartbeat, token_codec
-from chitu.net.aio import FrameReader, Outbox
+from chitu.messages import ClusterView, Heartbeat, InstanceInfo
+from chitu.net.aio import BulkReader, Outbox
 from chitu.net.sockets import bind
 from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
 from chitu.pd_request_router import PDRequestRouter
@@ -40,7 +40,7 @@ from chitu.serve.cold_routes import make_cold_app
 from chitu.serve.generate import GenerationRoutes
 from chitu.serve.http_server import HTTPServer, listen
 from chitu.serve.served_model import ServedModel
-from chitu.types import new_incarnation
+from chitu.types import Role, new_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RouterProcess:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         events = CoordinationEvents(
             on_joined=self.router.on_joined,
-            on_lost=self.router.on_lost,
+            on_lost=self._on_lost,
             on_change=self._on_view,
             on_heartbeat=self._on_heartbeat,
         )
@@ -92,7 +92,7 @@ class RouterProcess:
             self._bootstrap.app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
         )
-        self._token_reader: FrameReader | None = None
+        self._token_reader: BulkReader | None = None
         self._next_publish_s = 0.0
         self._signals = 0
         self._signalled = asyncio.Event()
@@ -102,7 +102,7 @@ class RouterProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self._ports.start(self.coordination)
-        self._token_reader = FrameReader(self._loop, self._token_socket, self._on_tokens, self.router.flush, True)
+        self._token_reader = BulkReader(self._loop, self._token_socket, self.router.on_token_frames)
         self._tick()
         await self._bootstrap_http.start()
         await self._http.start()
@@ -168,14 +168,14 @@ class RouterProcess:
         self.router.on_view(view)
         self._publish(view)
 
+    def _on_lost(self, instance: InstanceInfo, reason: str) -> None:
+        if instance.role is Role.PREFILL:
+            self._bootstrap.forget(instance.engine_rank, instance.incarnation)
+        self.router.on_lost(instance, reason)
+
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self.router.on_heartbeat(heartbeat)
         self._bootstrap.renew(heartbeat.engine_rank, heartbeat.incarnation)
-
-    def _on_tokens(self, frames: list[bytes]) -> None:
-        if len(frames) != 1:
-            raise BadFrame(f"a token message of {len(frames)} frames; one is expected")
-        self.router.on_tokens(token_codec.decode(frames[0]))
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -18,6 +18,7 @@ from chitu.messages import (
     SamplingParams,
     TokenBatch,
     UnifiedRequest,
+    encode,
     pack_i32,
     scheduler_codec,
 )
@@ -104,6 +105,30 @@ def test_tokens_and_the_end_arrive_with_one_wake_per_turn() -> None:
     assert world.cancelled() == []
     world.tokens([room])
     assert world.router.counters.stale_tokens == 1 and generation.take() == []
+
+
+def test_all_frames_of_a_turn_are_one_wake_and_a_bad_one_takes_none_with_it() -> None:
+    world = pair()
+    generation, room = world.add()
+    good = [encode(TokenBatch(1, [room], [token], [])) for token in (5, 6, 7)]
+    world.router.on_token_frames([good[0], b"\xc1", good[1], encode(CancelRequest(room)), good[2]])
+    assert (generation.take(), world.wakes) == ([5, 6, 7], 1)
+    assert world.router.counters.bad_token_messages == 2
+    world.router.on_token_frames([encode(TokenBatch(1, [room], [8], []))])
+    assert (generation.take(), world.wakes) == ([8], 2)
+
+
+def test_who_wants_no_tokens_is_woken_at_the_end_only() -> None:
+    world = pair()
+    request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), wake_per_token=False)
+    generation = world.router.add_request(request, world.wake)
+    assert generation.attempt is not None
+    room = generation.attempt.room
+    for token in (1, 2):
+        world.router.on_token_frames([encode(TokenBatch(1, [room], [token], []))])
+    assert (world.wakes, generation.tokens) == (0, [1, 2])
+    world.router.on_token_frames([encode(TokenBatch(1, [room], [3], [Finish(room, "length")]))])
+    assert (world.wakes, generation.take(), generation.done) == (1, [1, 2, 3], True)
 
 
 def test_a_unified_instance_gets_the_whole_request() -> None:
