@@ -14,9 +14,10 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
+from chitu.lifecycle import SequenceState
 from chitu.prefill_manager import AuxSlots, take_aux_slot
 from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
-from chitu.scheduling.sequence import Sequence, SequenceState
+from chitu.scheduling.sequence import Sequence
 from chitu.scheduling.slots import SlotPool
 
 

@@ -221,3 +221,19 @@ RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
     ReceiverState.QUARANTINED: frozenset({KVPoll.Failed}),
     ReceiverState.RELEASED: frozenset({KVPoll.Failed}),
 }
+
+
+# -------------------------------------------------- a request on its instance, as the step thread sees it
+
+
+class SequenceState(Enum):
+    """P: WAITING -> COMPUTING -> INFLIGHT. D: WAITING -> TRANSFER -> RUNNING <-> RETRACTED. Unified: WAITING ->
+    COMPUTING -> RUNNING <-> RETRACTED. CLOSING: over for the client, but a peer may still touch its pages."""
+
+    WAITING = auto()
+    COMPUTING = auto()
+    INFLIGHT = auto()
+    TRANSFER = auto()
+    RUNNING = auto()
+    RETRACTED = auto()
+    CLOSING = auto()

@@ -18,7 +18,7 @@ from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.decode_manager import DecodeManager
 from chitu.engine.executor import Executor, StepPlan, StepResult
-from chitu.errors import Capacity, ChituError, InvalidRequest, QueueTimeout, RequestCancelled
+from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, QueueTimeout, RequestCancelled
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.messages import (
     CancelRequest,
@@ -80,6 +80,7 @@ class PDScheduler:
         self._steps = 0
         self._prompt_tokens = 0
         self._bytes_moved = 0
+        self._is_checked = True
         self.load = self._load_report()
         """Snapshot after the newest step; any thread may read the attribute."""
 
@@ -108,6 +109,10 @@ class PDScheduler:
             self._postprocess(plan, chunks, result)
             self._steps += 1
         self._tokens.flush()
+        if worked:
+            self._is_checked = False
+        elif not self._is_checked and self.is_idle:
+            self._check_idle()
         self.load = self._load_report()
         return worked
 
@@ -115,6 +120,14 @@ class PDScheduler:
     def is_idle(self) -> bool:
         """No request is left, not even one that only waits for a peer to let go of its pages."""
         return not self._inbox and not len(self._prefill) and not len(self._decode)
+
+    def _check_idle(self) -> None:
+        """Without requests every page must be free. A leak is a bug, but no reason to lose what still works."""
+        self._is_checked = True
+        try:
+            self._cache.check_idle()
+        except Internal as error:
+            logger.error("page accounting: %s", error.message)
 
     def _schedule(self) -> tuple[StepPlan, list[Chunk]]:
         plan = StepPlan()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -235,12 +236,17 @@ class PDSchedulerService:
         # Only the newest state is worth sending: a router that was away needs no history.
         socket.setsockopt(zmq.SNDHWM, 10)
         while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
-            message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, self._scheduler.load)
+            load = msgspec.structs.replace(self._scheduler.load, unknown_frames=self._unknown_frames())
+            message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, load)
             try:
                 socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 logger.warning("the router does not take heartbeats")
         socket.close(0)
+
+    def _unknown_frames(self) -> int:
+        kv = self._engine.kv
+        return self._comm.bad_frames + self._comm.unknown_frames + (kv.unknown_frames if kv is not None else 0)
 
     def _bootstrap_loop(self) -> None:
         """P keeps its entry in the bootstrap server; D keeps its list of P fresh. Retries until the server answers."""

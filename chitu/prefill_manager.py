@@ -14,8 +14,9 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.errors import ChituError, Internal
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.lifecycle import SequenceState
 from chitu.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
-from chitu.scheduling.sequence import Sequence, SequenceState
+from chitu.scheduling.sequence import Sequence
 from chitu.scheduling.slots import SlotPool
 
 

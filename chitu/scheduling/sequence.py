@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from chitu.lifecycle import SequenceState
 from chitu.messages import SamplingParams
-
-
-class SequenceState(Enum):
-    """P: WAITING -> COMPUTING -> INFLIGHT. D: WAITING -> TRANSFER -> RUNNING <-> RETRACTED. Unified: WAITING ->
-    COMPUTING -> RUNNING <-> RETRACTED. CLOSING: over for the client, but a peer may still touch its pages."""
-
-    WAITING = auto()
-    COMPUTING = auto()
-    INFLIGHT = auto()
-    TRANSFER = auto()
-    RUNNING = auto()
-    RETRACTED = auto()
-    CLOSING = auto()
 
 
 @dataclass(slots=True, eq=False)
