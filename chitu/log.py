@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 CREATED_PD_REQUEST = "created pd request: %s -> P%d-D%d"
 PROCESSING_PREFILL = "processing prefill request: %s"
@@ -14,12 +15,46 @@ DECODE_REGISTERED = "decode endpoint registered to prefill (engine_rank=%d)"
 RECEIVED_KV = "received kv cache for %s"
 
 
-def setup_logging(process: str, level: str = "INFO") -> None:
-    """One line a record on stderr: time, process name (`router`, `P0`), level, module, message."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+class _Formatter(logging.Formatter):
+    """Formats the time of day once a second."""
+
+    _second = -1
+    _text = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._text = second, super().formatTime(record, datefmt)
+        return self._text
+
+
+class DeferredHandler(logging.StreamHandler[TextIO]):
+    """Leaves INFO and DEBUG lines in the stream's buffer until `flush`: whoever uses it calls that from a timer. From
+    WARNING on a line is written at once, with all that wait before it; at exit `logging` flushes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.stream.write(self.format(record) + "\n")
+            if record.levelno >= logging.WARNING:
+                self.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> logging.Handler:
+    """One line a record on stderr: time, process name (`router`, `P0`), level, module, message. `deferred`: see
+    `DeferredHandler`; the handler is returned for its `flush`."""
+    # What no line here shows need not be found out: logging's own advice for speed.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    handler: logging.StreamHandler[TextIO]
+    if deferred:
+        stream = open(  # noqa: SIM115 - as long as the process
+            sys.stderr.fileno(), "w", 1 << 16, sys.stderr.encoding, "backslashreplace", closefd=False
+        )
+        handler = DeferredHandler(stream)
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+    line = f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s"
+    handler.setFormatter(_Formatter(line, "%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return handler

@@ -78,6 +78,9 @@ class Attempt:
     room: bytes
     target: Target
     generation: Generation
+    prefill: InstanceKey | None
+    """None with a unified instance."""
+    decode: InstanceKey
     has_first_token: bool = False
 
 
@@ -245,8 +248,7 @@ class PDRequestRouter:
         attempt = self._attempts.get(failed.room)
         if attempt is None:
             return
-        keys = [instance_key(i) for i in (attempt.target.prefill, attempt.target.decode) if i is not None]
-        if InstanceKey(failed.role, failed.engine_rank, failed.incarnation) not in keys:
+        if InstanceKey(failed.role, failed.engine_rank, failed.incarnation) not in (attempt.prefill, attempt.decode):
             return  # of an older incarnation, or of nobody who serves this room
         self._cancel_on_both(attempt)
         self._fail(attempt, from_code(failed.code, failed.message))
@@ -274,7 +276,7 @@ class PDRequestRouter:
         key = instance_key(instance)
         name = instance_name(instance.role, instance.engine_rank)
         for attempt in list(self._attempts.values()):
-            if instance_key(attempt.target.decode) == key:
+            if attempt.decode == key:
                 self._cancel_on_both(attempt)
                 self._fail(attempt, DecodeLost(f"{name} is gone ({reason}) and took this request with it"))
         self._outbox.close_peer(key)
@@ -298,14 +300,15 @@ class PDRequestRouter:
         request = generation.request
         target = self._policy(RoutingRequest(self.counters.requests, request.num_tokens), self.candidates, self._loads)
         self.counters.requests += 1
-        attempt = Attempt(new_room(), target, generation)
+        prefill, decode = target.prefill, target.decode
+        prefill_key = None if prefill is None else instance_key(prefill)
+        attempt = Attempt(new_room(), target, generation, prefill_key, instance_key(decode))
         generation.attempt, generation.noted = attempt, False
         self._attempts[attempt.room] = attempt
-        prefill, decode = target.prefill, target.decode
         if prefill is not None:
             log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
-            self._count(prefill, 1, request.num_tokens)
-        self._count(decode, 1, request.num_tokens)
+            self._count(instance_key(prefill), 1, request.num_tokens)
+        self._count(attempt.decode, 1, request.num_tokens)
         if not self._dispatch(attempt):
             self._cancel_on_both(attempt)
             self._forget(attempt)
@@ -317,16 +320,15 @@ class PDRequestRouter:
         prefill, decode = attempt.target.prefill, attempt.target.decode
         if prefill is None:
             whole = UnifiedRequest(room, request.request_id, request.token_ids, request.sampling)
-            return self._outbox.send(instance_key(decode), encode(whole))
+            return self._outbox.send(attempt.decode, encode(whole))
         decode_half = DecodeRequest(
             room, request.request_id, request.token_ids, request.sampling, prefill.engine_rank, prefill.incarnation
         )
         prefill_half = PrefillRequest(
             room, request.request_id, request.token_ids, decode.engine_rank, decode.incarnation
         )
-        return self._outbox.send(instance_key(decode), encode(decode_half)) and self._outbox.send(
-            instance_key(prefill), encode(prefill_half)
-        )
+        send, prefill_key = self._outbox.send, instance_key(prefill)
+        return send(attempt.decode, encode(decode_half)) and send(prefill_key, encode(prefill_half))
 
     def _note(self, attempt: Attempt, generation: Generation) -> None:
         """A token that is the attempt's first or that the reader waits for."""
@@ -339,8 +341,8 @@ class PDRequestRouter:
 
     def _on_first_token(self, attempt: Attempt) -> None:
         attempt.has_first_token = True
-        if attempt.target.prefill is not None:
-            self._count(attempt.target.prefill, -1, -attempt.generation.request.num_tokens)
+        if attempt.prefill is not None:
+            self._count(attempt.prefill, -1, -attempt.generation.request.num_tokens)
 
     def _on_finish(self, attempt: Attempt, finish: Finish) -> None:
         if finish.reason in ("stop", "length"):
@@ -379,9 +381,9 @@ class PDRequestRouter:
         del self._attempts[attempt.room]
         attempt.generation.attempt = None
         num_tokens = attempt.generation.request.num_tokens
-        if attempt.target.prefill is not None and not attempt.has_first_token:
-            self._count(attempt.target.prefill, -1, -num_tokens)
-        self._count(attempt.target.decode, -1, -num_tokens)
+        if attempt.prefill is not None and not attempt.has_first_token:
+            self._count(attempt.prefill, -1, -num_tokens)
+        self._count(attempt.decode, -1, -num_tokens)
         if not self._attempts and self._idle_waiters:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
@@ -391,12 +393,12 @@ class PDRequestRouter:
     def _cancel_on_both(self, attempt: Attempt) -> None:
         """Idempotent on the instances; one that is gone or does not read is not told."""
         frame = encode(CancelRequest(attempt.room))
-        for instance in (attempt.target.decode, attempt.target.prefill):
-            if instance is not None:
-                self._outbox.send(instance_key(instance), frame)
+        for key in (attempt.decode, attempt.prefill):
+            if key is not None:
+                self._outbox.send(key, frame)
 
-    def _count(self, instance: InstanceInfo, requests: int, prompt_tokens: int) -> None:
-        load = self._loads.get(instance_key(instance))
+    def _count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
+        load = self._loads.get(key)
         if load is not None:
             load.requests += requests
             load.prompt_tokens += prompt_tokens

@@ -5,7 +5,7 @@ connections from this process, and reads the router's own CPU time from the kern
 prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine reached with
 load generator and workers beside the router; CPU per request and per token are the router's alone.
 
-Prompts are 400 characters of common English words, one word in ten made up at random and so new to the router. The
+Prompts are 400 characters of common English words, one word in forty made up at random and so new to the router. The
 tokenizer is trained for the occasion (byte-level BPE, 8192 tokens), so that a token has about as many characters as
 with the tokenizer of a real model.
 
@@ -134,7 +134,7 @@ def make_requests(model: str, max_tokens: int, stream: bool, count: int = PROMPT
 
 def _prompt(rng: random.Random) -> str:
     words = rng.choices(WORDS, k=PROMPT_CHARS // 3)
-    for place in range(0, len(words), 10):
+    for place in range(rng.randrange(40), len(words), 40):
         words[place] = "".join(rng.choices("abcdefghijklmnoprstuvwyz", k=5))
     return " ".join(words)[:PROMPT_CHARS]
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,12 +46,16 @@ from chitu.types import Role, new_incarnation
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+GC_THRESHOLD = 20_000
+"""Container objects between two young collections; a request makes some hundred that all die by counting."""
 
 
 class RouterProcess:
     """Everything that the process holds. Construct, `start`, `run_until_signal`, all on the loop."""
 
-    def __init__(self, topology: Topology, model: ServedModel) -> None:
+    def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
+        """`flush_log` is called every `TICK_S`: log lines wait so long at most."""
+        self._flush_log = flush_log
         config = topology.dp_config.router
         pd = config.pd_disaggregation
         if config.workers != 1:
@@ -158,6 +163,7 @@ class RouterProcess:
                 self._publish(self.coordination.view)
         except Exception:
             log.exception("a tick failed")
+        self._flush_log()
         self._loop.call_later(TICK_S, self._tick)
 
     def _publish(self, view: ClusterView) -> None:
@@ -184,12 +190,17 @@ def _write_atomically(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
-async def _serve(topology: Topology, ready_file: str | None) -> None:
+async def _serve(topology: Topology, ready_file: str | None, flush_log: Callable[[], None]) -> None:
     model = ServedModel.load(topology.model, int(time.time()))
-    process = RouterProcess(topology, model)
+    process = RouterProcess(topology, model, flush_log)
     await process.start()
+    # What lives as long as the process is nothing for the collector to walk through again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     ports = process.port_table()
     log.info("ready: %s", " ".join(f"{name}={value}" for name, value in ports.items()))
+    flush_log()
     if ready_file is not None:
         _write_atomically(Path(ready_file), msgspec.json.encode(ports))
     await process.run_until_signal()
@@ -203,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         topology = load_topology(args.config, args.overrides)
-        setup_logging("router", topology.log.level)
-        uvloop.run(_serve(topology, args.ready_file))
+        handler = setup_logging("router", topology.log.level, deferred=True)
+        uvloop.run(_serve(topology, args.ready_file, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from chitu.errors import ChituError, Internal, Unauthorized
@@ -39,7 +39,7 @@ class RouterApp:
                 await send({"type": "websocket.close", "code": 1000})
             return
         given = header(scope, b"x-request-id")
-        request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else uuid.uuid4().hex
+        request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else os.urandom(16).hex()
         headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
         started = False
 

@@ -10,6 +10,7 @@ import logging
 import random
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -201,8 +202,19 @@ _UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
+_unsupported_of = attrgetter(*(name for name, _ in _UNSUPPORTED), "suffix", "best_of")
+_unsupported_of_chat = attrgetter(*(name for name, _ in _UNSUPPORTED + _UNSUPPORTED_CHAT))
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """None of them given: nearly every request, so it is found out with one comparison."""
+    return values.count(None) == len(values)
+
+
 def check_completion(body: CompletionBody) -> None:
     """Refuse what is not supported. InvalidRequest naming the field."""
+    if _is_plain(_unsupported_of(body)):
+        return
     for name, neutral in _UNSUPPORTED:
         # 0 asks completions for the chosen token's logprob, and 0 == False.
         if getattr(body, name) is not None and not (name == "logprobs" and body.logprobs is False):
@@ -215,6 +227,9 @@ def check_completion(body: CompletionBody) -> None:
 
 
 def check_chat(body: ChatBody) -> None:
+    """The same for chat."""
+    if _is_plain(_unsupported_of_chat(body)):
+        return
     for name, neutral in _UNSUPPORTED:
         if getattr(body, name) is not None:
             _refuse(body, name, neutral)
