@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 CREATED_PD_REQUEST = "created pd request: %s -> P%d-D%d"
 PROCESSING_PREFILL = "processing prefill request: %s"
@@ -28,6 +30,32 @@ class _Formatter(logging.Formatter):
         return self._text
 
 
+class _LeanRecord(logging.LogRecord):
+    """What the formatter reads and no more: the full record costs more than writing it."""
+
+    def __init__(  # its parent's would find out the rest
+        self,
+        name: str,
+        level: int,
+        pathname: str,
+        lineno: int,
+        msg: object,
+        args: Any,
+        exc_info: Any,
+        func: str | None = None,
+        sinfo: str | None = None,
+        **_: object,
+    ) -> None:
+        self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
+        self.pathname, self.lineno, self.funcName = pathname, lineno, func or ""
+        # As the parent does: one mapping stands for the names in the message.
+        single = args[0] if len(args) == 1 and isinstance(args[0], Mapping) and args[0] else args
+        self.msg, self.args = msg, single
+        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
+        self.created = time.time()
+        self.msecs = int((self.created % 1) * 1000) + 0.0
+
+
 class DeferredHandler(logging.StreamHandler[TextIO]):
     """Leaves INFO and DEBUG lines in the stream's buffer until `flush`: whoever uses it calls that from a timer. From
     WARNING on a line is written at once, with all that wait before it; at exit `logging` flushes."""
@@ -46,12 +74,14 @@ def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> 
     `DeferredHandler`; the handler is returned for its `flush`."""
     # What no line here shows need not be found out: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler: logging.StreamHandler[TextIO]
     if deferred:
         stream = open(  # noqa: SIM115 - as long as the process
             sys.stderr.fileno(), "w", 1 << 16, sys.stderr.encoding, "backslashreplace", closefd=False
         )
         handler = DeferredHandler(stream)
+        logging.setLogRecordFactory(_LeanRecord)
     else:
         handler = logging.StreamHandler(sys.stderr)
     line = f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s"

@@ -1,8 +1,8 @@
 """The hot routes: `/v1/completions` and `/v1/chat/completions` as plain ASGI on the router's loop.
 
-A request costs one task (uvicorn's own) and one that watches for the client's leaving; a token costs neither task nor
-queue. The writer of a stream is woken once per loop turn and sends all events that are due at once. Whatever ends the
-handler (answer, error, client gone, cancellation) cancels the generations that still run.
+A request costs one task (uvicorn's own), a token neither task nor queue. The writer of a stream is woken once per loop
+turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone, cancellation)
+cancels the generations that still run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
 from chitu.messages import SamplingParams, pack_i32
 from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, read_body, respond, respond_error
 from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
 from chitu.serve.choice import ChoiceDecoder
+from chitu.serve.http_server import CONNECTION, Connection
 from chitu.serve.openai_protocol import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_PROMPTS,
@@ -133,6 +135,7 @@ class GenerationRoutes:
         headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
         choices: list[Choice] = []
         wakeup = Wakeup()
+        connection: Connection = scope[CONNECTION]
         try:
             raw = await read_body(scope, receive, self._max_body_bytes)
             if self.draining:
@@ -140,20 +143,26 @@ class GenerationRoutes:
             job = await parse(raw)
             self._start(job, request_id, wakeup, choices)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
-            # Ends by itself: ASGI reports a disconnect after the response, too.
-            watcher = asyncio.create_task(_watch(receive, choices, self._router, wakeup))
+            if connection.is_gone:
+                raise ClientGone
+            connection.on_gone = partial(self._on_gone, choices, wakeup)
             if job.options.stream:
                 await self._stream(send, job, choices, wakeup, form, headers)
             else:
                 await self._collect(send, job, choices, wakeup, form, headers)
-            del watcher
         except (ClientGone, RequestCancelled):
             pass
         except ChituError as error:
             await respond_error(send, error, headers)
         finally:
+            connection.on_gone = None
             for choice in choices:
                 self._router.cancel(choice.generation)
+
+    def _on_gone(self, choices: list[Choice], wakeup: Wakeup) -> None:
+        for choice in choices:
+            self._router.cancel(choice.generation)
+        wakeup.set()
 
     # --------------------------------------------------------------------------------------------------------- parsing
 
@@ -331,13 +340,3 @@ class GenerationRoutes:
             ids = ending.token_ids if with_ids else None
             events.append(form.last(index, ending.text, decoder.finish_reason, ids))
             self._router.cancel(generation)
-
-
-async def _watch(receive: Receive, choices: list[Choice], router: PDRequestRouter, wakeup: Wakeup) -> None:
-    """Cancel when the client leaves. After a complete response nothing is left to cancel."""
-    message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
-    for choice in choices:
-        router.cancel(choice.generation)
-    wakeup.set()

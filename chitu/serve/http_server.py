@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from chitu.errors import ConfigError
+
+CONNECTION = "chitu.connection"
+"""Key of the `Connection` in an HTTP scope."""
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
@@ -28,6 +32,25 @@ def listen(host: str, port: int, key: str) -> socket.socket:
         raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror or error}") from error
     sock.setblocking(False)
     return sock
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol that also says when the client is gone. ASGI tells a task that waits in `receive`; this saves
+    every request that task. Requests find it in their scope as `CONNECTION`."""
+
+    is_gone = False
+    on_gone: Callable[[], None] | None = None
+    """Of the request that runs; one runs at a time."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CONNECTION] = self
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.is_gone = True
+        if self.on_gone is not None:
+            self.on_gone()
 
 
 class _Server(uvicorn.Server):
@@ -48,7 +71,7 @@ class HTTPServer:
             uvicorn.Config(
                 app,
                 interface="asgi3",  # a bound method would be taken for ASGI 2
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
