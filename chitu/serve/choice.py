@@ -6,13 +6,14 @@ included; `token_ids` are exactly the tokens up to and with the one that ended t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from chitu.serve.openai_protocol import OutputOptions
 
 
 class Detokenizer(Protocol):
-    def push(self, token_ids: list[int], /) -> str: ...
+    def push(self, token_ids: Sequence[int], /) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -49,18 +50,17 @@ class ChoiceDecoder:
         """Deltas of these tokens, one per token that shows text. With `reason` (D's) or a stop string the last delta
         ends the choice: it is always there then, empty or not, and `finish_reason` is set."""
         deltas: list[Delta] = []
-        held = self._held
-        push = self._detokenizer.push
-        last = len(tokens) - 1
-        for i, token in enumerate(tokens):
+        held, push, scanner = self._held, self._detokenizer.push, self._scanner
+        hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
+        before = self.num_tokens
+        self.num_tokens += len(tokens)
+        for place, token in enumerate(tokens[:-1] if hidden else tokens, 1):
             held.append(token)
-            self.num_tokens += 1
-            if i == last and self._is_hidden(token, reason):
-                break
-            text = push([token])
-            if self._scanner is not None and text:
-                text, hit = self._scanner.push(text)
+            text = push((token,))
+            if scanner is not None and text:
+                text, hit = scanner.push(text)
                 if hit:
+                    self.num_tokens = before + place
                     self.finish_reason = "stop"
                     deltas.append(Delta(text, held))
                     self._held = []
@@ -68,6 +68,8 @@ class ChoiceDecoder:
             if text:
                 deltas.append(Delta(text, held))
                 held = self._held = []
+        if hidden:
+            held.append(tokens[-1])
         if reason is not None:
             self._end(deltas, reason)
         return deltas

@@ -106,7 +106,7 @@ class CompletionFormat(_Format):
 
     def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes:
         if token_ids is None:
-            return self._text_of(index) + _json(text) + self._delta_end
+            return (self._openings.get(index) or self._text_of(index)) + _json(text) + self._delta_end
         return self._text_of(index) + _json(text) + self._null_end + _ids(token_ids) + b"}" + self._close
 
     def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes:

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.launch.make_model import make_model
+from chitu.messages import KVLayout, RouteEntry
+from chitu.types import Role
 
 PROMPT = "hello wörld 😀, again and again"
 
@@ -249,6 +252,20 @@ def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -
         wait_until(lambda: router.members() == {"P0", "D0"}, 5, "the workers to join again")
         client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
         assert client.completions.create(model="tiny", prompt="hi", max_tokens=2).choices[0].text
+
+
+def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model: Path, tmp_path: Path) -> None:
+    lease = "dp_config.router.pd_disaggregation.deadlines.lease_s=60"
+    with RouterUnderTest(tmp_path, model, (lease,)) as router:
+        worker = router.start_worker("P0,D0")
+        directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
+        # The fake worker does not register, so this is its entry under a clock that is no newer than its own.
+        layout = KVLayout("fake", 2, 2, 16, 16, "float32", 512)
+        entry = RouteEntry(Role.PREFILL, 0, "127.0.0.1", 1, 1, 1, layout)
+        assert httpx.put(directory, content=msgspec.json.encode(entry)).status_code == 200
+        assert len(httpx.get(directory).json()) == 1
+        worker.terminate()
+        wait_until(lambda: httpx.get(directory).json() == [], 10, "the entry to go")
 
 
 def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
