@@ -1,4 +1,4 @@
-"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--json PATH]`.
+"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--json-dir DIR]`.
 
 Starts the real router process and one fake worker process (P0 and D0), sends completions over kept-alive
 connections from this process, and reads the router's own CPU time from the kernel, all its threads included. The
@@ -19,20 +19,18 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import uvloop
 
+from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.bench.router_process import RouterUnderTest, cpu_seconds
 
 PROMPT_CHARS = 400
@@ -191,33 +189,7 @@ async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace)
         for concurrency in args.concurrency:
             result = await load(router.ports["port"], router.pid, requests, stream, concurrency, args.seconds)
             results.append(result)
-            print(
-                f"{'stream' if stream else 'whole ':6} c={concurrency:<4d} {result.requests_per_s:8.0f} req/s "
-                f"{result.cpu_us_per_request:7.0f} us CPU/req  {result.tokens_per_s:8.0f} tok/s "
-                f"{result.cpu_us_per_token:6.2f} us CPU/tok  {result.tokens_per_cpu_s:8.0f} tok/CPU-s  "
-                f"p50 {result.latency_p50_ms:.2f} ms  p99 {result.latency_p99_ms:.2f} ms",
-                flush=True,
-            )
     return results
-
-
-def machine() -> dict[str, str | int | float]:
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return {"cpu": model, "cores": os.cpu_count() or 0, "python": platform.python_version(), "load": os.getloadavg()[0]}
-
-
-def commit() -> str:
-    """Of the checkout that runs; `-dirty` where it differs."""
-    here = Path(__file__).resolve().parent
-    try:
-        run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return run.stdout.strip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the fake decode instance; 0: no pause")
     parser.add_argument("--policy", default="round_robin")
-    parser.add_argument("--json", default="bench-results/router.json")
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(args.model) if args.model else _small_model(Path(folder))
@@ -236,17 +208,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         with RouterUnderTest(Path(folder), model, overrides) as router:
             router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3))
             results = uvloop.run(measure(router, "bench", args))
-    report = {
-        "benchmark": "router",
-        "commit": commit(),
-        "machine": machine(),
-        "tokens_per_request": args.tokens,
-        "step_ms": args.step_ms,
-    }
-    path = Path(args.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**report, "results": [asdict(result) for result in results]}, indent=1) + "\n")
-    print(f"written: {path}")
+    columns = ("mode", "clients", "req/s", "tok/s", "CPU us/req", "CPU us/tok", "tok/CPU-s", "p50 ms", "p99 ms")
+    rows = [
+        (
+            "stream" if result.stream else "whole",
+            result.concurrency,
+            round(result.requests_per_s),
+            round(result.tokens_per_s),
+            round(result.cpu_us_per_request),
+            result.cpu_us_per_token,
+            round(result.tokens_per_cpu_s),
+            result.latency_p50_ms,
+            result.latency_p99_ms,
+        )
+        for result in results
+    ]
+    publish("router", columns, rows, args.json_dir)
     return 0
 
 
