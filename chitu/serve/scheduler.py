@@ -69,6 +69,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _serve(topology: Topology, instance: Instance) -> int:
     if torchrun_rank().rank > 0:
         raise ConfigError("tensor parallelism is not there yet: start one rank an instance")
+    if instance.role is not Role.UNIFIED and instance.config.devices[0] != "cpu":
+        raise ConfigError(
+            f"{instance.key}.devices: {instance.config.devices[0]}: KV transfer from GPU memory is not there yet; "
+            "use cpu, or a unified instance"
+        )
     progress = ProgressWriter()
     identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config)
     router = topology.dp_config.router
