@@ -6,6 +6,7 @@ dict is built per token.
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -57,7 +58,7 @@ def _ids(token_ids: list[int] | None) -> bytes:
     return b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
 
 
-class _Format:
+class _Format(abc.ABC):
     """Id, model and time of one response; the events that both routes share."""
 
     object_name = ""
@@ -77,8 +78,9 @@ class _Format:
     def usage(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
 
+    @abc.abstractmethod
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        raise NotImplementedError
+        """One entry of `choices` of an unstreamed response."""
 
     def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
         body = {
