@@ -57,6 +57,8 @@ class PDSchedulerParts:
 
 
 class PDScheduler:
+    """One instance's requests, from their arrival to the moment that their last page is free again."""
+
     def __init__(self, parts: PDSchedulerParts) -> None:
         self._parts = parts
         self._executor = parts.executor
@@ -66,14 +68,14 @@ class PDScheduler:
         self._slots = SlotPool(parts.executor.info.num_slots)
         self._eos = frozenset(parts.executor.info.eos_token_ids)
         self._decode = DecodeManager(parts.config, parts.cache, self._slots, parts.receiver, parts.aux)
-        unified = parts.sender is None
+        is_prefill = parts.sender is not None  # D has a prefill manager too, which stays empty
         self._prefill = PrefillManager(
             parts.config,
             parts.cache,
             self._slots,
             parts.sender,
-            parts.aux if not unified else None,
-            self._may_start if unified else None,
+            parts.aux if is_prefill else None,
+            None if is_prefill else self._may_start,
         )
         self._inbox: deque[SchedulerMessage | None] = deque()
         self._arrivals = 0

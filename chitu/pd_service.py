@@ -94,7 +94,7 @@ class PDSchedulerService:
         self._stats_port = router.stats_port
         self._wake = engine.wake
         self._stop = threading.Event()
-        self._drain = threading.Event()
+        self._skip_drain = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._bootstrap_wake = Waker()
@@ -132,7 +132,7 @@ class PDSchedulerService:
     # ----------------------------------------------------------------------------------------------------- main thread
 
     def run(self) -> int:
-        """Serve until `stop`; every thread has ended when it returns."""
+        """Serve until `stop`. When it returns no thread computes, writes or owns an open socket of the protocol."""
         step = ServiceThread("step", self._step_loop)
         threads = [
             ServiceThread("comm", self._comm_loop),
@@ -153,13 +153,18 @@ class PDSchedulerService:
             thread.join(timeout=2.0)
         if self._engine.kv is not None:
             self._engine.kv.close()
+        if step.is_alive():
+            # A forward pass that outlasts its grace still uses the model: do not tear the interpreter down under it.
+            logger.warning("a step still computes; ending without waiting for it")
+            logging.shutdown()
+            os._exit(self._exit_code)
         self._engine.close()
         return self._exit_code
 
     def stop(self) -> None:
         """Drain, then end. Safe in a signal handler; the second call ends without draining."""
         if self._stop.is_set():
-            self._drain.set()
+            self._skip_drain.set()
         self._stop.set()
 
     def _finish_running(self) -> None:
@@ -171,7 +176,7 @@ class PDSchedulerService:
         self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
         clock = RealClock()
         end_s = clock.monotonic() + self._deadlines.drain_s
-        while not self._scheduler.is_idle and clock.monotonic() < end_s and not self._drain.wait(0.02):
+        while not self._scheduler.is_idle and clock.monotonic() < end_s and not self._skip_drain.wait(0.02):
             pass
 
     def _leave(self) -> None:
