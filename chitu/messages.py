@@ -124,6 +124,31 @@ SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRe
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 
 
+class PrefillTimes(Wire, frozen=True):
+    """Where P (or the prefill half of a unified instance) spent its time on a room. Seconds on that host's clock."""
+
+    queue_s: float = 0.0
+    """From the request's arrival to its first chunk."""
+    compute_s: float = 0.0
+    """From the first chunk to the logits of the last token; layers leave meanwhile."""
+    transfer_s: float = 0.0
+    """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
+
+
+class StageTimes(Wire, frozen=True):
+    """Where a finished request spent its time. Each field is a span on one host's clock, so clocks need not agree."""
+
+    prefill: PrefillTimes = PrefillTimes()
+    admission_s: float = 0.0
+    """D: from the request's arrival to the announcement of its pages."""
+    first_token_s: float = 0.0
+    """D: from the arrival to token 1."""
+    kv_landed_s: float = 0.0
+    """D: from the arrival to the whole KV; 0 on a unified instance, where nothing travels."""
+    total_s: float = 0.0
+    """D: from the arrival to the last token."""
+
+
 class Finish(Wire, frozen=True, array_like=True):
     """End of a room, in the token stream so that it can never overtake a token."""
 
@@ -135,8 +160,7 @@ class Finish(Wire, frozen=True, array_like=True):
     message: str = ""
     kv_bytes: int = 0
     """KV and logits bytes that P moved for this room; 0 on a unified instance."""
-    first_token_s: float = 0.0
-    """Seconds on this instance from the request's arrival to its first token."""
+    stages: StageTimes = StageTimes()
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
@@ -386,6 +410,8 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     message: str = ""
     bytes_per_rank: tuple[int, ...] = ()
     cached_tokens: int = 0
+    times: PrefillTimes = PrefillTimes()
+    """With Success."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):

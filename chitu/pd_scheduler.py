@@ -27,6 +27,7 @@ from chitu.messages import (
     LoadReport,
     PrefillRequest,
     SchedulerMessage,
+    StageTimes,
     UnifiedRequest,
 )
 from chitu.prefill_manager import AuxSlots, PrefillManager
@@ -174,7 +175,7 @@ class PDScheduler:
                 error.code if error else "",
                 error.message if error else "",
                 sequence.kv_bytes,
-                sequence.first_token_s,
+                StageTimes(first_token_s=sequence.first_token_s),
             )
         )
         if error is None:
