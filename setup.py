@@ -9,7 +9,13 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["chitu", "chitu.*"]),
-    package_data={"chitu.config": ["*.yaml"], "chitu.ops": ["*.c"], "chitu": ["py.typed"]},
+    package_data={
+        "chitu": ["py.typed"],
+        "chitu.assets": ["chitu-tiny/*"],
+        "chitu.config": ["*.yaml"],
+        "chitu.ops": ["*.c"],
+        "chitu.serve": ["web/*"],
+    },
     install_requires=[
         "torch>=2.9",
         "transformers>=4.57",

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable
 
 from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
@@ -29,12 +30,14 @@ class DecodeManager:
         config: SchedulerConfig,
         cache: PagedKVCacheManager,
         slots: SlotPool,
+        clock: Clock,
         receiver: DecodeReceiverLike | None = None,
         aux: AuxSlots | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._slots = slots
+        self._clock = clock
         self._receiver = receiver
         self._aux = aux
         self._offload_keys = itertools.count()
@@ -132,6 +135,7 @@ class DecodeManager:
             pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             sequence.state = SequenceState.TRANSFER
+            sequence.announced_s = self._clock.monotonic()
             self.transfer[sequence.room] = sequence
             self._receiver.announce(
                 sequence.room,
@@ -178,7 +182,7 @@ class DecodeManager:
         if event.kind is TransferEventKind.LOGITS_READY:
             sequence.logits_ready = True
         elif event.kind is TransferEventKind.SUCCESS:
-            self._landed(sequence, event.kv_bytes)
+            self._landed(sequence, event)
         elif event.kind is TransferEventKind.FAILED:
             self._close(sequence)
             self._cache.quarantine(sequence.room)
@@ -186,8 +190,9 @@ class DecodeManager:
             self._close(sequence)
             self._free(sequence)
 
-    def _landed(self, sequence: Sequence, kv_bytes: int) -> None:
-        sequence.kv_bytes = kv_bytes
+    def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
+        sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
+        sequence.kv_landed_s = self._clock.monotonic()
         sequence.kv_ready = True
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)

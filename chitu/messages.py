@@ -24,7 +24,7 @@ PROTOCOL_VERSION = 1
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of every record that crosses a socket."""
+    """Base of every record that crosses a socket. What the HTTP API shows too (loads, times) keeps its zeros."""
 
 
 def pack_i32(values: Iterable[int]) -> bytes:
@@ -124,7 +124,7 @@ SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRe
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 
 
-class PrefillTimes(Wire, frozen=True):
+class PrefillTimes(Wire, frozen=True, omit_defaults=False):
     """Where P (or the prefill half of a unified instance) spent its time on a room. Seconds on that host's clock."""
 
     queue_s: float = 0.0
@@ -135,10 +135,13 @@ class PrefillTimes(Wire, frozen=True):
     """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
 
 
-class StageTimes(Wire, frozen=True):
+NO_TIMES = PrefillTimes()
+
+
+class StageTimes(Wire, frozen=True, omit_defaults=False):
     """Where a finished request spent its time. Each field is a span on one host's clock, so clocks need not agree."""
 
-    prefill: PrefillTimes = PrefillTimes()
+    prefill: PrefillTimes = NO_TIMES
     admission_s: float = 0.0
     """D: from the request's arrival to the announcement of its pages."""
     first_token_s: float = 0.0
@@ -172,7 +175,7 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     finished: list[Finish]
 
 
-class LoadReport(Wire, frozen=True):
+class LoadReport(Wire, frozen=True, omit_defaults=False):
     """What routing and metrics see of an instance. Pages: free + used + quarantined + cached == total."""
 
     waiting: int = 0
@@ -410,7 +413,7 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     message: str = ""
     bytes_per_rank: tuple[int, ...] = ()
     cached_tokens: int = 0
-    times: PrefillTimes = PrefillTimes()
+    times: PrefillTimes = NO_TIMES
     """With Success."""
 
 

@@ -12,6 +12,7 @@ with its own room, so that a retry is a second attempt of the same generation.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from chitu.messages import (
     token_codec,
 )
 from chitu.net.aio import Outbox
+from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
 from chitu.routing import Candidates, InstanceKey, InstanceLoad, Policy, RoutingRequest, Target, instance_key
 from chitu.types import instance_name, new_room, room_text
 
@@ -81,7 +83,27 @@ class Attempt:
     prefill: InstanceKey | None
     """None with a unified instance."""
     decode: InstanceKey
-    has_first_token: bool = False
+    created_s: float
+    first_token_s: float | None = None
+
+    def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
+        generation = self.generation
+        prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
+        return RequestSnapshot(
+            room=room_text(self.room),
+            request_id=generation.request.request_id,
+            prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
+            decode=instance_name(decode.role, decode.engine_rank),
+            state=state,
+            prompt_tokens=generation.request.num_tokens,
+            output_tokens=generation.num_taken + len(generation.tokens),
+            created_at_s=self.created_s,
+            first_token_at_s=self.first_token_s,
+            ended_at_s=ended_s,
+            kv_bytes=finish.kv_bytes if finish is not None else 0,
+            stages=finish.stages if finish is not None else None,
+            error=generation.error.code if generation.error is not None and state == "failed" else "",
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +115,7 @@ class Generation:
     deadline_s: float
     tokens: list[int] = field(default_factory=list)
     """Tokens not taken by the reader yet."""
+    num_taken: int = 0
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
@@ -109,6 +132,7 @@ class Generation:
     def take(self) -> list[int]:
         """The tokens that came since the last call."""
         taken, self.tokens = self.tokens, []
+        self.num_taken += len(taken)
         return taken
 
 
@@ -140,12 +164,18 @@ class PDRequestRouter:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.candidates = Candidates()
         self.counters = RouterCounters()
+        self.journal = RequestJournal()
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
 
     @property
     def in_flight(self) -> int:
         return len(self._attempts)
+
+    def running(self) -> list[RequestSnapshot]:
+        """What is in flight, oldest first; the newest `KEPT_RECORDS` of it."""
+        newest = itertools.islice(reversed(self._attempts.values()), KEPT_RECORDS)
+        return [a.snapshot("prefill" if a.first_token_s is None else "decode") for a in newest][::-1]
 
     def require_room_for(self, count: int) -> None:
         """TooManyRequests where so many more requests are over the bound; NoInstance where nothing can serve."""
@@ -165,15 +195,15 @@ class PDRequestRouter:
         self._start_attempt(generation)
         return generation
 
-    def cancel(self, generation: Generation) -> None:
-        """The client is gone or has enough (a stop string). Idempotent."""
+    def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
+        """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""
         attempt = generation.attempt
         if attempt is None:
             return
         self.counters.cancelled += 1
         generation.error = RequestCancelled("the request was cancelled")
         self._cancel_on_both(attempt)
-        self._forget(attempt)
+        self._forget(attempt, "finished" if is_complete else "cancelled")
 
     def fail_all(self, error: ChituError) -> None:
         """End everything that runs (the process is about to)."""
@@ -302,17 +332,20 @@ class PDRequestRouter:
         self.counters.requests += 1
         prefill, decode = target.prefill, target.decode
         prefill_key = None if prefill is None else instance_key(prefill)
-        attempt = Attempt(new_room(), target, generation, prefill_key, instance_key(decode))
+        now_s = self._clock.monotonic()
+        attempt = Attempt(new_room(), target, generation, prefill_key, instance_key(decode), now_s)
         generation.attempt, generation.noted = attempt, False
         self._attempts[attempt.room] = attempt
         if prefill is not None:
             log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
             self._count(instance_key(prefill), 1, request.num_tokens)
         self._count(attempt.decode, 1, request.num_tokens)
+        self.journal.note_change()
         if not self._dispatch(attempt):
             self._cancel_on_both(attempt)
-            self._forget(attempt)
-            raise NoInstance("an instance does not take requests (its queue is full)")
+            generation.error = NoInstance("an instance does not take requests (its queue is full)")
+            self._forget(attempt, "failed")
+            raise generation.error
 
     def _dispatch(self, attempt: Attempt) -> bool:
         """D first, so that it can announce while P's half is on the way; neither is waited for."""
@@ -333,14 +366,15 @@ class PDRequestRouter:
     def _note(self, attempt: Attempt, generation: Generation) -> None:
         """A token that is the attempt's first or that the reader waits for."""
         generation.noted = True
-        if not attempt.has_first_token:
+        if attempt.first_token_s is None:
             self._on_first_token(attempt)
         if generation.request.wake_per_token and not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)
 
     def _on_first_token(self, attempt: Attempt) -> None:
-        attempt.has_first_token = True
+        attempt.first_token_s = self._clock.monotonic()
+        self.journal.note_change()
         if attempt.prefill is not None:
             self._count(attempt.prefill, -1, -attempt.generation.request.num_tokens)
 
@@ -348,7 +382,7 @@ class PDRequestRouter:
         if finish.reason in ("stop", "length"):
             self.counters.finished += 1
             attempt.generation.finish = finish
-            self._end(attempt)
+            self._end(attempt, "finished")
             return
         # D gave up. P may still compute or hold pages for the room.
         self._cancel_on_both(attempt)
@@ -368,20 +402,21 @@ class PDRequestRouter:
             error.message,
         )
         attempt.generation.error = error
-        self._end(attempt)
+        self._end(attempt, "failed")
 
-    def _end(self, attempt: Attempt) -> None:
-        self._forget(attempt)
+    def _end(self, attempt: Attempt, state: RequestState) -> None:
+        self._forget(attempt, state)
         generation = attempt.generation
         if not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)
 
-    def _forget(self, attempt: Attempt) -> None:
+    def _forget(self, attempt: Attempt, state: RequestState) -> None:
         del self._attempts[attempt.room]
+        self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
         attempt.generation.attempt = None
         num_tokens = attempt.generation.request.num_tokens
-        if attempt.prefill is not None and not attempt.has_first_token:
+        if attempt.prefill is not None and attempt.first_token_s is None:
             self._count(attempt.prefill, -1, -num_tokens)
         self._count(attempt.decode, -1, -num_tokens)
         if not self._attempts and self._idle_waiters:

@@ -27,7 +27,6 @@ from chitu.messages import (
     LoadReport,
     PrefillRequest,
     SchedulerMessage,
-    StageTimes,
     UnifiedRequest,
 )
 from chitu.prefill_manager import AuxSlots, PrefillManager
@@ -68,12 +67,13 @@ class PDScheduler:
         self._clock = parts.clock
         self._slots = SlotPool(parts.executor.info.num_slots)
         self._eos = frozenset(parts.executor.info.eos_token_ids)
-        self._decode = DecodeManager(parts.config, parts.cache, self._slots, parts.receiver, parts.aux)
+        self._decode = DecodeManager(parts.config, parts.cache, self._slots, parts.clock, parts.receiver, parts.aux)
         is_prefill = parts.sender is not None  # D has a prefill manager too, which stays empty
         self._prefill = PrefillManager(
             parts.config,
             parts.cache,
             self._slots,
+            parts.clock,
             parts.sender,
             parts.aux if is_prefill else None,
             None if is_prefill else self._may_start,
@@ -158,7 +158,7 @@ class PDScheduler:
 
     def _emit(self, sequence: Sequence, token: int) -> None:
         if not sequence.emitted:
-            sequence.first_token_s = self._clock.monotonic() - sequence.arrival_s
+            sequence.first_token_s = self._clock.monotonic()
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token)
         reason = sequence.finish_reason(token)
@@ -175,7 +175,7 @@ class PDScheduler:
                 error.code if error else "",
                 error.message if error else "",
                 sequence.kv_bytes,
-                StageTimes(first_token_s=sequence.first_token_s),
+                sequence.stage_times(self._clock.monotonic()),
             )
         )
         if error is None:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.errors import ChituError, Internal
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.lifecycle import SequenceState
+from chitu.messages import PrefillTimes
 from chitu.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
 from chitu.scheduling.sequence import Sequence
 from chitu.scheduling.slots import SlotPool
@@ -47,6 +49,7 @@ class PrefillManager:
         config: SchedulerConfig,
         cache: PagedKVCacheManager,
         slots: SlotPool,
+        clock: Clock,
         sender: PrefillSenderLike | None = None,
         aux: AuxSlots | None = None,
         may_admit: Callable[[Sequence], bool] | None = None,
@@ -54,6 +57,7 @@ class PrefillManager:
         self._config = config
         self._cache = cache
         self._slots = slots
+        self._clock = clock
         self._sender = sender
         self._aux = aux
         self._may_admit = may_admit or self._fits
@@ -78,6 +82,8 @@ class PrefillManager:
         self._admit(plan)
         chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
         for sequence, start, length in chunks:
+            if not start:
+                sequence.computing_since_s = self._clock.monotonic()
             last = start + length == sequence.prompt_len
             plan.prefill.append(
                 PrefillChunk(
@@ -105,7 +111,11 @@ class PrefillManager:
             if sequence.remaining_prompt:
                 continue
             del self.computing[sequence.room]
-            if self._sender is not None:
+            if self._sender is None:
+                queue_s = sequence.computing_since_s - sequence.arrival_s
+                compute_s = self._clock.monotonic() - sequence.computing_since_s
+                sequence.prefill_times = PrefillTimes(queue_s, compute_s)
+            else:
                 self._slots.free(sequence, admitted=True)
                 sequence.state = SequenceState.INFLIGHT
                 self.inflight[sequence.room] = sequence

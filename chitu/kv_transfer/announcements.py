@@ -52,7 +52,7 @@ class Announcements:
             self._out.log(logging.WARNING, "room %s was added twice", room_text(room))
             return
         entry, record = transition.entry, transition.entry.data
-        record.request_id, record.num_tokens = request_id, num_tokens
+        record.request_id, record.num_tokens, record.requested_s = request_id, num_tokens, self._clock.monotonic()
         record.decode_rank, record.decode_incarnation = rank, incarnation
         if record.info is not None:  # announced first
             assert record.peer is not None

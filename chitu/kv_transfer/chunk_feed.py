@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from chitu.clock import Clock
 from chitu.kv_transfer.events import KVChunk
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.send_rooms import OPEN_STATES, SendEntry, SendRooms
@@ -29,8 +30,9 @@ class _StepChunk:
 
 
 class ChunkFeed:
-    def __init__(self, config: KVManagerConfig, rooms: SendRooms, queue: TransferQueue) -> None:
+    def __init__(self, config: KVManagerConfig, clock: Clock, rooms: SendRooms, queue: TransferQueue) -> None:
         self._config = config
+        self._clock = clock
         self._table = rooms.table
         self._queue = queue
         self._step: list[_StepChunk] = []
@@ -45,6 +47,8 @@ class ChunkFeed:
                 continue
             record = entry.data
             record.pages = tuple(chunk.pages)
+            if not chunk.start:
+                record.started_s = self._clock.monotonic()
             is_last = chunk.end >= record.num_tokens
             page_size = self._config.layout.page_size
             end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
@@ -88,6 +92,7 @@ class ChunkFeed:
         if entry is None or entry.state not in OPEN_STATES or entry.data.aux_slot >= 0:
             return
         entry.data.aux_slot = aux_slot
+        entry.data.computed_s = self._clock.monotonic()
         if entry.state is not SenderState.REQUESTED:
             self._queue_aux(room)
 

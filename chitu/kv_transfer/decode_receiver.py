@@ -199,7 +199,7 @@ class DecodeReceiver:
             if error is not None:
                 self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
             else:
-                self._rooms.succeed(room, entry, moved_bytes)
+                self._rooms.succeed(room, entry, moved_bytes, message.times)
             self._rooms.writer_stopped(room)
 
     def _verify_logits(self, room: bytes, record: ReceiveRoom) -> ChituError | None:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from chitu.errors import ChituError
-from chitu.messages import ClusterView
+from chitu.messages import NO_TIMES, ClusterView, PrefillTimes
 
 
 class TransferEventKind(Enum):
@@ -35,6 +35,8 @@ class TransferEvent:
     error: ChituError | None = None
     kv_bytes: int = 0
     """With SUCCESS: bytes moved (KV and logits)."""
+    times: PrefillTimes = NO_TIMES
+    """D, with SUCCESS: where P spent its time."""
 
 
 @dataclass(slots=True, frozen=True)

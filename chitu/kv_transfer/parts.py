@@ -18,7 +18,7 @@ from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind,
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.transport import Transport
-from chitu.messages import KVLayout, TransportSession, Wire, encode
+from chitu.messages import NO_TIMES, KVLayout, PrefillTimes, TransportSession, Wire, encode
 
 TICK_INTERVAL_S = 0.02
 """A role looks at its deadlines at most so often, however often the comm thread turns."""
@@ -86,9 +86,15 @@ class Outbox:
         self._lines.append((level, text, values))
 
     def event(
-        self, kind: TransferEventKind, room: bytes, error: ChituError | None = None, *, kv_bytes: int = 0
+        self,
+        kind: TransferEventKind,
+        room: bytes,
+        error: ChituError | None = None,
+        *,
+        kv_bytes: int = 0,
+        times: PrefillTimes = NO_TIMES,
     ) -> None:
-        self._events.append(TransferEvent(kind, room, error, kv_bytes))
+        self._events.append(TransferEvent(kind, room, error, kv_bytes, times))
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:

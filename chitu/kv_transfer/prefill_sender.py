@@ -54,7 +54,7 @@ class PrefillSender:
         self._peers = DecodePeers(config, parts, self._view)
         self._rooms = SendRooms(config, parts.clock, self._view, self._out, self.queue)
         self._table = self._rooms.table
-        self._feed = ChunkFeed(config, self._rooms, self.queue)
+        self._feed = ChunkFeed(config, parts.clock, self._rooms, self.queue)
         self._announcements = Announcements(config, parts.clock, self._view, self._rooms, self._feed, self._out)
         self._writer = PageWriter(config, parts, self._rooms, self._out)
         self._next_tick_s = 0.0

@@ -28,7 +28,7 @@ from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
 from chitu.lifecycle import RECEIVER_DEADLINES, RECEIVER_TRANSITIONS, ReceiverEvent, ReceiverState
-from chitu.messages import AbortAck, AbortTransfer, StatusAck, TransferInfo, TransferStatus
+from chitu.messages import AbortAck, AbortTransfer, PrefillTimes, StatusAck, TransferInfo, TransferStatus
 from chitu.types import room_text
 
 
@@ -166,12 +166,12 @@ class ReceiveRooms:
         if self.table.apply(room, ReceiverEvent.LOGITS) is not None:
             self._out.event(TransferEventKind.LOGITS_READY, room)
 
-    def succeed(self, room: bytes, entry: ReceiveEntry, moved_bytes: int) -> None:
+    def succeed(self, room: bytes, entry: ReceiveEntry, moved_bytes: int, times: PrefillTimes) -> None:
         self.logits_arrived(room)  # absorbed, but where AuxReady was lost
         if self.table.apply(room, ReceiverEvent.SUCCESS) is not None:
             self.bytes_moved += moved_bytes
             self._out.log(logging.INFO, log.RECEIVED_KV, entry.data.request_id)
-            self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes)
+            self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes, times=times)
             self.table.bury(room, Tombstone("", ""))
 
     def acknowledge(self, room: bytes, message: TransferStatus) -> None:

@@ -21,7 +21,7 @@ from chitu.kv_transfer.registration import DecodePeer
 from chitu.kv_transfer.transfer_queue import TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
 from chitu.lifecycle import SENDER_DEADLINES, SENDER_TRANSITIONS, KVPoll, SenderEvent, SenderState
-from chitu.messages import AbortAck, AbortTransfer, StatusAck, TransferInfo, TransferStatus
+from chitu.messages import AbortAck, AbortTransfer, PrefillTimes, StatusAck, TransferInfo, TransferStatus
 
 
 @dataclass(slots=True)
@@ -56,6 +56,13 @@ class SendRoom:
     repeat_due_s: float = NEVER_S
     is_peer_done: bool = False
     """D aborted or acknowledged the failure: no status is owed any more."""
+    requested_s: float = 0.0
+    """When the router's half came; with the next three, what `PrefillTimes` is made of."""
+    started_s: float = 0.0
+    """When its first chunk began to compute."""
+    computed_s: float = 0.0
+    """When its logits row was complete."""
+    landed_s: float = 0.0
 
     @property
     def decode(self) -> tuple[int, int]:
@@ -63,6 +70,13 @@ class SendRoom:
         if self.peer is not None:
             return self.peer.info.engine_rank, self.peer.info.incarnation
         return self.decode_rank, self.decode_incarnation
+
+    @property
+    def times(self) -> PrefillTimes:
+        """Of a room that has landed."""
+        return PrefillTimes(
+            self.started_s - self.requested_s, self.computed_s - self.started_s, self.landed_s - self.computed_s
+        )
 
 
 SendEntry = Entry[SenderState, SendRoom]
@@ -117,7 +131,8 @@ class SendRooms:
     def succeed(self, room: bytes, entry: SendEntry) -> None:
         """The last byte landed."""
         self.table.apply(room, SenderEvent.LANDED)
-        entry.deadline_s = self._clock.monotonic() + self._deadlines.transfer_s
+        entry.data.landed_s = self._clock.monotonic()
+        entry.deadline_s = entry.data.landed_s + self._deadlines.transfer_s
         self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=entry.data.bytes_moved)
         self._send_status(room, entry)
 
@@ -236,7 +251,9 @@ class SendRooms:
         record.repeat_due_s = self._clock.monotonic() + self._deadlines.retry_interval_s
         info = record.peer.info
         if entry.state is SenderState.SUCCEEDED:
-            status = TransferStatus(self._incarnation, KVPoll.Success, bytes_per_rank=(record.bytes_moved,))
+            status = TransferStatus(
+                self._incarnation, KVPoll.Success, bytes_per_rank=(record.bytes_moved,), times=record.times
+            )
         else:
             assert record.error is not None
             is_settled = entry.state is SenderState.RELEASED

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from chitu.lifecycle import SequenceState
-from chitu.messages import SamplingParams
+from chitu.messages import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +41,12 @@ class Sequence:
     """D: all KV is in the pages and the writer is done."""
     offload_key: int = -1
     kv_bytes: int = 0
+    """Moved for it by P; 0 until the KV is here."""
+    prefill_times: PrefillTimes = NO_TIMES
+    computing_since_s: float = 0.0
+    """Prefill: when its first chunk began. As the next three on the instance's clock, 0 until it happens."""
+    announced_s: float = 0.0
+    kv_landed_s: float = 0.0
     first_token_s: float = 0.0
 
     @property
@@ -54,6 +60,13 @@ class Sequence:
     def token_ids(self) -> bytes:
         """Prompt and emitted tokens, int32 LE."""
         return self.prompt + self.emitted.tobytes()
+
+    def stage_times(self, now_s: float) -> StageTimes:
+        """As the router hears them when the request ends on D (or a unified instance) at `now_s`."""
+        first, announced, landed = (
+            max(0.0, moment_s - self.arrival_s) for moment_s in (self.first_token_s, self.announced_s, self.kv_landed_s)
+        )
+        return StageTimes(self.prefill_times, announced, first, landed, now_s - self.arrival_s)
 
     def finish_reason(self, token: int) -> str:
         """Why the request ends with `token`, just appended to `emitted`; empty where it goes on."""

@@ -37,6 +37,7 @@ from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoord
 from chitu.pd_request_router import PDRequestRouter
 from chitu.routing import InstanceKey, make_policy
 from chitu.serve.app import RouterApp
+from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cold_routes import make_cold_app
 from chitu.serve.generate import GenerationRoutes
 from chitu.serve.http_server import HTTPServer, listen
@@ -90,7 +91,10 @@ class RouterProcess:
         self.coordination = PDCoordination(self._clock, pd.deadlines, new_incarnation(), events)
         self._routes = GenerationRoutes(model, self.router, config.max_body_bytes)
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
-        cold = make_cold_app(model, self.router, self.coordination, chitu.__version__)
+        self._snapshots = SnapshotSource(
+            topology, model, self.router, self.coordination, self._clock, chitu.__version__
+        )
+        cold = make_cold_app(model, self.router, self.coordination, self._snapshots, chitu.__version__)
         app = RouterApp(hot, cold, config.api_keys)
         self._http = HTTPServer(app, listen(config.host, config.port, "dp_config.router.port"))
         self._bootstrap_http = HTTPServer(
@@ -131,6 +135,7 @@ class RouterProcess:
         drain_s = self._deadlines.drain_s
         log.info("draining: %d requests run; at most %g s", self.router.in_flight, drain_s)
         self._routes.draining = True
+        self._snapshots.is_closed = True
         self._http.stop_accepting()
         self._signalled.clear()
         idle = asyncio.ensure_future(self.router.idle())

@@ -17,8 +17,10 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 HotRoute = Callable[[Scope, Receive, Send, str], Awaitable[None]]
 
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
-OPEN_PATHS = frozenset({"/health", "/livez"})
-"""Asked by probes, which have no key."""
+OPEN_PATHS = frozenset({"/", "/health", "/livez"})
+"""Asked by probes and browsers, which have no key."""
+OPEN_FOLDER = "/web/"
+"""The page's files, which are in every copy of the project."""
 
 
 class MethodNotAllowed(ChituError):
@@ -52,7 +54,7 @@ class RouterApp:
 
         try:
             path = scope["path"]
-            if self._api_keys and path not in OPEN_PATHS:
+            if self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
                 self._require_key(scope)
             route = self._hot.get(path)
             if route is None:

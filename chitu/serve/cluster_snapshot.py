@@ -1,23 +1,29 @@
 """What the router shows of the cluster and of its requests: the body of `GET /cluster` and of its event stream.
 
-Pure: built on the loop thread from what the router knows, read by the web page, `chitu chat` and the quickstart. Times
+Built on the loop thread from what the router knows; read by the web page, `chitu chat` and the quickstart. Times
 named `_at_s` are on the router's monotonic clock and only mean something against `time_s` of the same snapshot; the
 others are spans.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
-from chitu.messages import LoadReport, StageTimes
+from chitu.clock import Clock
+from chitu.config.schema import Topology
+from chitu.config.topology import instances
+from chitu.messages import InstanceInfo, LoadReport
+from chitu.pd_coordination import PDCoordination
+from chitu.pd_request_router import PDRequestRouter
+from chitu.request_journal import RequestSnapshot
+from chitu.serve.served_model import ServedModel
+from chitu.types import Role, instance_name
 
 InstanceStatus = Literal["up", "draining", "down"]
 """`down`: the topology has it, the cluster view does not (not yet, or its lease ended)."""
-
-RequestState = Literal["prefill", "decode", "finished", "failed", "cancelled"]
-"""`prefill`: sent to its pair, no token yet. `decode`: tokens come."""
 
 
 class InstanceSnapshot(msgspec.Struct, frozen=True):
@@ -32,30 +38,6 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     """Decimal; a string because it does not fit a JavaScript number. Empty while down."""
     load: LoadReport | None
     """Its last heartbeat; None while down."""
-
-
-class RequestSnapshot(msgspec.Struct, frozen=True):
-    """One attempt of one choice of one request, running or among the last that ended."""
-
-    room: str
-    """UUID; the key."""
-    request_id: str
-    """The X-Request-Id of the response; with several choices `<id>-<choice>`."""
-    prefill: str | None
-    """Name of P; None on a unified instance."""
-    decode: str
-    state: RequestState
-    prompt_tokens: int
-    output_tokens: int
-    created_at_s: float
-    first_token_at_s: float | None
-    ended_at_s: float | None
-    kv_bytes: int
-    """KV and logits that P moved into D's memory; known when the request has finished."""
-    stages: StageTimes | None
-    """Known when the request has finished."""
-    error: str
-    """Code of `chitu.errors` where it failed, else empty."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
@@ -74,3 +56,85 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """All of the topology, P first, in rank order."""
     requests: tuple[RequestSnapshot, ...]
     """Oldest first: those that run, and the last ones that ended."""
+
+
+Change = tuple[int, int]
+"""Equal values: nothing happened in between but heartbeats."""
+
+
+class SnapshotSource:
+    """Builds the snapshot; for streams at most once per `MIN_AGE_S` however many read it."""
+
+    MIN_AGE_S = 0.1
+
+    def __init__(
+        self,
+        topology: Topology,
+        model: ServedModel,
+        router: PDRequestRouter,
+        coordination: PDCoordination,
+        clock: Clock,
+        version: str,
+    ) -> None:
+        self._topology = topology
+        self._model = model
+        self._router = router
+        self._coordination = coordination
+        self._clock = clock
+        self._version = version
+        self._shared: tuple[bytes, Change] = b"", (-1, -1)
+        self._shared_at_s = -math.inf
+        self.is_closed = False
+        """The process is ending: streams end too."""
+
+    @property
+    def model_name(self) -> str:
+        return self._model.name
+
+    def fresh(self) -> bytes:
+        """JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
+        return msgspec.json.encode(self.snapshot())
+
+    def shared(self) -> tuple[bytes, Change]:
+        """JSON of a snapshot that is at most `MIN_AGE_S` old, and the change that it shows."""
+        now_s = self._clock.monotonic()
+        if now_s - self._shared_at_s >= self.MIN_AGE_S:
+            self._shared = self.fresh(), self.change()
+            self._shared_at_s = now_s
+        return self._shared
+
+    def change(self) -> Change:
+        return self._router.journal.version, self._coordination.view.version
+
+    def snapshot(self) -> ClusterSnapshot:
+        router, view = self._router, self._coordination.view
+        limits = self._model.limits(router.candidates)
+        return ClusterSnapshot(
+            model=self._model.name,
+            version=self._version,
+            max_model_len=limits.max_model_len if limits is not None else None,
+            page_size=self._topology.cache.page_size,
+            transport=self._topology.dp_config.router.pd_disaggregation.transport,
+            time_s=self._clock.monotonic(),
+            router_incarnation=str(view.router_incarnation),
+            in_flight=router.in_flight,
+            instances=self._instances(),
+            requests=(*router.journal.ended, *router.running()),
+        )
+
+    def _instances(self) -> tuple[InstanceSnapshot, ...]:
+        """Of the topology, and whoever joined beyond it."""
+        members = {(info.role, info.engine_rank): info for info in self._coordination.view.instances}
+        loads = self._coordination.loads()
+        hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
+        order = {role: position for position, role in enumerate(Role)}
+        keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
+        return tuple(_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+
+
+def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load: LoadReport | None) -> InstanceSnapshot:
+    name, role = instance_name(*key), str(key[0])
+    if info is None:
+        return InstanceSnapshot(name, role, "down", host, 0, "", None)
+    status: InstanceStatus = "draining" if info.draining else "up"
+    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load)

@@ -1,4 +1,5 @@
-"""The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API documentation.
+"""The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API
+documentation, and through `web_routes` the page.
 
 Called on the router's loop. The two generation routes are answered beside it (`generate.py`) and only appear in its
 OpenAPI document. Every error is OpenAI's error object.
@@ -20,9 +21,11 @@ from chitu.errors import ChituError, InvalidRequest
 from chitu.net.http import error_headers, error_object
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
+from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.metrics_text import render_metrics
 from chitu.serve.openai_protocol import ChatBody, ChatMessage, CompletionBody, chat_messages
 from chitu.serve.served_model import ServedModel
+from chitu.serve.web_routes import add_web_routes
 from chitu.types import Role, instance_name
 
 
@@ -54,11 +57,14 @@ class _HTTPError(ChituError):
         self.code = code  # type: ignore[misc]
 
 
-def make_cold_app(model: ServedModel, router: PDRequestRouter, coordination: PDCoordination, version: str) -> FastAPI:
+def make_cold_app(
+    model: ServedModel, router: PDRequestRouter, coordination: PDCoordination, source: SnapshotSource, version: str
+) -> FastAPI:
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
     _add_health_routes(app, router, coordination)
+    add_web_routes(app, source)
     _add_openapi(app)
     return app
 

@@ -271,7 +271,7 @@ class GenerationRoutes:
                         texts[i] += delta.text
                         ids[i] += delta.token_ids
                     if decoder.finish_reason is not None:
-                        self._router.cancel(generation)
+                        self._router.cancel(generation, is_complete=True)
             open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
         finished = [
             FinishedChoice(
@@ -339,4 +339,4 @@ class GenerationRoutes:
         if ending is not None and decoder.finish_reason is not None:
             ids = ending.token_ids if with_ids else None
             events.append(form.last(index, ending.text, decoder.finish_reason, ids))
-            self._router.cancel(generation)
+            self._router.cancel(generation, is_complete=True)

@@ -25,8 +25,10 @@ from chitu.messages import (
     KVLayout,
     LoadReport,
     PrefillRequest,
+    PrefillTimes,
     RegisterReply,
     SamplingParams,
+    StageTimes,
     StatusAck,
     TokenBatch,
     TransferInfo,
@@ -139,16 +141,45 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     ),
     (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
     (
-        TokenBatch(7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3)]),
+        TokenBatch(
+            7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))]
+        ),
         token_codec,
         "",
-        ["token_batch", 7, [ROOM], [42], [[ROOM, "stop", "", "", 3, 0.0]]],
+        [
+            "token_batch",
+            7,
+            [ROOM],
+            [42],
+            [
+                [
+                    ROOM,
+                    "stop",
+                    "",
+                    "",
+                    3,
+                    {
+                        "prefill": {"queue_s": 0.5, "compute_s": 0.0, "transfer_s": 0.0},
+                        "admission_s": 0.0,
+                        "first_token_s": 0.0,
+                        "kv_landed_s": 0.0,
+                        "total_s": 2.0,
+                    },
+                ]
+            ],
+        ],
     ),
     (
         Heartbeat(Role.DECODE, 1, 7, LoadReport(running=2)),
         stats_codec,
         "",
-        {"type": "heartbeat", "role": "decode", "engine_rank": 1, "incarnation": 7, "load": {"running": 2}},
+        {
+            "type": "heartbeat",
+            "role": "decode",
+            "engine_rank": 1,
+            "incarnation": 7,
+            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "running": 2},
+        },
     ),
 ]
 names = [f"{type(message).__name__}-{n}" for n, (message, *_) in enumerate(GOLDEN)]
