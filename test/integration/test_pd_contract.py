@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import msgspec
 import openai
 import psutil
 import pytest
@@ -14,6 +16,7 @@ from completions import complete_all, instance_loads, wait_until
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.serve.cluster_snapshot import ClusterSnapshot
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,28 @@ def test_every_anchor_of_s3_appears_once_per_request(cluster: LocalCluster) -> N
     ):
         assert sorted(anchors(cluster.logs(name), text)) == sorted(created), f"{name}: {text}"
     assert cluster.logs("D0").count("decode endpoint registered to prefill (engine_rank=0)") == 1
+
+
+def test_the_cluster_tells_where_a_request_went_and_where_its_time_went(
+    client: openai.OpenAI, cluster: LocalCluster
+) -> None:
+    reply = client.completions.with_raw_response.create(model="m", prompt=[7] * 100, max_tokens=8, temperature=0)
+    snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+    (request,) = [r for r in snapshot.requests if r.request_id == reply.headers["x-request-id"]]
+    assert (request.prefill, request.decode, request.state) == ("P0", "D0", "finished")
+    assert (request.prompt_tokens, request.output_tokens) == (100, reply.parse().usage.completion_tokens)  # type: ignore[union-attr]
+    assert request.kv_bytes == 7 * 4 * 2 * (16 * 4 * 16 * 4) + 64 + 512 * 4
+    stages = request.stages
+    assert stages is not None and request.first_token_at_s is not None and request.ended_at_s is not None
+    spans = (stages.admission_s, stages.prefill.queue_s, stages.prefill.compute_s, stages.prefill.transfer_s)
+    assert all(span > 0 for span in spans)
+    assert stages.admission_s < stages.first_token_s < stages.total_s
+    assert stages.admission_s < stages.kv_landed_s < stages.total_s
+    seen_s = request.ended_at_s - request.created_at_s
+    assert stages.total_s < seen_s < snapshot.time_s - request.created_at_s
+    assert [(i.name, i.status, i.pid) for i in snapshot.instances] == [
+        (name, "up", cluster.pid(name)) for name in ("P0", "D0")
+    ]
 
 
 def test_only_d_is_connected_to_the_token_port(cluster: LocalCluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from chitu.clock import FakeClock
@@ -14,8 +16,10 @@ from chitu.messages import (
     InstanceInfo,
     KVLayout,
     PrefillRequest,
+    PrefillTimes,
     RequestFailed,
     SamplingParams,
+    StageTimes,
     TokenBatch,
     UnifiedRequest,
     encode,
@@ -23,6 +27,7 @@ from chitu.messages import (
     scheduler_codec,
 )
 from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
+from chitu.request_journal import KEPT_RECORDS
 from chitu.routing import InstanceKey, make_policy
 from chitu.types import Role
 
@@ -187,3 +192,52 @@ def test_bounds_on_number_and_time() -> None:
     world.router.tick()
     assert [g.error.code for g in generations if g.error] == ["request_timeout"] * 2
     world.add()
+
+
+def test_the_journal_tells_where_a_request_is_and_where_its_time_went() -> None:
+    world = pair()
+    generation, room = world.add()
+    (running,) = world.router.running()
+    assert (running.state, running.prefill, running.decode, running.prompt_tokens) == ("prefill", "P0", "D0", 3)
+    world.clock.advance(0.25)
+    world.tokens([room])
+    generation.take()
+    (running,) = world.router.running()
+    assert (running.state, running.output_tokens) == ("decode", 1)
+    assert running.first_token_at_s == running.created_at_s + 0.25
+    stages = StageTimes(PrefillTimes(0.1, 0.2, 0.3), total_s=1.0)
+    world.clock.advance(0.75)
+    world.tokens([room], [Finish(room, "length", kv_bytes=4096, stages=stages)])
+    assert world.router.running() == []
+    (ended,) = world.router.journal.ended
+    assert (ended.state, ended.output_tokens, ended.kv_bytes, ended.stages) == ("finished", 2, 4096, stages)
+    assert ended.ended_at_s == ended.created_at_s + 1.0
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "error"),
+    [
+        (lambda world, generation: world.router.cancel(generation), "cancelled", ""),
+        (lambda world, generation: world.router.cancel(generation, is_complete=True), "finished", ""),
+        (lambda world, generation: world.lose(Role.DECODE), "failed", "decode_lost"),
+    ],
+    ids=["client gone", "stop string", "D lost"],
+)
+def test_the_journal_tells_how_a_request_ended(
+    end: Callable[[World, Generation], None], state: str, error: str
+) -> None:
+    world = pair()
+    version = world.router.journal.version
+    generation, _ = world.add()
+    assert world.router.journal.version > version
+    end(world, generation)
+    (ended,) = world.router.journal.ended
+    assert (ended.state, ended.error, ended.stages) == (state, error, None)
+
+
+def test_the_journal_keeps_the_newest_records_only() -> None:
+    world = pair()
+    for _ in range(KEPT_RECORDS + 5):
+        _, room = world.add()
+        world.tokens([room], [Finish(room, "stop")])
+    assert len(world.router.journal.ended) == KEPT_RECORDS
