@@ -50,6 +50,7 @@ setup(
             "openai>=1.60",
             "msgpack>=1.1",
             "psutil>=6",
+            "playwright>=1.50",
         ],
     },
     entry_points={"console_scripts": ["chitu=chitu.cli:main"]},

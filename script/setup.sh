@@ -37,23 +37,46 @@ missing_packages() { # names of the Debian packages whose library cannot be load
 as_root() {
     if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi
 }
+can_apt() { command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; }
+
+apt_install() { # best effort and quiet; the package lists are fetched where the packages are not in them
+    local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends)
+    "${install[@]}" "$@" >/dev/null 2>&1 </dev/null ||
+        { as_root apt-get update -qq >/dev/null 2>&1 </dev/null && "${install[@]}" "$@" >/dev/null 2>&1 </dev/null; } ||
+        true
+}
 
 install_libraries() { # best effort: everything but the Mooncake transport works without them
     local python=$1 missing
     missing=$(missing_packages "$python" | sort | tr '\n' ' ')
     [ -n "$missing" ] || return 0
-    if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; then
+    if can_apt; then
         say "installing ${missing}(for Mooncake)"
         # shellcheck disable=SC2086
-        as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing \
-            >/dev/null 2>&1 </dev/null ||
-            { as_root apt-get update -qq >/dev/null 2>&1 </dev/null &&
-                as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing \
-                    >/dev/null 2>&1 </dev/null; } || true
+        apt_install $missing
     fi
     missing=$(missing_packages "$python" | sort | tr '\n' ' ')
     [ -z "$missing" ] || say "the Mooncake transport is left out, its libraries are missing; for it, install" \
         "${missing% } (Debian, Ubuntu: apt-get install ${missing% }) and run this again"
+}
+
+# ----------------------------------------------------------------------------------------- browser of the web page's tests
+find_browser() { # a Chromium that runs: Ubuntu's chromium-browser may only say that it wants a snap
+    local name
+    for name in ${CHROMIUM:-chromium google-chrome google-chrome-stable chromium-browser}; do
+        "$name" --version >/dev/null 2>&1 && return
+    done
+    return 1
+}
+
+install_browser() { # best effort: everything but test/web works without it
+    ! find_browser || return 0
+    if can_apt; then
+        say "installing chromium (for the tests of the web page)"
+        apt_install chromium
+    fi
+    find_browser || say "test/web is left out, there is no browser; for it, install chromium or Google Chrome" \
+        "(Debian: apt-get install chromium; elsewhere: .venv/bin/playwright install --with-deps chromium)"
 }
 
 # --------------------------------------------------------------------------------------------------------------- .venv
@@ -63,6 +86,7 @@ else
     python=$(find_python)
 fi
 install_libraries "$python"
+install_browser
 
 inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
 stamp=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
