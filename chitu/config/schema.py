@@ -74,6 +74,19 @@ class DeadlineConfig(Section, frozen=True):
     """How long a process that was told to end finishes what runs."""
 
 
+class FaultConfig(Section, frozen=True):
+    """Transfers that are broken on purpose, to see what notices. For tests; everything is off by default."""
+
+    zero_page: Annotated[int, Meta(ge=0)] | None = None
+    """What P writes into this page of D's pool (K and V of all layers) arrives as zeros."""
+
+    def describe(self) -> str:
+        """The faults that are on, as `key=value`; empty where none is."""
+        default = FaultConfig()
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return " ".join(f"{name}={value}" for name, value in values if value != getattr(default, name))
+
+
 class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     metadata_sync_port: Port = 29801
@@ -86,6 +99,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     transfer_threads: Positive = 1
     """Transfer threads of P."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 class InstanceConfig(Section, frozen=True):

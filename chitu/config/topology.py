@@ -1,12 +1,14 @@
 """What a topology means as a whole: its instances, and the checks that need more than one key.
 
 Pure: values in, values out (the only look outside is whether the model folder exists). Called by `chitu serve`,
-`chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all.
+`chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all;
+`warn_of_faults` logs.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ import msgspec
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
+
+logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
 """Host names that the multi-node files carry until someone puts real ones in (RFC 2606 keeps them unresolvable)."""
@@ -116,6 +120,12 @@ def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
         or topology.scheduler.threads
         or max(1, cores // max(1, len(instances_on(topology, instance.config.host))))
     )
+
+
+def warn_of_faults(topology: Topology) -> None:
+    """Say it where transfers are broken on purpose, so that nobody takes such a cluster for a sound one."""
+    if faults := topology.dp_config.router.pd_disaggregation.faults.describe():
+        logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", faults)
 
 
 def check(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
+from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
@@ -29,6 +30,13 @@ def open_transports(
     one process only. Raises MissingDependency where the configured library is absent; `auto` logs it and goes on.
     A loopback `host` has its peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
+    transports = _open(config, host, fabric, process)
+    if not config.faults.describe():
+        return transports
+    return [FaultyTransport(transport, config.faults) for transport in transports]
+
+
+def _open(config: PDDisaggregationConfig, host: str, fabric: FakeFabric | None, process: str) -> list[Transport]:
     if config.transport == "fake":
         if fabric is None:
             raise ConfigError("pd_disaggregation.transport: fake works inside one process only (in tests)")

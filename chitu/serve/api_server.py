@@ -27,6 +27,7 @@ import chitu
 from chitu.clock import RealClock
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
+from chitu.config.topology import warn_of_faults
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.log import setup_logging
@@ -220,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         topology = load_topology(args.config, args.overrides)
         handler = setup_logging("router", topology.log.level, deferred=True)
+        warn_of_faults(topology)
         uvloop.run(_serve(topology, args.ready_file, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)

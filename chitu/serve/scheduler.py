@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 from chitu.clock import RealClock
 from chitu.config.load import load_topology, pd_master_addr, router_host, torchrun_rank
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, check, find_instance, instances_on, is_loopback, threads_of
+from chitu.config.topology import (
+    Instance,
+    check,
+    find_instance,
+    instances_on,
+    is_loopback,
+    threads_of,
+    warn_of_faults,
+)
 from chitu.errors import ChituError, ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
@@ -48,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(topology, pd_master_addr())
         instance = find_instance(topology, role, arguments.rank)
         setup_logging(name, topology.log.level)
+        warn_of_faults(topology)
         return _serve(topology, instance)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
