@@ -1,36 +1,77 @@
-"""One completion from a cluster that has just started: what `script/quickstart.sh` prints first."""
+"""One completion from a cluster that has just started: what `script/quickstart.sh` prints first.
+
+The embedded model is asked for one fact of a long list, which it can only answer when every page of the prompt's KV
+cache arrived; any other model continues a sentence. Below the answer: which pair served it, what it moved, and where
+the time went.
+"""
 
 from __future__ import annotations
 
-import http.client
-import json
-import time
+import random
+from typing import Any
 
-from chitu.errors import Internal
+from chitu.assets import TINY_MODEL_NAME
+from chitu.chat.answer import Answer
+from chitu.chat.client import RouterClient
+from chitu.chat.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
+from chitu.chat.trace import find_trace, trace_lines
+from chitu.errors import ChituError, Internal
 from chitu.launch.local import LocalCluster
 
+COMPLETION_PATH = "/v1/completions"
 PROMPT = "Once upon a time"
+LIST_TOKENS = 1000
+MAX_TOKENS = 32
+"""Of the answer; a sentence of chitu-tiny has about 12."""
 
 
-def first_completion(cluster: LocalCluster) -> None:
-    """Ask for 16 tokens, print the answer. Internal where the answer is no completion."""
-    connection = http.client.HTTPConnection(cluster.host, cluster.ports["port"], timeout=60.0)
-    model = cluster.topology.model
+def first_completion(cluster: LocalCluster, *, must_be_right: bool = False) -> None:
+    """Ask, print the answer and its trace. Internal where there is no answer, or where it is wrong and must not be."""
+    keys = cluster.topology.dp_config.router.api_keys
+    client = RouterClient(cluster.url, keys[0] if keys else None)
     try:
-        connection.request("GET", "/v1/models")
-        name = json.loads(connection.getresponse().read())["data"][0]["id"]
-        body = {"model": name, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-        start_s = time.monotonic()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        answer = json.loads(reply.read())
-        if reply.status != 200:
-            raise Internal(f"the first completion got {reply.status}: {answer}")
-    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
-        raise Internal(f"the first completion of {model.path} failed: {error!r}") from error
-    finally:
-        connection.close()
-    usage = answer["usage"]
-    print(f"prompt:     {PROMPT!r} ({usage['prompt_tokens']} tokens)")
-    print(f"completion: {answer['choices'][0]['text']!r} ({usage['completion_tokens']} tokens)")
-    print(f"in {time.monotonic() - start_s:.2f} s", flush=True)
+        model = client.model_name()
+        if model == TINY_MODEL_NAME:
+            _recall(client, model, must_be_right)
+        else:
+            body = {"prompt": PROMPT, "max_tokens": 16}
+            answer = _ask(client, COMPLETION_PATH, model, body)
+            _tell("prompt", repr(PROMPT))
+            _tell("completion", repr(answer.text))
+            _tell_trace(client, answer)
+    except ChituError as error:
+        raise Internal(f"the first completion failed: {error.code}: {error.message}") from error
+
+
+def _recall(client: RouterClient, model: str, must_be_right: bool) -> None:
+    example = recall_example(random.Random(), LIST_TOKENS, client.cluster().max_model_len)
+    _tell("question", shortened(example.prompt))
+    messages = [{"role": "user", "content": example.prompt}]
+    answer = _ask(client, CHAT_PATH, model, {"messages": messages, "max_tokens": MAX_TOKENS})
+    _tell("answer", printable(answer.text))
+    _tell("", verdict(example, answer.text))
+    _tell_trace(client, answer)
+    if must_be_right and not is_right(example, answer.text):
+        raise Internal(f"{model} answered {answer.text!r} where {example.value} is right")
+
+
+def _ask(client: RouterClient, path: str, model: str, body: dict[str, Any]) -> Answer:
+    """The whole answer; raises its error."""
+    answer = client.stream(path, {"model": model, "temperature": 0, **body}, lambda text: None)
+    if answer.is_stopped:
+        raise KeyboardInterrupt
+    if answer.error is not None:
+        raise answer.error
+    return answer
+
+
+def _tell_trace(client: RouterClient, answer: Answer) -> None:
+    trace = find_trace(client.cluster(), answer.request_id)
+    if trace is None:
+        raise Internal(f"the router does not remember the request {answer.request_id}")
+    for name, line in zip(("served by", ""), trace_lines(trace), strict=False):
+        _tell(name, line)
+
+
+def _tell(name: str, text: str) -> None:
+    print(f"{name + ':' if name else '':11} {text}", flush=True)

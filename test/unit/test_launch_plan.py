@@ -6,9 +6,9 @@ from pathlib import Path
 
 from chitu.config.load import load_topology
 from chitu.config.topology import router_ports
-from chitu.launch.local import read_ready_file
 from chitu.launch.plan import Entries, plan, port_overrides
 from chitu.launch.progress import Progress, ProgressWriter, read_progress
+from chitu.launch.supervisor import read_ready_file
 
 
 def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None:

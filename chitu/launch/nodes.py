@@ -1,0 +1,65 @@
+"""Which machine is which host of a topology, and what only a launcher can refuse. Pure.
+
+Called by `chitu plan`, the local supervisor and the launcher of one node. The hosts of a topology are numbered in the
+order in which it names them, the router's first; a list of machines (Slurm's nodes, `--hosts`) replaces them in this
+order, so the placeholders of the packaged files never have to be edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from chitu.config.schema import Topology
+from chitu.config.topology import host_names, instances, is_loopback, router_ports
+from chitu.errors import ConfigError
+from chitu.launch.plan import ProcessSpec
+
+
+def split_hosts(text: str) -> list[str]:
+    """`a, b` -> `["a", "b"]`. ConfigError where one is empty or given twice."""
+    hosts = [host.strip() for host in text.split(",")]
+    for host in hosts:
+        if not host:
+            raise ConfigError(f"--hosts {text!r} has an empty entry: give host,host,...")
+        if hosts.count(host) > 1:
+            raise ConfigError(f"--hosts names {host} twice: give each machine once (one machine alone: `chitu serve`)")
+    return hosts
+
+
+def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
+    """Overrides that put `hosts` in the place of the topology's hosts. ConfigError unless there is one for each."""
+    names = host_names(topology)
+    if len(hosts) != len(names):
+        raise ConfigError(
+            f"the topology has {len(names)} hosts ({', '.join(names)}), but {len(hosts)} are given "
+            f"({', '.join(hosts)}): give one for each, the router's first"
+        )
+    keys = {"dp_config.router.host": topology.dp_config.router.host}
+    keys |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
+    return [f"{key}={hosts[_index(names, host)]}" for key, host in keys.items()]
+
+
+def _index(names: Sequence[str], host: str) -> int:
+    """Of a host in `host_names`, where all loopback names count as one."""
+    return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
+
+
+def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
+    """The processes of host number `index`. ConfigError where the topology has no such host."""
+    names = host_names(topology)
+    if not 0 <= index < len(names):
+        raise ConfigError(f"node index {index}: the topology has {len(names)} hosts, 0 to {len(names) - 1}")
+    return [spec for spec in specs if _index(names, spec.host) == index]
+
+
+def launch_problems(topology: Topology) -> Iterator[str]:
+    """What no single process can see, a sentence each; beside `config.topology.problems`."""
+    if topology.dp_config.scheduler_base_port is not None and len(instances(topology)) > 1:
+        yield (
+            "dp_config.scheduler_base_port is the port of one scheduler process; this cluster starts "
+            f"{len(instances(topology))}: set the port of each instance instead"
+        )
+    if len(host_names(topology)) > 1:
+        for key, port in router_ports(topology.dp_config.router).items():
+            if port == 0:
+                yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"

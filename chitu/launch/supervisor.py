@@ -1,0 +1,213 @@
+"""The processes of one machine over all their incarnations: start, watch, report deaths, start again, end together.
+
+Used by `LocalCluster` (all processes of a topology) and by `launch/node.py` (those of one node). It has no thread of
+its own: everything happens inside its methods, in the caller's thread, which must outlive the processes (they die with
+the thread that started them, see `process.py`). Each process writes `NAME.log` into `log_dir`. A process that died
+before it was ever ready is an error of the start, any later death an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chitu.errors import ConfigError, Internal
+from chitu.launch.plan import ROUTER, ProcessSpec
+from chitu.launch.process import ChildProcess, describe_exit
+from chitu.launch.progress import Progress, read_progress
+
+POLL_S = 0.05
+GRACE_OVER_DRAIN_S = 0.5
+"""A process may take so long beyond `deadlines.drain_s` before it is killed: 4.5 s with the default."""
+STABLE_S = 60.0
+"""After so long a life the next restart is immediate again."""
+
+
+class StartFailed(Internal):
+    """A process ended, or was not ready in time, before the cluster served."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One process over all its incarnations."""
+
+    name: str
+    child: ChildProcess | None = None
+    progress: Progress = field(default_factory=Progress)
+    was_ready: bool = False
+    failures: int = 0
+    """Deaths in a row; each doubles the wait before the next start."""
+    restart_at_s: float | None = None
+    exit_code: int | None = None
+    """Of the last incarnation, once its death was noticed."""
+
+
+class Supervisor:
+    """`spec_of` is asked for the command at every start of a process; a router must write `ready_file`."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        spec_of: Callable[[str], ProcessSpec],
+        log_dir: Path,
+        *,
+        restart: bool,
+        on_event: Callable[[str], None],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.members = {name: Member(name) for name in names}
+        self.log_dir = log_dir
+        self.ready_file = log_dir / "router.ready.json"
+        self._spec_of = spec_of
+        self._restart = restart
+        self._on_event = on_event
+        self._env = dict(env or {})
+        self._id = uuid.uuid4().hex[:12]
+        self._starts = 0
+
+    def start(self, name: str) -> None:
+        """Start a process that does not run."""
+        member = self.member(name)
+        spec = self._spec_of(name)
+        if name == ROUTER:
+            self.ready_file.unlink(missing_ok=True)
+        progress = self._progress_path(name)
+        progress.unlink(missing_ok=True)
+        self._starts += 1
+        member.child = ChildProcess(
+            name,
+            spec.argv,
+            {**spec.env, "CHITU_PROGRESS_FILE": str(progress), **self._env},
+            self.log_path(name),
+            f"{self._id}/{name}/{self._starts}",
+        )
+        member.progress = Progress()
+        member.restart_at_s = None
+
+    def poll(self) -> None:
+        """Look after everything once: notice deaths, start what is due. Call every 0.1 s or so.
+
+        StartFailed where a process ended before it was ever ready.
+        """
+        now_s = time.monotonic()
+        for member in self.members.values():
+            if member.child is not None and (code := member.child.exit_code()) is not None:
+                self._died(member, member.child, code, now_s)
+            elif member.child is None and member.restart_at_s is not None and now_s >= member.restart_at_s:
+                self.start(member.name)
+                self._on_event(f"{member.name} is started again")
+            elif member.child is not None and member.progress.state != "ready":
+                self._look_at_progress(member)
+
+    def router_ports(self) -> dict[str, int] | None:
+        """The router's actual ports by short key name; None before it listens."""
+        return read_ready_file(self.ready_file)
+
+    def dead(self) -> list[Member]:
+        """Those that ended and will not be started again."""
+        return [
+            member
+            for member in self.members.values()
+            if member.child is None and member.restart_at_s is None and member.exit_code is not None
+        ]
+
+    def stop(self, drain_s: float) -> dict[str, int | None]:
+        """Drain and end everything: the router first, so that nothing new comes in. Exit codes by name.
+
+        Whatever is left `drain_s` + 0.5 s after the start of the stop is killed. Idempotent.
+        """
+        end_s = time.monotonic() + drain_s + GRACE_OVER_DRAIN_S
+        try:
+            router = [m.child for m in self.members.values() if m.child and m.name == ROUTER]
+            workers = [m.child for m in self.members.values() if m.child and m.name != ROUTER]
+            # The router finishes what runs before it exits, and needs the workers for it; they get the remaining time.
+            for children, until_s in ((router, end_s - 0.4 * drain_s), (workers, end_s)):
+                for child in children:
+                    child.terminate()
+                while any(child.exit_code() is None for child in children) and time.monotonic() < until_s:
+                    time.sleep(POLL_S)
+        finally:
+            codes = {}
+            for member in self.members.values():
+                member.restart_at_s = None
+                if member.child is not None:
+                    member.child.kill_tree()
+                    member.exit_code = member.child.exit_code()
+                    member.child = None
+                codes[member.name] = member.exit_code
+        return codes
+
+    def member(self, name: str) -> Member:
+        if name not in self.members:
+            raise ConfigError(f"the cluster has no process {name!r}; it has {', '.join(self.members)}")
+        return self.members[name]
+
+    def child(self, name: str) -> ChildProcess:
+        child = self.member(name).child
+        if child is None:
+            raise StartFailed(f"{name} does not run")
+        return child
+
+    def log_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.log"
+
+    def logs(self, name: str) -> str:
+        """Everything that it wrote, over all its incarnations."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.log_path(name).read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def _progress_path(self, name: str) -> Path:
+        return self.log_dir / f"{name}.progress"
+
+    def _look_at_progress(self, member: Member) -> None:
+        if member.name != ROUTER:
+            member.progress = read_progress(self._progress_path(member.name))
+        elif self.router_ports() is not None:
+            member.progress = Progress("ready")
+        if member.progress.state == "ready":
+            member.was_ready = True
+
+    def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
+        self._look_at_progress(member)
+        child.kill_tree()
+        member.child = None
+        member.exit_code = code
+        member.progress = Progress("dead")
+        reason = child.worker_exit() or describe_exit(code)
+        life_s = now_s - child.started_s
+        lines = "".join(f"\n    {line}" for line in child.tail())
+        report = f"{member.name} ended ({reason}) after {life_s:.1f} s; its last lines ({child.log}):{lines}"
+        if not member.was_ready:
+            raise StartFailed(report)
+        if self._restart:
+            member.failures = 1 if life_s > STABLE_S else member.failures + 1
+            wait_s = min(10.0, 0.25 * 2 ** (member.failures - 1))
+            member.restart_at_s = now_s + wait_s
+            report += f"\n{member.name} starts again in {wait_s:g} s"
+        self._on_event(report)
+
+
+def read_ready_file(path: Path) -> dict[str, int] | None:
+    """The router's actual ports by short key name; None while the file is not there or not complete."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    ports = {name: value for name, value in record.items() if isinstance(value, int) and name.endswith("port")}
+    return ports if "port" in ports else None
+
+
+def make_log_dir(folder: str | None) -> Path:
+    """`folder`, made where it is missing; None: a new one under the temporary folder."""
+    path = Path(folder).expanduser().absolute() if folder else Path(tempfile.mkdtemp(prefix="chitu-"))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
