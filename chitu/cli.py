@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, chat, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
@@ -11,15 +11,15 @@ import importlib.metadata
 import os
 import re
 import runpy
-import shlex
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
-from chitu.config.load import DEFAULT_TOPOLOGY, load_topology, packaged_topologies, pd_master_addr
+from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, packaged_topologies, pd_master_addr
 from chitu.errors import ChituError, ConfigError
 
+DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
     "engine": "unified engine against transformers generate",
     "transfer": "transports against memcpy",
@@ -62,8 +62,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
     command.set_defaults(run=_serve)
 
+    command = commands.add_parser("chat", help="talk to a running router, here or with one question in a pipe")
+    command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", metavar="KEY", help="over CHITU_API_KEY, where the router asks for one")
+    command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
+    command.add_argument("--system", metavar="TEXT", help="the system message")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
+    command.set_defaults(run=_chat)
+
     command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
     _add_topology(command)
+    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.set_defaults(run=_plan)
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
@@ -123,28 +134,45 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     def on_ready(cluster: LocalCluster) -> bool:
         if arguments.first_completion or arguments.once:
-            first_completion(cluster)
+            first_completion(cluster, must_be_right=arguments.once)
         return bool(arguments.once)
 
     return serve(load_topology(name, overrides), options, on_ready)
 
 
+def _chat(arguments: argparse.Namespace) -> int:
+    from chitu.chat.terminal import ChatArguments, chat
+
+    return chat(
+        ChatArguments(
+            url=arguments.url,
+            api_key=arguments.api_key or api_key(),
+            model=arguments.model,
+            system=arguments.system,
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            question=" ".join(arguments.question) if arguments.question else None,
+        )
+    )
+
+
 def _plan(arguments: argparse.Namespace) -> int:
-    from chitu.config.topology import instances, problems, router_ports
+    from chitu.config.topology import problems
+    from chitu.launch.node import node_command
+    from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
     from chitu.launch.plan import plan
+    from chitu.launch.plan_text import plan_text
 
     name, overrides = _split(arguments)
     topology = load_topology(name, overrides)
-    router = topology.dp_config.router
-    print("ports (0: picked by the OS at start)")
-    for key, port in router_ports(router).items():
-        print(f"  {router.host:20} {port:6}  {key}")
-    for instance in instances(topology):
-        print(f"  {instance.config.host:20} {instance.config.port:6}  {instance.key}.port")
-    for spec in plan(topology, name or DEFAULT_TOPOLOGY, overrides, os.cpu_count() or 1):
-        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in spec.env.items())
-        print(f"\n{spec.name} on {spec.host}\n  {environment} \\\n  {shlex.join(spec.argv)}")
+    node_argv = node_command(name or DEFAULT_TOPOLOGY, overrides, arguments.hosts)
+    if arguments.hosts is not None:
+        overrides += host_overrides(topology, split_hosts(arguments.hosts))
+        topology = load_topology(name, overrides)
+    cores = os.cpu_count() or 1
+    print(plan_text(topology, plan(topology, name or DEFAULT_TOPOLOGY, overrides, cores), cores, node_argv))
     found = list(problems(topology, pd_master_addr(), need_model=bool(topology.model.path)))
+    found += launch_problems(topology)
     for problem in found:
         print(f"chitu: {problem}", file=sys.stderr)
     return 2 if found else 0

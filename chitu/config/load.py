@@ -340,6 +340,12 @@ def progress_file() -> Path | None:
     return Path(path) if path else None
 
 
+def api_key() -> str | None:
+    """`CHITU_API_KEY`: what `chitu chat` shows a router that asks for a key. Not the key of another service, which
+    would leave for any address that is given."""
+    return os.environ.get("CHITU_API_KEY") or None
+
+
 def cache_dir() -> Path:
     """Folder for what the project makes and keeps: `$XDG_CACHE_HOME/chitu`, else `~/.cache/chitu`."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,0 +1,80 @@
+"""What is asked: the messages so far, the request body of the next question, and examples with a known answer. Pure."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from chitu.workloads import tiny
+from chitu.workloads.tiny import Example
+
+CHAT_PATH = "/v1/chat/completions"
+ANSWER_ROOM_TOKENS = 64
+"""Of the context that an example leaves free."""
+SHOWN_SENTENCES = 2
+"""Of a long list, at its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    model: str
+    system: str | None = None
+    max_tokens: int | None = None
+    """None: until the model ends, or the context is full."""
+    temperature: float = 0.0
+
+
+@dataclass(slots=True)
+class Conversation:
+    options: ChatOptions
+    turns: list[tuple[str, str]] = field(default_factory=list)
+    """Questions with what came of their answers; a question without any answer is not kept."""
+
+    def body(self, question: str) -> dict[str, Any]:
+        """Of a chat request that asks this next."""
+        options = self.options
+        messages = [{"role": "system", "content": options.system}] if options.system else []
+        for asked, answered in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        messages.append({"role": "user", "content": question})
+        body: dict[str, Any] = {"model": options.model, "messages": messages, "temperature": options.temperature}
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        return body
+
+    def keep(self, question: str, answer: str) -> None:
+        if answer:
+            self.turns.append((question, answer))
+
+
+def recall_example(rng: random.Random, prompt_tokens: int, max_model_len: int | None) -> Example:
+    """A list of about so many tokens (for chitu-tiny) with a question on it, as far as the context holds it."""
+    if max_model_len is not None:
+        prompt_tokens = min(prompt_tokens, max_model_len - ANSWER_ROOM_TOKENS)
+    return tiny.recall(rng, tiny.facts_for(prompt_tokens))
+
+
+def is_right(example: Example, answer: str) -> bool:
+    return example.value in answer
+
+
+def verdict(example: Example, answer: str) -> str:
+    """A tick, or a cross with what was expected."""
+    return f"✓ {example.value} is right" if is_right(example, answer) else f"✗ expected: {example.answer}"
+
+
+def shortened(prompt: str) -> str:
+    """A long list with the sentences in its middle counted instead of said; the question stays."""
+    sentences = re.split(r"(?<=[.?!]) ", prompt)
+    left_out = len(sentences) - SHOWN_SENTENCES - 2
+    if left_out < 2:
+        return prompt
+    shown = [*sentences[:SHOWN_SENTENCES], f"... {left_out} more sentences ...", *sentences[-2:]]
+    return " ".join(shown)
+
+
+def printable(text: str) -> str:
+    """Text without the control characters that a terminal would obey (of a model that nobody vouches for)."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)

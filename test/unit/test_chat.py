@@ -1,0 +1,298 @@
+"""`chitu chat` without a network: events cut anywhere, status lines, conversations, examples."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.chat.answer import Answer, AnswerReader, EventParser, Usage
+from chitu.chat.client import RouterClient
+from chitu.chat.conversation import (
+    ChatOptions,
+    Conversation,
+    is_right,
+    printable,
+    recall_example,
+    shortened,
+    verdict,
+)
+from chitu.chat.trace import (
+    CLUSTER_COLUMNS,
+    byte_text,
+    cluster_line,
+    cluster_rows,
+    find_trace,
+    span_text,
+    trace_lines,
+)
+from chitu.errors import ConfigError, DecodeLost, Internal
+from chitu.messages import LoadReport, PrefillTimes, StageTimes
+from chitu.request_journal import RequestSnapshot
+from chitu.serve import sse
+from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+def parts_of(data: bytes, cuts: list[int]) -> list[bytes]:
+    places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(places)]
+
+
+def test_events_are_those_of_the_standard() -> None:
+    stream = (
+        b": a comment\ndata: one\n\nevent: x\ndata:two\ndata:  three\nid: 7\n\n\n\ndata: four\r\n\r\ndata\n\ndata: cut"
+    )
+    assert EventParser().feed(stream) == ["one", "two\n three", "four", ""]
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1), min_size=1),
+    st.sampled_from([b"\n", b"\r\n", b"\r"]),
+    st.lists(st.integers(0, 10_000)),
+)
+def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: bytes, cuts: list[int]) -> None:
+    stream = b"".join(b"data: %b%b%b" % (text.encode(), end, end) for text in texts)
+    parser = EventParser()
+    assert [event for part in parts_of(stream, cuts) for event in parser.feed(part)] == texts
+
+
+def streamed(form: sse.ResponseFormat, texts: list[str]) -> bytes:
+    """A response as the router writes it."""
+    deltas = [form.delta(0, text, None) for text in texts]
+    end = [form.last(0, "!", "stop", None), form.usage(sse.Usage(7, 3)), sse.DONE]
+    return b"".join([form.opening(0), *deltas, *end])
+
+
+@pytest.mark.parametrize("form", [sse.ChatFormat, sse.CompletionFormat])
+@given(texts=st.lists(st.text(st.characters(codec="utf-8"))), cuts=st.lists(st.integers(0, 10_000)))
+def test_an_answer_is_what_the_router_streamed(
+    form: type[sse.ChatFormat | sse.CompletionFormat], texts: list[str], cuts: list[int]
+) -> None:
+    answer = Answer("r")
+    reader = AnswerReader(answer)
+    pieces = [reader.feed(part) for part in parts_of(streamed(form("r", 0, "m", True), texts), cuts)]
+    assert answer.text == "".join(pieces) == "".join(texts) + "!"
+    assert (answer.usage, answer.finish_reason, answer.is_complete) == (Usage(7, 3), "stop", True)
+    assert answer.error is None
+
+
+def test_an_error_in_the_middle_keeps_what_came() -> None:
+    form = sse.ChatFormat("r", 0, "m", True)
+    answer = Answer("r")
+    piece = AnswerReader(answer).feed(form.delta(0, "half an", None) + sse.error_event(DecodeLost("D0 is gone")))
+    assert piece == answer.text == "half an"
+    assert isinstance(answer.error, DecodeLost)
+    assert answer.error.message == "D0 is gone"
+    assert answer.is_complete
+    assert answer.usage is None
+
+
+@pytest.mark.parametrize("data", ["{", "[]", '{"choices": 3}', '{"choices": [{"delta": {"content": 5}}]}'])
+def test_an_event_that_is_no_answer_is_an_error_of_one_line(data: str) -> None:
+    with pytest.raises(Internal, match="no part of an answer"):
+        AnswerReader(Answer("r")).feed(f"data: {data}\n\n".encode())
+
+
+# -------------------------------------------------------------------------------------------------------- status lines
+
+STAGES = StageTimes(PrefillTimes(0.0012, 0.21, 0.0031), 0.002, 0.22, 0.221, 0.39)
+
+
+def request(**fields: Any) -> RequestSnapshot:
+    values: dict[str, Any] = {
+        "room": "r",
+        "request_id": "mine",
+        "prefill": "P0",
+        "decode": "D1",
+        "state": "finished",
+        "prompt_tokens": 1012,
+        "output_tokens": 12,
+        "created_at_s": 100.0,
+        "first_token_at_s": 100.23,
+        "ended_at_s": 100.4,
+        "kv_bytes": 1_258_291,
+        "stages": STAGES,
+        "error": "",
+    }
+    return RequestSnapshot(**{**values, **fields})
+
+
+def snapshot(*requests: RequestSnapshot) -> ClusterSnapshot:
+    busy = LoadReport(waiting=3, pages_total=512, pages_free=472, tokens=2024, bytes_moved=2_516_582)
+    idle = LoadReport(pages_total=512, pages_free=512)
+    return ClusterSnapshot(
+        model="m",
+        version="0",
+        max_model_len=2048,
+        page_size=16,
+        transport="auto",
+        time_s=101.0,
+        router_incarnation="1",
+        in_flight=0,
+        instances=(
+            InstanceSnapshot("P0", "prefill", "up", "127.0.0.1", 11, "1", busy),
+            InstanceSnapshot("D0", "decode", "draining", "127.0.0.1", 12, "2", idle),
+            InstanceSnapshot("D1", "decode", "down", "127.0.0.1", 0, "", None),
+        ),
+        requests=requests,
+    )
+
+
+def lines_of(shown: RequestSnapshot) -> list[str]:
+    trace = find_trace(snapshot(request(request_id="other"), shown, request(request_id="later")), "mine")
+    assert trace is not None
+    return trace_lines(trace)
+
+
+def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None:
+    assert lines_of(request()) == [
+        "P0 -> D1 · 1012 prompt + 12 output tokens · 1.2 MiB KV moved · 65 tokens/s",
+        "queue 1.2 ms · prefill 210 ms · transfer 3.1 ms · first token 230 ms · total 400 ms",
+    ]
+
+
+def test_a_unified_instance_moves_nothing() -> None:
+    assert lines_of(request(prefill=None, decode="U0", kv_bytes=0)) == [
+        "U0 · 1012 prompt + 12 output tokens · 65 tokens/s",
+        "queue 1.2 ms · prefill 210 ms · first token 230 ms · total 400 ms",
+    ]
+
+
+def test_a_request_without_an_end_shows_what_is_known() -> None:
+    running = {"stages": None, "kv_bytes": 0, "ended_at_s": None}
+    assert lines_of(request(**running, state="decode")) == [
+        "P0 -> D1 · 1012 prompt + 12 output tokens · decode",
+        "first token 230 ms",
+    ]
+    assert lines_of(request(**running, state="prefill", first_token_at_s=None, output_tokens=0)) == [
+        "P0 -> D1 · 1012 prompt + 0 output tokens · prefill"
+    ]
+    lost = request(state="failed", error="decode_lost", stages=None, kv_bytes=0, output_tokens=1)
+    assert lines_of(lost) == [
+        "P0 -> D1 · 1012 prompt + 1 output tokens · decode_lost",
+        "first token 230 ms · total 400 ms",
+    ]
+
+
+def test_the_newest_request_of_an_id_counts_and_an_unknown_one_has_no_trace() -> None:
+    trace = find_trace(snapshot(request(decode="D0"), request(decode="D1")), "mine")
+    assert trace is not None
+    assert trace.pair == "P0 -> D1"
+    assert find_trace(snapshot(request()), "somebody else") is None
+
+
+def test_the_cluster_fits_a_line_and_a_table() -> None:
+    assert cluster_line(snapshot()) == "P0 up 3 waiting 40/512 pages · D0 draining idle 0/512 pages · D1 down"
+    rows = [dict(zip(CLUSTER_COLUMNS, row, strict=True)) for row in cluster_rows(snapshot())]
+    assert [(row["instance"], row["status"], row["pages"]) for row in rows] == [
+        ("P0", "up", "40/512"),
+        ("D0", "draining", "0/512"),
+        ("D1", "down", ""),
+    ]
+    assert (rows[0]["tokens"], rows[0]["moved"]) == ("2024", "2.4 MiB")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 51, "2048.0 TiB"),
+    ],
+)
+def test_bytes_for_people(count: int, text: str) -> None:
+    assert byte_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("span_s", "text"),
+    [(0.00042, "0.4 ms"), (0.00996, "10 ms"), (0.0144, "14 ms"), (0.9996, "1.00 s"), (75, "75.00 s")],
+)
+def test_spans_for_people(span_s: float, text: str) -> None:
+    assert span_text(span_s) == text
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+
+def test_a_question_carries_the_conversation_so_far() -> None:
+    conversation = Conversation(ChatOptions("m", system="be brief", max_tokens=9, temperature=0.5))
+    conversation.keep("one?", "1")
+    conversation.keep("lost?", "")
+    body = conversation.body("two?")
+    assert [(m["role"], m["content"]) for m in body.pop("messages")] == [
+        ("system", "be brief"),
+        ("user", "one?"),
+        ("assistant", "1"),
+        ("user", "two?"),
+    ]
+    assert body == {"model": "m", "max_tokens": 9, "temperature": 0.5}
+    assert "max_tokens" not in Conversation(ChatOptions("m")).body("x")
+
+
+def test_an_example_is_shown_short_with_its_question_and_is_checked() -> None:
+    example = recall_example(random.Random(1), 1000, 2048)
+    text = shortened(example.prompt)
+    assert len(text) < 300 < len(example.prompt)
+    assert example.prompt.startswith(text.split(" ... ")[0])
+    question = example.prompt.rpartition(". ")[2]
+    assert text.endswith(f". {question}")
+    sentences = example.prompt.count(". ") + 1
+    assert f"... {sentences - 4} more sentences ..." in text
+    assert is_right(example, example.answer)
+    assert verdict(example, example.answer) == f"✓ {example.value} is right"
+    assert not is_right(example, "I do not know.")
+    assert verdict(example, "I do not know.") == f"✗ expected: {example.answer}"
+
+
+def test_an_example_fits_the_context() -> None:
+    def length(tokens: int, max_model_len: int | None) -> int:
+        return len(recall_example(random.Random(1), tokens, max_model_len).prompt)
+
+    assert length(2000, 300) < length(300, None) < length(2000, None)
+    assert length(5, None) == length(2000, 10), "one fact is the least"
+
+
+def test_a_short_list_is_shown_whole() -> None:
+    prompt = "The red fox has number 1. The blue cat opens door 2. Which door does the blue cat open?"
+    assert shortened(prompt) == prompt
+
+
+def test_an_answer_cannot_command_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\x9bc\rd\te\nf é✓") == "a\ufffd[2Jb\ufffdc\ufffdd\te\nf é✓"
+
+
+# -------------------------------------------------------------------------------------------------------------- client
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://127.0.0.1:21003", "http://127.0.0.1:21003"),
+        ("http://127.0.0.1:21003/v1/", "http://127.0.0.1:21003"),
+        ("https://example.org/chitu/v1", "https://example.org/chitu"),
+    ],
+)
+def test_a_base_url_is_taken_with_and_without_v1(url: str, shown: str) -> None:
+    assert RouterClient(url).url == shown
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:21003", "ftp://host", "http://", "http://host:port", "localhost"])
+def test_what_is_no_url_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="no URL"):
+        RouterClient(url)
+
+
+@pytest.mark.parametrize("key", ["two\r\nlines", "clé"])
+def test_a_key_that_no_header_can_carry_is_a_configuration_error(key: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        RouterClient("http://127.0.0.1:1", key)
