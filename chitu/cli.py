@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, chat, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scheduler": "scheduler and messaging time per step, fake executor",
     "router": "CPU per request and streamed tokens/s of the router, fake workers",
     "ttft": "time to first token, 1P1D over unified",
+    "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }
 
 
@@ -76,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.set_defaults(run=_plan)
+
+    command = commands.add_parser("node", help="the processes of one host of a topology: run it on each of its hosts")
+    _add_topology(command)
+    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
+    command.add_argument("--node-index", type=int, required=True, metavar="K", help="which of the hosts this one is")
+    command.add_argument("--ready-timeout", type=float, metavar="S", help="seconds to be ready in (default: 600)")
+    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
+    command.add_argument("--on-failure", metavar="COMMAND", help="run once when a process of this node died")
+    command.set_defaults(run=_node)
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
     command.add_argument("directory", metavar="DIR")
@@ -176,6 +186,21 @@ def _plan(arguments: argparse.Namespace) -> int:
     for problem in found:
         print(f"chitu: {problem}", file=sys.stderr)
     return 2 if found else 0
+
+
+def _node(arguments: argparse.Namespace) -> int:
+    from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, run_node
+    from chitu.launch.nodes import split_hosts
+
+    name, overrides = _split(arguments)
+    options = NodeOptions(
+        hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
+        index=arguments.node_index,
+        ready_timeout_s=READY_TIMEOUT_S if arguments.ready_timeout is None else arguments.ready_timeout,
+        log_dir=arguments.log_dir,
+        on_failure=arguments.on_failure,
+    )
+    return run_node(name or DEFAULT_TOPOLOGY, overrides, options)
 
 
 def _make_model(arguments: argparse.Namespace) -> int:

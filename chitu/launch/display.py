@@ -1,16 +1,18 @@
 """What `chitu serve` shows while the cluster starts: a line a process, with a bar while its weights load.
 
 On a terminal the lines are redrawn (rich); elsewhere one plain line is written per change of state. Everything goes to
-stderr. Used by `serve.py` from its one thread.
+stderr. Used by `serve.py` and `node.py`, each from its one thread.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
+from chitu.config.schema import ModelConfig
 from chitu.launch.progress import Progress
 
 
@@ -76,3 +78,14 @@ class RichDisplay:
 def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
     stream = stream or sys.stderr
     return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)
+
+
+def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
+    """What is printed once the cluster serves: who, where, and a first request to copy."""
+    name = model.served_name or Path(model.path).expanduser().resolve().name
+    return (
+        f"\nchitu serves {name!r} with {', '.join(names)} at {url}  (logs: {log_dir})\n\n"
+        f"    curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
+        f'        -d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 16}}\'\n\n'
+        "Ctrl-C ends it."
+    )

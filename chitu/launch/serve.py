@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +20,7 @@ import msgspec
 from chitu.config.load import cache_dir
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, is_loopback
-from chitu.launch.display import make_display
+from chitu.launch.display import greeting, make_display
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
 
@@ -66,7 +65,10 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             display.update({name: member.progress for name, member in cluster.members.items()})
             display.close()
             if not stop.is_set():
-                print(_greeting(cluster), file=sys.stderr, flush=True)
+                names = [name for name in cluster.members if name != ROUTER]
+                print(
+                    greeting(cluster.topology.model, names, cluster.url, cluster.log_dir), file=sys.stderr, flush=True
+                )
                 if on_ready is not None and on_ready(cluster):
                     stop.set()
             while not stop.is_set():
@@ -117,15 +119,3 @@ def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topol
         topology.model, path=str(folder), served_name=topology.model.served_name or DEFAULT_MODEL
     )
     return msgspec.structs.replace(topology, model=model)
-
-
-def _greeting(cluster: LocalCluster) -> str:
-    model = cluster.topology.model
-    name = model.served_name or Path(model.path).expanduser().resolve().name
-    names = ", ".join(member for member in cluster.members if member != ROUTER)
-    return (
-        f"\nchitu serves {name!r} with {names} at {cluster.url}  (logs: {cluster.log_dir})\n\n"
-        f"    curl {cluster.url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f'        -d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 16}}\'\n\n'
-        "Ctrl-C ends it."
-    )

@@ -31,13 +31,13 @@ PATHS = [
     "chitu/config/pd_disagg_1p1d_multi_node.yaml",
     "chitu/config/pd_disagg_2p2d_multi_node.yaml",
     "chitu/config/pd_disagg_2p3d_multi_node.yaml",
-]
-
-LATER = [
     "script/srun_pd_disagg_1p1d_two_nodes.sh",
     "script/srun_pd_disagg_2p2d_two_nodes.sh",
     "script/srun_pd_disagg_2p3d_two_nodes.sh",
     "script/start_pd_separation.sh",
+]
+
+LATER = [
     "test/verify_xpyd_topology.py",
 ]
 

@@ -1,0 +1,204 @@
+"""`chitu node`: the processes of one host of a topology, until a signal or the death of one of them.
+
+Run once on every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand. The nodes do not know
+each other: what is there and what is missing they learn from the router. Runs in the main thread of its process, which
+its children do not outlive. Exit codes: 0 after a signal, 1 where a process died or was not ready in time, 2 for a
+wrong configuration. Nothing is started again here: who started this node decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from chitu.config.load import load_topology, pd_master_addr
+from chitu.config.topology import check, host_names, instances
+from chitu.errors import ConfigError
+from chitu.launch.display import greeting, make_display
+from chitu.launch.health import ask_health
+from chitu.launch.nodes import host_overrides, launch_problems, specs_on
+from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
+from chitu.launch.progress import Progress
+from chitu.launch.supervisor import StartFailed, Supervisor, make_log_dir
+
+POLL_S = 0.1
+READY_POLL_S = 0.25
+ON_FAILURE_S = 10.0
+READY_TIMEOUT_S = 600.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    hosts: tuple[str, ...] | None
+    """Machines in place of the topology's hosts, the router's first; None: as the file says."""
+    index: int
+    """Of this node among the hosts."""
+    ready_timeout_s: float = READY_TIMEOUT_S
+    log_dir: str | None = None
+    on_failure: str | None = None
+    """A command that is run once when a process of this node died: it tells the other nodes."""
+    entries: Entries | None = None
+
+
+def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> list[str]:
+    """The command line of a node without its index, as `chitu plan` prints it."""
+    return ["chitu", "node", config, *overrides, *(["--hosts", hosts] if hosts else [])]
+
+
+class Node:
+    """One host's part of the cluster. ConfigError for anything that could not work."""
+
+    def __init__(
+        self, config: str, overrides: Sequence[str], options: NodeOptions, on_event: Callable[[str], None]
+    ) -> None:
+        topology = load_topology(config, overrides)
+        if options.hosts is not None:
+            overrides = [*overrides, *host_overrides(topology, options.hosts)]
+            topology = load_topology(config, overrides)
+        check(topology, pd_master_addr())
+        for problem in launch_problems(topology):
+            raise ConfigError(problem)
+        all_specs = plan(topology, config, overrides, len(os.sched_getaffinity(0)), options.entries)
+        self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
+        self.topology = topology
+        self.host = host_names(topology)[options.index]
+        self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
+        self.supervisor = Supervisor(list(self._specs), self._spec, self.log_dir, restart=False, on_event=on_event)
+        self._joined: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """Its processes: `router`, `P0`, ..."""
+        return list(self._specs)
+
+    @property
+    def has_router(self) -> bool:
+        return ROUTER in self._specs
+
+    @property
+    def url(self) -> str:
+        router = self.topology.dp_config.router
+        return f"http://{router.host}:{router.port}"
+
+    def start(self) -> None:
+        """Everything at once: instances try to join until the router is there."""
+        for name in self._specs:
+            self.supervisor.start(name)
+
+    def missing(self) -> list[str]:
+        """What does not serve yet, a few words each. The router's node waits for all instances, others for their own.
+
+        StartFailed where a process of this node ended.
+        """
+        self.supervisor.poll()
+        local = self.supervisor.members
+        words = [
+            f"{member.name} is {member.progress.state}" for member in local.values() if member.progress.state != "ready"
+        ]
+        router = self.topology.dp_config.router
+        health = ask_health(router.host, router.port)
+        if health is None:
+            return [*words, f"the router at {self.url} does not answer"]
+        self._joined = {name for name, incarnation in health.joined.items() if incarnation >= self._started_ns(name)}
+        words += [
+            f"{instance.name} on {instance.config.host} has not joined the router"
+            for instance in instances(self.topology)
+            if instance.name not in self._joined
+            # One of this node that still loads is named above; those of others are the router's node's business.
+            and (local[instance.name].progress.state == "ready" if instance.name in local else self.has_router)
+        ]
+        return words
+
+    def _started_ns(self, name: str) -> int:
+        """Incarnations from before are not those that this node started; of other nodes any one counts."""
+        member = self.supervisor.members.get(name)
+        return member.child.started_ns if member is not None and member.child is not None else 0
+
+    def states(self) -> dict[str, Progress]:
+        """For the display: the processes of this node, and on the router's node all others as far as it knows."""
+        states = {member.name: member.progress for member in self.supervisor.members.values()}
+        if self.has_router:
+            for instance in instances(self.topology):
+                states.setdefault(instance.name, Progress("ready" if instance.name in self._joined else "starting"))
+        return states
+
+    def stop(self) -> None:
+        self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
+
+    def _spec(self, name: str) -> ProcessSpec:
+        spec = self._specs[name]
+        if name != ROUTER:
+            return spec
+        return replace(spec, argv=(*spec.argv, "--ready-file", str(self.supervisor.ready_file)))
+
+
+def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
+    """Start this node's processes and stay until a signal (0) or a failure (1). ConfigError before anything starts."""
+    display = make_display()
+    node = Node(config, overrides, options, display.say)
+    stop = threading.Event()
+
+    def handle(number: int, _frame: object) -> None:
+        if stop.is_set():
+            raise SystemExit(128 + number)  # the supervisor kills what is left on its way out
+        stop.set()
+
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        display.say(f"node {options.index} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+        node.start()
+        end_s = time.monotonic() + options.ready_timeout_s
+        while not stop.is_set() and (words := node.missing()):
+            if time.monotonic() > end_s:
+                raise StartFailed(f"not ready after {options.ready_timeout_s:g} s: {'; '.join(words)}")
+            display.update(node.states())
+            stop.wait(READY_POLL_S)
+        display.update(node.states())
+        display.close()
+        if not stop.is_set():
+            _say_ready(node, options.index)
+        while not stop.wait(POLL_S):
+            node.supervisor.poll()
+            if dead := node.supervisor.dead():
+                raise StartFailed(f"node {options.index} ends because {dead[0].name} ended")
+        print(f"node {options.index} ends: running requests finish first", file=sys.stderr, flush=True)
+        return 0
+    except StartFailed as error:
+        display.close()
+        if stop.is_set():
+            return 0
+        # From here on a signal, such as that of `on_failure`, changes nothing: this node ends, with its own code.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        print(f"chitu node: {error.message}", file=sys.stderr, flush=True)
+        _tell_others(options.on_failure)
+        return 1
+    finally:
+        node.stop()
+        display.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _say_ready(node: Node, index: int) -> None:
+    if node.has_router:
+        names = [instance.name for instance in instances(node.topology)]
+        print(greeting(node.topology.model, names, node.url, node.log_dir), file=sys.stderr, flush=True)
+    else:
+        print(f"node {index} is ready: {' '.join(node.names)} joined {node.url}", file=sys.stderr, flush=True)
+
+
+def _tell_others(command: str | None) -> None:
+    """Best effort: the exit code says the same to whoever waits for it."""
+    if command:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, timeout=ON_FAILURE_S, check=False)

@@ -1,0 +1,26 @@
+# What srun_pd_disagg.sh and start_pd_separation.sh share; sourced by them, with `here` set to the folder script/.
+root="$(dirname "$here")"
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+fail() { say "$*"; exit 2; }
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=$root/.venv/bin/python
+    [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || fail "there is no $root/.venv and no python3: script/setup.sh"
+fi
+export PYTHON PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+addresses_of() { # NAME...: their IPv4 addresses, with commas between
+    local name address all=""
+    for name in "$@"; do
+        address=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
+        [ -n "$address" ] || fail "the name $name has no IPv4 address here (getent ahostsv4 $name)"
+        all+=${all:+,}$address
+    done
+    printf '%s' "$all"
+}
+
+run_node() { # TOPOLOGY ADDRESS,... INDEX [argument...]: this node's processes, in place of the script
+    [ -n "$2" ] || exit 2
+    export PD_MASTER_ADDR=${2%%,*}
+    exec "$PYTHON" -m chitu.cli node "$1" --hosts "$2" --node-index "$3" "${@:4}"
+}

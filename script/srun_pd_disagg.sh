@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# A topology on the nodes of a Slurm job, one task a node: the srun_pd_disagg_*_two_nodes.sh are this with their file.
+#
+#   srun -N 2 bash script/srun_pd_disagg.sh TOPOLOGY.yaml --model PATH [options] [a.b=c ...]
+#   sbatch, salloc, or without a job: the script then starts such an srun itself
+#
+# Node k of the job is host k of the topology, the router's first. Options:
+#   --model PATH         checkpoint folder, at the same path on every node
+#   --partition NAME     of Slurm; counts where the script starts srun
+#   --nodes N            the same (default 2)
+#   --gpus-per-node N    the same
+#   --cpus-per-gpu N     the same; also the CPU threads of an instance's rank (scheduler.threads)
+#   --ready-timeout S    seconds to be ready in (600);  --log-dir DIR
+# PYTHON names the interpreter; default: .venv's of this checkout.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/pd_common.sh"
+
+[ $# -gt 0 ] || fail "give a topology, for instance pd_disagg_2p3d_multi_node"
+all=("$@") topology=$1
+shift
+partition="" nodes=2 srun_options=() node_arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --partition=* | --nodes=* | --gpus-per-node=* | --cpus-per-gpu=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    esac
+    case $1 in
+        --partition | --nodes | --gpus-per-node | --cpus-per-gpu)
+            [ $# -ge 2 ] || fail "$1 needs a value"
+            srun_options+=("$1=$2")
+            case $1 in
+                --partition) partition=$2 ;;
+                --nodes) nodes=$2 ;;
+                --cpus-per-gpu) node_arguments+=("scheduler.threads=$2") ;;
+            esac
+            shift 2 ;;
+        *) node_arguments+=("$1"); shift ;;
+    esac
+done
+
+if [ -z "${SLURM_STEP_ID:-}" ] || [ "${SLURM_STEP_ID}" = 4294967291 ]; then # no step, or that of the batch script
+    command -v srun >/dev/null || fail "there is no srun here; without Slurm: script/start_pd_separation.sh"
+    if [ -n "${SLURM_JOB_ID:-}" ]; then nodes=$SLURM_JOB_NUM_NODES srun_options=(); fi
+    exec srun "${srun_options[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+        bash "$here/srun_pd_disagg.sh" "${all[@]}"
+fi
+
+[ "${SLURM_LOCALID:-0}" = 0 ] || fail "this job has several tasks a node: srun with --ntasks-per-node=1"
+[ -z "$partition" ] || [ "$partition" = "${SLURM_JOB_PARTITION:-$partition}" ] ||
+    say "--partition $partition comes too late: the job runs in $SLURM_JOB_PARTITION (srun -p $partition ...)"
+
+list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-$SLURM_NODELIST}}
+names=$(scontrol show hostnames "$list" 2>/dev/null) || names=$("$PYTHON" -m chitu.launch.slurm "$list")
+run_node "$topology" "$(addresses_of $names)" "$SLURM_NODEID" "${node_arguments[@]}" \
+    --on-failure "scancel --signal=TERM $SLURM_JOB_ID.$SLURM_STEP_ID"

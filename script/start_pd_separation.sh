@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# A topology on several machines without Slurm: by ssh from here, or by hand on each machine.
+#
+#   script/start_pd_separation.sh --hosts A,B --ssh --model PATH [--topology FILE] [a.b=c ...]
+#   script/start_pd_separation.sh --hosts A,B --node-index K --model PATH ...     on A with K=0, on B with K=1
+#
+# The hosts take the places of the topology's (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
+# checkout must be at the same path on every machine; when one machine's processes end, those of the others are ended,
+# and so they are on Ctrl-C. PD_SSH is the ssh command (default: ssh -tt), PYTHON the interpreter. Other options are
+# those of `chitu node`.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/pd_common.sh"
+
+topology=pd_disagg_1p1d_multi_node names="" index="" by_ssh="" arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --topology=* | --hosts=* | --node-index=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    esac
+    case $1 in
+        --topology | --hosts | --node-index)
+            [ $# -ge 2 ] || fail "$1 needs a value"
+            case $1 in --topology) topology=$2 ;; --hosts) names=$2 ;; --node-index) index=$2 ;; esac
+            shift 2 ;;
+        --ssh) by_ssh=1; shift ;;
+        *) arguments+=("$1"); shift ;;
+    esac
+done
+[ -n "$names" ] || fail "give the machines: --hosts A,B"
+[ -n "$by_ssh$index" ] || fail "give --ssh, or on each machine --node-index 0, 1, ..."
+IFS=, read -ra machines <<<"$names"
+addresses=$(addresses_of "${machines[@]}")
+[ -n "$by_ssh" ] || run_node "$topology" "$addresses" "$index" "${arguments[@]}"
+
+# ------------------------------------------------------------------------------------------------------------ by ssh
+command=(env PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$topology" --hosts "$addresses" "${arguments[@]}")
+children=()
+end_all() { kill -TERM "${children[@]}" 2>/dev/null || true; }
+trap end_all TERM INT HUP
+for index in "${!machines[@]}"; do
+    # ssh ends when it is told to; the terminal that -tt gives the other side then sends SIGHUP to the node's processes.
+    ${PD_SSH:-ssh -tt} "${machines[index]}" \
+        "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
+        </dev/null &
+    children+=($!)
+done
+code=0
+for _ in "${children[@]}"; do
+    wait -n || code=$?
+    end_all
+done
+exit "$code"
