@@ -1,0 +1,167 @@
+/* One instance in the topology picture: name, status, tokens per second, queue and pages, as text and as bars.
+ * Owned by Topology, which says where it lies and what to show. */
+
+import { UNKNOWN, bytes, count, shortCount } from "./format.js";
+import { setAttributes, setText, svgElement } from "./svg.js";
+
+const TICK = 6;
+const TICK_GAP = 2;
+const BAR_HEIGHT = 5;
+/** Status by shape as well as by colour: disc, half disc, cross. */
+const GLYPHS = {
+  up: "M0-4a4 4 0 1 1 0 8a4 4 0 1 1 0-8z",
+  draining: "M0-4a4 4 0 1 1 0 8z",
+  down: "M-4-4L4 4M4-4L-4 4",
+};
+const ROLE_WORDS = { prefill: "prefill", decode: "decode", unified: "unified" };
+
+export class Card {
+  #form = null;
+  #box = null;
+  #queue;
+  #pages;
+
+  constructor(instance) {
+    this.name = instance.name;
+    this.element = svgElement("g", { class: `card ${instance.role}`, tabindex: "0", role: "img" });
+    this.element.dataset.instance = instance.name;
+    this.frame = this.#add("rect", { class: "frame", rx: 10 });
+    this.lane = this.#add("path", { class: "lane" });
+    this.glyph = this.#add("path", { class: "glyph" });
+    this.label = this.#add("text", { class: "name" });
+    this.status = this.#add("text", { class: "status" });
+    this.rate = this.#add("text", { class: "rate", "text-anchor": "end" });
+    this.rateNumber = this.rate.appendChild(svgElement("tspan"));
+    this.rateUnit = this.rate.appendChild(svgElement("tspan", { class: "unit" }));
+    this.queueText = this.#add("text", { class: "small" });
+    this.ticks = ["running", "moving", "waiting"].map((kind) => this.#add("path", { class: `ticks ${kind}` }));
+    this.pagesText = this.#add("text", { class: "small" });
+    this.pagesNumber = this.#add("text", { class: "small number", "text-anchor": "end" });
+    this.track = this.#add("rect", { class: "track", height: BAR_HEIGHT, rx: BAR_HEIGHT / 2 });
+    this.used = this.#add("rect", { class: "used", height: BAR_HEIGHT, rx: BAR_HEIGHT / 2 });
+    setText(this.label, instance.name);
+  }
+
+  #add(name, attributes) {
+    return this.element.appendChild(svgElement(name, attributes));
+  }
+
+  /** @param box {x, y, width, height, side} @param form see layout.js */
+  place(box, form, isNarrow) {
+    this.#form = form;
+    this.#box = box;
+    this.isNarrow = isNarrow;
+    const isLeft = box.side === "left";
+    const left = form.pad + (isLeft ? 0 : form.lane);
+    const right = box.width - form.pad - (isLeft ? form.lane : 0);
+    const middle = (left + right) / 2;
+    this.#queue = { left, right: form.split ? middle - 8 : right };
+    this.#pages = { left: form.split ? middle + 8 : left, right };
+    setAttributes(this.element, { transform: `translate(${box.x} ${box.y})` });
+    setAttributes(this.frame, { width: box.width, height: box.height });
+    const laneX = isLeft ? box.width - form.lane : form.lane;
+    setAttributes(this.lane, { d: `M${laneX} 8V${box.height - 8}` });
+    setAttributes(this.glyph, { transform: `translate(${left + 4} ${form.nameY - 5})` });
+    setAttributes(this.label, { x: left + 15, y: form.nameY });
+    setAttributes(this.status, { x: left + 44, y: form.nameY });
+    setAttributes(this.rate, { x: right, y: form.nameY });
+    setAttributes(this.queueText, { x: left, y: form.queueY });
+    const hidden = form.pagesY === null;
+    this.pagesText.classList.toggle("gone", hidden || isNarrow || Boolean(form.split));
+    this.pagesNumber.classList.toggle("gone", hidden);
+    setAttributes(this.pagesText, { x: this.#pages.left, y: form.pagesY ?? 0 });
+    setAttributes(this.pagesNumber, { x: this.#pages.right, y: form.pagesY ?? 0 });
+    setAttributes(this.track, { x: this.#pages.left, y: form.barY, width: this.#pages.right - this.#pages.left });
+    setAttributes(this.used, { x: this.#pages.left, y: form.barY });
+  }
+
+  /**
+   * @param instance InstanceSnapshot
+   * @param {number | null} rate tokens per second
+   * @param {boolean} isActive
+   */
+  update(instance, rate, isActive) {
+    const { status, load } = instance;
+    const { dataset } = this.element;
+    if (dataset.status !== status) {
+      dataset.status = status;
+      setAttributes(this.glyph, { d: GLYPHS[status] });
+    }
+    if (dataset.active !== String(isActive)) dataset.active = String(isActive);
+    // A narrow card has no room for both; a rate only matters while the instance is up.
+    const wordInRate = this.isNarrow && status !== "up";
+    setText(this.status, this.isNarrow ? "" : status);
+    setText(this.rateNumber, wordInRate ? status : shortCount(rate));
+    setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
+    this.rate.classList.toggle("word", wordInRate);
+    this.#showQueue(load);
+    this.#showPages(load);
+    const label = describe(instance, rate);
+    if (this.element.getAttribute("aria-label") !== label) setAttributes(this.element, { "aria-label": label });
+  }
+
+  #showQueue(load) {
+    const [waiting, moving, running] = [load?.waiting, load?.transferring, load?.running].map((n) => n ?? 0);
+    const words = this.isNarrow
+      ? `wait ${waiting} · run ${running}`
+      : this.#form.split
+        ? `wait ${waiting} · move ${moving} · run ${running}`
+        : `waiting ${waiting} · moving ${moving} · running ${running}`;
+    setText(this.queueText, load === null ? (this.isNarrow ? `queue ${UNKNOWN}` : `waiting, running ${UNKNOWN}`) : words);
+    const { left, right } = this.#queue;
+    const total = waiting + moving + running;
+    const room = Math.floor((right - left + TICK_GAP) / (TICK + TICK_GAP));
+    // One tick a request while they fit; then shares of the width.
+    const step = total <= room ? TICK + TICK_GAP : (right - left) / total;
+    const width = total <= room ? TICK : step;
+    let x = left;
+    [running, moving, waiting].forEach((number, i) => {
+      let d = "";
+      if (total <= room) {
+        for (let k = 0; k < number; k++) d += tick(x + k * step, this.#form.ticksY, width);
+      } else if (number > 0) {
+        d = tick(x, this.#form.ticksY, number * step);
+      }
+      x += number * step;
+      if (this.ticks[i].getAttribute("d") !== d) setAttributes(this.ticks[i], { d });
+    });
+  }
+
+  #showPages(load) {
+    const total = load?.pages_total ?? 0;
+    const used = usedPages(load);
+    const { left, right } = this.#pages;
+    setText(this.pagesText, "pages");
+    const unit = this.isNarrow || this.#form.split ? " pages" : "";
+    setText(this.pagesNumber, used === null ? `${UNKNOWN}${unit}` : `${shortCount(used)} / ${shortCount(total)}${unit}`);
+    const width = used === null || total === 0 ? 0 : ((right - left) * used) / total;
+    // A page in use is never invisible.
+    setAttributes(this.used, { width: (used ? Math.max(width, 2) : 0).toFixed(1) });
+  }
+}
+
+function tick(x, y, width) {
+  return `M${x.toFixed(1)} ${y}h${width.toFixed(1)}v${BAR_HEIGHT}h${(-width).toFixed(1)}z`;
+}
+
+/** Pages in use: neither free nor kept back until a late write can no longer come. The wire leaves zeros out. */
+function usedPages(load) {
+  if (load === null) return null;
+  return (load.pages_total ?? 0) - (load.pages_free ?? 0) - (load.pages_quarantined ?? 0);
+}
+
+/** Everything known of an instance, as one line. */
+export function describe(instance, rate) {
+  const { name, role, status, host, pid, load } = instance;
+  const head = `${name} ${ROLE_WORDS[role] ?? role}, ${status}`;
+  if (load === null) return `${head}${host ? `, on ${host}` : ""}`;
+  const parts = [
+    `${head}, ${host} pid ${pid}`,
+    `${shortCount(rate)} tok/s of ${count(load.tokens ?? 0)}`,
+    `waiting ${load.waiting ?? 0}, moving ${load.transferring ?? 0}, running ${load.running ?? 0}, retracted ${load.retracted ?? 0}`,
+    `pages ${count(usedPages(load))} of ${count(load.pages_total ?? 0)}, quarantined ${load.pages_quarantined ?? 0}`,
+    `${count(load.steps ?? 0)} steps`,
+  ];
+  if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
+  return parts.join(" · ");
+}

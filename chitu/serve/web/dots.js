@@ -1,0 +1,181 @@
+/* One dot per request: it waits in the lane of its P, flies along the edge with the KV cache, stays in the lane of its D
+ * while that decodes, and fades. Owned by Topology.
+ *
+ * A dot's life is one async function that waits for what the snapshots say. Each step lasts long enough to be seen, so a
+ * request that began and ended between two snapshots travels too; the order of events is never invented. */
+
+import { bytes, count, span } from "./format.js";
+import { curvePoint, lanePoint } from "./layout.js";
+import { isRunning } from "./stages.js";
+import { setText, svgElement } from "./svg.js";
+
+const APPEAR_MS = 200;
+const FLIGHT_MS = 900;
+const STAY_MS = 900;
+const FADE_MS = 400;
+const FLIGHT_POINTS = 24;
+/** What is longer ago is history (the page was opened or was away), not an event. */
+const NEWS_S = 3;
+/** More than this nobody can tell apart. */
+const MAX_DOTS = 64;
+/** With more, only dots that have arrived are labelled: labels in flight would lie on each other. */
+const CROWD = 5;
+
+/** How far a request is. */
+const IN_PREFILL = 0;
+const LEFT_PREFILL = 1;
+const ENDED = 2;
+
+export class Dots {
+  #layer;
+  #layout = null;
+  /** Room -> dot. */
+  #dots = new Map();
+  /** Rooms of the last snapshot: each gets at most one dot. */
+  #seen = new Set();
+  /** Instance name -> the dots in its lane by slot. */
+  #lanes = new Map();
+  #stillness = matchMedia("(prefers-reduced-motion: reduce)");
+
+  constructor(layer) {
+    this.#layer = layer;
+  }
+
+  /** After every layout: dots that rest go to their place in it. */
+  relayout(layout) {
+    this.#layout = layout;
+    for (const dot of this.#dots.values()) {
+      if (dot.lane !== null && layout.cards.has(dot.lane)) this.#rest(dot);
+    }
+  }
+
+  /** @param requests RequestSnapshots @param {number} nowS the router's clock */
+  update(requests, nowS) {
+    const rooms = new Set();
+    for (const request of requests) {
+      rooms.add(request.room);
+      const dot = this.#dots.get(request.room);
+      if (dot) this.#advance(dot, request);
+      else if (!this.#seen.has(request.room)) this.#welcome(request, nowS);
+    }
+    // Ended so long ago that the router no longer lists it.
+    for (const [room, dot] of this.#dots) if (!rooms.has(room)) this.#advance(dot, null);
+    this.#seen = rooms;
+    this.#layer.classList.toggle("crowded", this.#dots.size > CROWD);
+  }
+
+  #welcome(request, nowS) {
+    const { cards } = this.#layout;
+    const isOld = request.ended_at_s !== null && nowS - request.ended_at_s > NEWS_S;
+    const origin = request.prefill ?? request.decode;
+    if (isOld || document.hidden || this.#dots.size >= MAX_DOTS) return;
+    if (!cards.has(origin) || !cards.has(request.decode)) return;
+    const element = svgElement("g", { class: "dot" });
+    element.dataset.dot = request.room;
+    element.append(svgElement("circle", { r: 4.5 }), svgElement("text"));
+    this.#layer.append(element);
+    const dot = { request, element, stage: IN_PREFILL, lane: null, slot: 0, waiters: [] };
+    this.#dots.set(request.room, dot);
+    this.#advance(dot, request);
+    const landedBefore = request.first_token_at_s !== null && nowS - request.first_token_at_s > NEWS_S;
+    this.#live(dot, landedBefore).finally(() => {
+      this.#leaveLane(dot);
+      element.remove();
+      this.#dots.delete(request.room);
+    });
+  }
+
+  #advance(dot, request) {
+    if (request !== null) dot.request = request;
+    const { state, first_token_at_s: firstTokenAtS } = dot.request;
+    if (request === null || !isRunning(dot.request)) dot.stage = ENDED;
+    else if (state === "decode" || firstTokenAtS !== null) dot.stage = LEFT_PREFILL;
+    label(dot, this.#layout.isNarrow);
+    for (const wake of dot.waiters.splice(0)) wake();
+  }
+
+  async #live(dot, landedBefore) {
+    const { prefill, decode } = dot.request;
+    this.#enterLane(dot, landedBefore || prefill === null ? decode : prefill);
+    dot.element.dataset.phase = landedBefore ? "decode" : "prefill";
+    await play(dot.element, [{ opacity: 0 }, { opacity: 1 }], APPEAR_MS);
+    if (!landedBefore) {
+      await until(dot, LEFT_PREFILL);
+      // Without a first token nothing arrived: it ends where it is.
+      if (dot.request.first_token_at_s !== null) {
+        if (prefill !== null) await this.#fly(dot, decode);
+        dot.element.dataset.phase = "decode";
+      }
+    }
+    await until(dot, ENDED);
+    dot.element.dataset.phase = dot.request.kv_bytes > 0 ? "landed" : dot.request.state;
+    await play(dot.element, [{ opacity: 1 }, { opacity: 1 }], STAY_MS);
+    await play(dot.element, [{ opacity: 1 }, { opacity: 0 }], FADE_MS);
+  }
+
+  async #fly(dot, decode) {
+    const from = this.#place(dot);
+    this.#enterLane(dot, decode);
+    const to = this.#place(dot);
+    if (from === null || to === null) return;
+    dot.element.dataset.phase = "transfer";
+    if (this.#stillness.matches) {
+      await play(dot.element, [{ opacity: 1 }, { opacity: 1 }], FLIGHT_MS);
+      return;
+    }
+    const frames = [];
+    for (let i = 0; i <= FLIGHT_POINTS; i++) {
+      frames.push({ transform: translation(curvePoint(from, to, i / FLIGHT_POINTS)) });
+    }
+    await play(dot.element, frames, FLIGHT_MS, "ease-in-out");
+  }
+
+  // ------------------------------------------------------------------------------------------------------------ lanes
+
+  #enterLane(dot, name) {
+    this.#leaveLane(dot);
+    const lane = this.#lanes.get(name) ?? [];
+    this.#lanes.set(name, lane);
+    const free = lane.indexOf(undefined);
+    dot.slot = free === -1 ? lane.length : free;
+    lane[dot.slot] = dot;
+    dot.lane = name;
+    this.#rest(dot);
+  }
+
+  #leaveLane(dot) {
+    if (dot.lane === null) return;
+    const lane = this.#lanes.get(dot.lane);
+    lane[dot.slot] = undefined;
+    while (lane.length > 0 && lane.at(-1) === undefined) lane.pop();
+    dot.lane = null;
+  }
+
+  #rest(dot) {
+    const place = this.#place(dot);
+    if (place !== null) dot.element.style.transform = translation(place);
+  }
+
+  #place(dot) {
+    const card = this.#layout.cards.get(dot.lane);
+    return card === undefined ? null : lanePoint(card, this.#layout.form, dot.slot);
+  }
+}
+
+const translation = ({ x, y }) => `translate(${x.toFixed(1)}px, ${y.toFixed(1)}px)`;
+
+/** Bytes and time of the transfer once they are known, the length of the prompt until then. */
+function label(dot, isNarrow) {
+  const { kv_bytes: kvBytes, prompt_tokens: promptTokens, stages } = dot.request;
+  const moved = isNarrow ? bytes(kvBytes) : `${bytes(kvBytes)} · ${span(stages?.prefill?.transfer_s ?? 0)}`;
+  setText(dot.element.lastChild, kvBytes > 0 ? moved : `${count(promptTokens)} tok`);
+}
+
+async function until(dot, stage) {
+  while (dot.stage < stage) await new Promise((resolve) => dot.waiters.push(resolve));
+}
+
+/** Resolves when the animation is over (or was cancelled, because its element is gone). */
+async function play(element, frames, duration, easing = "linear") {
+  await element.animate(frames, { duration, easing }).finished.catch(() => {});
+}

@@ -1,0 +1,99 @@
+/* The table of the latest requests, newest first. Fed by main.js; rows are kept and changed in place. */
+
+import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
+import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText } from "./stages.js";
+import { setText } from "./svg.js";
+
+const ROWS = 12;
+const MARKS = { prefill: "○", decode: "◐", finished: "●", failed: "✕", cancelled: "–" };
+
+export class RequestTable {
+  #body;
+  #empty;
+  /** Room -> row. */
+  #rows = new Map();
+
+  /** @param {HTMLElement} empty shown while there is none */
+  constructor(body, empty) {
+    this.#body = body;
+    this.#empty = empty;
+  }
+
+  update(requests, nowS) {
+    const latest = [...requests].sort((a, b) => b.created_at_s - a.created_at_s).slice(0, ROWS);
+    const rows = new Map(latest.map((request) => [request.room, this.#rows.get(request.room) ?? new Row(request)]));
+    const order = [...rows.keys()].join();
+    if (order !== [...this.#rows.keys()].join()) {
+      this.#body.replaceChildren(...[...rows.values()].map((row) => row.element));
+    }
+    this.#rows = rows;
+    this.#empty.hidden = latest.length > 0;
+    for (const request of latest) rows.get(request.room).update(request, nowS);
+  }
+}
+
+class Row {
+  #cells = {};
+  #isFinal = false;
+
+  constructor(request) {
+    this.element = document.createElement("tr");
+    this.element.dataset.room = request.room;
+    this.element.dataset.requestId = request.request_id;
+    for (const name of ["request", "pair", "prompt", "output", "kv", "time"]) {
+      const cell = document.createElement("td");
+      cell.className = ["prompt", "output", "kv"].includes(name) ? `${name} num` : name;
+      this.#cells[name] = this.element.appendChild(cell);
+    }
+    this.mark = this.#span(this.#cells.request, "mark");
+    this.id = this.#span(this.#cells.request, "id");
+    this.id.textContent = shortId(request.request_id);
+    this.id.title = request.request_id;
+    this.bar = this.#cells.time.appendChild(newStageBar());
+    this.total = this.#span(this.#cells.time, "total");
+    this.parts = this.#span(this.#cells.time, "parts");
+  }
+
+  #span(parent, className) {
+    const span = document.createElement("span");
+    span.className = className;
+    return parent.appendChild(span);
+  }
+
+  update(request, nowS) {
+    if (this.#isFinal) return;
+    this.#isFinal = !isRunning(request);
+    const { state } = request;
+    this.element.dataset.state = state;
+    setText(this.mark, MARKS[state]);
+    this.mark.title = state;
+    const { pair: pairCell, prompt, output, kv } = this.#cells;
+    setText(pairCell, pair(request));
+    setText(prompt, count(request.prompt_tokens));
+    setText(output, count(request.output_tokens));
+    setText(kv, request.kv_bytes > 0 ? bytes(request.kv_bytes) : UNKNOWN);
+    const parts = stagesOf(request, nowS);
+    drawStageBar(this.bar, parts);
+    setText(this.total, span((request.ended_at_s ?? nowS) - request.created_at_s));
+    this.#showParts(request, parts);
+  }
+
+  #showParts(request, parts) {
+    const text = stagesText(parts);
+    this.#cells.time.title = text;
+    this.parts.setAttribute("aria-label", `${request.state}: ${text}`);
+    const words = parts.map(({ name, seconds }) => {
+      const part = document.createElement("span");
+      part.className = `part ${name}`;
+      part.textContent = name === "waiting" ? "no token yet" : span(seconds);
+      return part;
+    });
+    if (request.state === "failed" || request.state === "cancelled") {
+      const word = document.createElement("b");
+      word.className = "outcome";
+      word.textContent = request.error || request.state;
+      words.push(word);
+    }
+    this.parts.replaceChildren(...words);
+  }
+}
