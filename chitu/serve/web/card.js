@@ -17,7 +17,6 @@ const ROLE_WORDS = { prefill: "prefill", decode: "decode", unified: "unified" };
 
 export class Card {
   #form = null;
-  #box = null;
   #queue;
   #pages;
 
@@ -49,14 +48,13 @@ export class Card {
   /** @param box {x, y, width, height, side} @param form see layout.js */
   place(box, form, isNarrow) {
     this.#form = form;
-    this.#box = box;
     this.isNarrow = isNarrow;
     const isLeft = box.side === "left";
     const left = form.pad + (isLeft ? 0 : form.lane);
     const right = box.width - form.pad - (isLeft ? form.lane : 0);
     const middle = (left + right) / 2;
     this.#queue = { left, right: form.split ? middle - 8 : right };
-    this.#pages = { left: form.split ? middle + 8 : left, right };
+    this.#pages = { left: form.split ? middle : left, right };
     setAttributes(this.element, { transform: `translate(${box.x} ${box.y})` });
     setAttributes(this.frame, { width: box.width, height: box.height });
     const laneX = isLeft ? box.width - form.lane : form.lane;
@@ -102,12 +100,11 @@ export class Card {
 
   #showQueue(load) {
     const [waiting, moving, running] = [load?.waiting, load?.transferring, load?.running].map((n) => n ?? 0);
-    const words = this.isNarrow
+    const isShort = this.isNarrow || Boolean(this.#form.split);
+    const words = isShort
       ? `wait ${waiting} · run ${running}`
-      : this.#form.split
-        ? `wait ${waiting} · move ${moving} · run ${running}`
-        : `waiting ${waiting} · moving ${moving} · running ${running}`;
-    setText(this.queueText, load === null ? (this.isNarrow ? `queue ${UNKNOWN}` : `waiting, running ${UNKNOWN}`) : words);
+      : `waiting ${waiting} · moving ${moving} · running ${running}`;
+    setText(this.queueText, load === null ? `queue ${UNKNOWN}` : words);
     const { left, right } = this.#queue;
     const total = waiting + moving + running;
     const room = Math.floor((right - left + TICK_GAP) / (TICK + TICK_GAP));
@@ -132,8 +129,9 @@ export class Card {
     const used = usedPages(load);
     const { left, right } = this.#pages;
     setText(this.pagesText, "pages");
-    const unit = this.isNarrow || this.#form.split ? " pages" : "";
-    setText(this.pagesNumber, used === null ? `${UNKNOWN}${unit}` : `${shortCount(used)} / ${shortCount(total)}${unit}`);
+    const [before, slash] = this.isNarrow || this.#form.split ? ["pages ", "/"] : ["", " / "];
+    const number = used === null ? UNKNOWN : `${shortCount(used)}${slash}${shortCount(total)}`;
+    setText(this.pagesNumber, before + number);
     const width = used === null || total === 0 ? 0 : ((right - left) * used) / total;
     // A page in use is never invisible.
     setAttributes(this.used, { width: (used ? Math.max(width, 2) : 0).toFixed(1) });

@@ -38,7 +38,7 @@ const topology = new Topology(byId("topology"), rates, (text) => {
   const line = text ?? POINT_HINT;
   if (byId("detail").textContent !== line) byId("detail").textContent = line;
 });
-const table = new RequestTable(byId("requests").tBodies[0], byId("no-requests"));
+const table = new RequestTable(byId("requests").tBodies[0], byId("no-requests"), (pair) => topology.pointAtPair(pair));
 const totals = {
   inFlight: byId("total-in-flight"),
   prefillRate: byId("total-prefill-rate"),
@@ -71,6 +71,15 @@ function showState(state) {
 }
 
 const feed = new ClusterFeed(api, show, showState);
+
+// The panel of settings closes like a menu.
+const settings = byId("settings");
+document.addEventListener("pointerdown", ({ target }) => {
+  if (!settings.contains(target)) settings.open = false;
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") settings.open = false;
+});
 
 // The key lives as long as the tab: storage that outlasts it is no place for a secret.
 const keyInput = byId("api-key");

@@ -13,10 +13,15 @@ export class RequestTable {
   /** Room -> row. */
   #rows = new Map();
 
-  /** @param {HTMLElement} empty shown while there is none */
-  constructor(body, empty) {
+  /**
+   * @param {HTMLElement} empty shown while there is none
+   * @param {(pair: string | null) => void} onPoint the pair ("P0-D1") of the row that is pointed at
+   */
+  constructor(body, empty, onPoint) {
     this.#body = body;
     this.#empty = empty;
+    body.addEventListener("pointerover", ({ target }) => onPoint(target.closest("tr")?.dataset.edge ?? null));
+    body.addEventListener("pointerleave", () => onPoint(null));
   }
 
   update(requests, nowS) {
@@ -40,6 +45,7 @@ class Row {
     this.element = document.createElement("tr");
     this.element.dataset.room = request.room;
     this.element.dataset.requestId = request.request_id;
+    if (request.prefill !== null) this.element.dataset.edge = `${request.prefill}-${request.decode}`;
     for (const name of ["request", "pair", "prompt", "output", "kv", "time"]) {
       const cell = document.createElement("td");
       cell.className = ["prompt", "output", "kv"].includes(name) ? `${name} num` : name;

@@ -115,6 +115,11 @@ export class Topology {
     this.#layers.edges.replaceChildren(...this.#edges.values());
   }
 
+  /** Emphasises the edge of one pair ("P0-D1"); null ends that. */
+  pointAtPair(name) {
+    for (const [pair, path] of this.#edges) path.classList.toggle("near", pair === name);
+  }
+
   #pointAt(element) {
     this.#near = element?.dataset.instance ?? null;
     for (const [pair, path] of this.#edges) {
