@@ -49,7 +49,7 @@ from chitu.messages import (
 )
 from chitu.net.aio import Outbox
 from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
-from chitu.routing import Candidates, InstanceKey, InstanceLoad, Policy, RoutingRequest, Target, instance_key
+from chitu.routing import Candidates, InstanceKey, PairSelector, Target, instance_key
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
@@ -150,23 +150,30 @@ class RouterCounters:
 
 class PDRequestRouter:
     def __init__(
-        self, policy: Policy, outbox: Outbox[InstanceKey], clock: Clock, max_in_flight: int, request_timeout_s: float
+        self,
+        selector: PairSelector,
+        outbox: Outbox[InstanceKey],
+        clock: Clock,
+        max_in_flight: int,
+        request_timeout_s: float,
     ) -> None:
-        self._policy = policy
+        self._selector = selector
         self._outbox = outbox
         self._clock = clock
         self._max_in_flight = max_in_flight
         self._timeout_s = request_timeout_s
         self._attempts: dict[bytes, Attempt] = {}
         """In order of creation: with one time-out for all, the first one is the next to run out."""
-        self._loads: dict[InstanceKey, InstanceLoad] = {}
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self.candidates = Candidates()
         self.counters = RouterCounters()
         self.journal = RequestJournal()
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
+
+    @property
+    def candidates(self) -> Candidates:
+        return self._selector.candidates
 
     @property
     def in_flight(self) -> int:
@@ -285,19 +292,18 @@ class PDRequestRouter:
         self.flush()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        load = self._loads.get(InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation))
-        if load is not None:
-            load.report = heartbeat.load
+        key = InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
+        self._selector.on_report(key, heartbeat.load)
 
     # --------------------------------------------------------------------------------------------------- membership
 
     def on_view(self, view: ClusterView) -> None:
         """The cluster changed: new requests see it at once."""
-        self.candidates = Candidates.of(view)
+        self._selector.on_view(view)
 
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
-        self._loads.setdefault(key, InstanceLoad())
+        self._selector.on_joined(key)
         self._outbox.open(key, instance.host, instance.port)
 
     def on_lost(self, instance: InstanceInfo, reason: str) -> None:
@@ -310,7 +316,7 @@ class PDRequestRouter:
                 self._cancel_on_both(attempt)
                 self._fail(attempt, DecodeLost(f"{name} is gone ({reason}) and took this request with it"))
         self._outbox.close_peer(key)
-        self._loads.pop(key, None)
+        self._selector.on_lost(key)
         self.flush()
 
     def tick(self) -> None:
@@ -328,7 +334,7 @@ class PDRequestRouter:
 
     def _start_attempt(self, generation: Generation) -> None:
         request = generation.request
-        target = self._policy(RoutingRequest(self.counters.requests, request.num_tokens), self.candidates, self._loads)
+        target = self._selector.select(request.token_ids)
         self.counters.requests += 1
         prefill, decode = target.prefill, target.decode
         prefill_key = None if prefill is None else instance_key(prefill)
@@ -338,8 +344,8 @@ class PDRequestRouter:
         self._attempts[attempt.room] = attempt
         if prefill is not None:
             log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
-            self._count(instance_key(prefill), 1, request.num_tokens)
-        self._count(attempt.decode, 1, request.num_tokens)
+            self._selector.count(instance_key(prefill), 1, request.num_tokens)
+        self._selector.count(attempt.decode, 1, request.num_tokens)
         self.journal.note_change()
         if not self._dispatch(attempt):
             self._cancel_on_both(attempt)
@@ -376,7 +382,7 @@ class PDRequestRouter:
         attempt.first_token_s = self._clock.monotonic()
         self.journal.note_change()
         if attempt.prefill is not None:
-            self._count(attempt.prefill, -1, -attempt.generation.request.num_tokens)
+            self._selector.count(attempt.prefill, -1, -attempt.generation.request.num_tokens)
 
     def _on_finish(self, attempt: Attempt, finish: Finish) -> None:
         if finish.reason in ("stop", "length"):
@@ -417,8 +423,8 @@ class PDRequestRouter:
         attempt.generation.attempt = None
         num_tokens = attempt.generation.request.num_tokens
         if attempt.prefill is not None and attempt.first_token_s is None:
-            self._count(attempt.prefill, -1, -num_tokens)
-        self._count(attempt.decode, -1, -num_tokens)
+            self._selector.count(attempt.prefill, -1, -num_tokens)
+        self._selector.count(attempt.decode, -1, -num_tokens)
         if not self._attempts and self._idle_waiters:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
@@ -431,9 +437,3 @@ class PDRequestRouter:
         for key in (attempt.decode, attempt.prefill):
             if key is not None:
                 self._outbox.send(key, frame)
-
-    def _count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
-        load = self._loads.get(key)
-        if load is not None:
-            load.requests += requests
-            load.prompt_tokens += prompt_tokens

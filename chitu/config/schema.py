@@ -118,6 +118,10 @@ class InstanceConfig(Section, frozen=True):
     """Over `cache.num_pages`."""
 
 
+PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affinity"]
+DecodePolicyName = Literal["round_robin", "least_loaded", "power_of_two"]
+
+
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
@@ -125,7 +129,13 @@ class RouterConfig(Section, frozen=True):
     stats_port: Port = 29600
     token_port: Port = 29700
     workers: Positive = 1
-    policy: Literal["round_robin", "least_loaded"] = "round_robin"
+    policy: PolicyName = "round_robin"
+    """How P and D are chosen. `prefix_affinity` is about P (where a prompt's beginning was computed before); D is then
+    the least loaded."""
+    prefill_policy: PolicyName | None = None
+    """Over `policy`, for P and for unified instances."""
+    decode_policy: DecodePolicyName | None = None
+    """Over `policy`, for D."""
     max_in_flight: Positive = 4096
     """Requests at once; more get 429."""
     max_body_bytes: Positive = 16 << 20

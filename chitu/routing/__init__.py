@@ -1,33 +1,53 @@
-"""Which instances serve a request: pure policies over the cluster view and the router's own load counts."""
+"""Which instances serve a request: pure policies, and the selector that feeds them."""
 
+from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
 from chitu.routing.least_loaded import least_loaded
 from chitu.routing.policy import (
     Candidates,
+    Group,
     InstanceKey,
-    InstanceLoad,
     Policy,
     RoutingRequest,
     Target,
     instance_key,
 )
+from chitu.routing.power_of_two import power_of_two
+from chitu.routing.prefix_affinity import prefix_affinity
 from chitu.routing.round_robin import round_robin
+from chitu.routing.selector import PairSelector
 
 __all__ = [
     "Candidates",
+    "Group",
     "InstanceKey",
-    "InstanceLoad",
+    "PairSelector",
     "Policy",
     "RoutingRequest",
     "Target",
     "instance_key",
     "make_policy",
+    "make_selector",
 ]
+
+POLICIES: dict[str, Policy] = {
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "prefix_affinity": prefix_affinity,
+}
 
 
 def make_policy(name: str) -> Policy:
     """The policy of that name in the configuration. ConfigError for any other."""
-    policies: dict[str, Policy] = {"round_robin": round_robin, "least_loaded": least_loaded}
-    if name not in policies:
-        raise ConfigError(f"router.policy: {name!r} is none of {', '.join(sorted(policies))}")
-    return policies[name]
+    if name not in POLICIES:
+        raise ConfigError(f"router.policy: {name!r} is none of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def make_selector(config: RouterConfig) -> PairSelector:
+    """What `policy`, `prefill_policy` and `decode_policy` ask for. D keeps no prefixes: it is the least loaded then."""
+    of_both = config.policy
+    prefill = config.prefill_policy or of_both
+    decode = config.decode_policy or ("least_loaded" if of_both == "prefix_affinity" else of_both)
+    return PairSelector(make_policy(prefill), make_policy(decode))

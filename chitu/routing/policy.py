@@ -1,7 +1,8 @@
 """The words of routing.
 
-A policy is a pure function `(request, candidates, loads) -> Target`. It keeps no state: what it needs to spread
-requests (their ordinal) and to balance them (what the router sent where) comes in as values.
+A policy is a pure function `(request, group) -> position`: which instance of a group gets a request. It keeps no state.
+What it needs comes in as values: whose turn it is, random bits, what each instance has to do, who saw the prompt's
+beginning before. P and D are chosen one after the other, each by its own policy; `selector.py` makes the values.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chitu.errors import NoInstance
-from chitu.messages import ClusterView, InstanceInfo, LoadReport
+from chitu.messages import ClusterView, InstanceInfo
 from chitu.types import Role
 
 
@@ -29,21 +29,29 @@ def instance_key(instance: InstanceInfo) -> InstanceKey:
 
 @dataclass(slots=True, frozen=True)
 class RoutingRequest:
-    ordinal: int
-    """Attempts before this one, over all requests: rotates ties and round robin."""
+    """What a policy knows of the request, for one of its halves."""
+
+    turn: int
+    """Counts the requests, in the order of round robin for this half."""
     num_tokens: int
     """Prompt tokens."""
+    entropy: int = 0
+    """64 random bits of its own."""
+    matches: Mapping[InstanceKey, int] = field(default_factory=dict)
+    """Who was sent the beginning of this prompt before, and how many tokens of it. Only where the policy asks."""
 
 
-@dataclass(slots=True)
-class InstanceLoad:
-    """Load of one instance: what this router has outstanding there, exact at once, and its last own report."""
+@dataclass(slots=True, frozen=True)
+class Group:
+    """The instances of one role that may get new requests. Made once per view; never empty when a policy sees it."""
 
-    requests: int = 0
-    """Sent there and not over (on P: until the first token)."""
-    prompt_tokens: int = 0
-    """Their prompt tokens."""
-    report: LoadReport = field(default_factory=LoadReport)
+    instances: tuple[InstanceInfo, ...]
+    costs: list[int]
+    """What each has to do, kept up to date by the load table: prompt tokens to compute on P, requests elsewhere."""
+    positions: Mapping[InstanceKey, int]
+    """Index in `instances` of each."""
+    counts_tokens: bool
+    """Whether `costs` are tokens (P) or requests."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,10 +100,4 @@ class Candidates:
         return f"no {' and no '.join(missing)} instance is ready"
 
 
-Loads = Mapping[InstanceKey, InstanceLoad]
-Policy = Callable[[RoutingRequest, Candidates, Loads], Target]
-
-
-def require_usable(candidates: Candidates) -> None:
-    if not candidates.usable:
-        raise NoInstance(candidates.why_unusable())
+Policy = Callable[[RoutingRequest, Group], int]

@@ -36,7 +36,7 @@ from chitu.net.aio import BulkReader, Outbox
 from chitu.net.sockets import bind
 from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
 from chitu.pd_request_router import PDRequestRouter
-from chitu.routing import InstanceKey, make_policy
+from chitu.routing import InstanceKey, make_selector
 from chitu.serve.app import RouterApp
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cold_routes import make_cold_app
@@ -69,7 +69,7 @@ class RouterProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outbox: Outbox[InstanceKey] = Outbox(self._context)
         self.router = PDRequestRouter(
-            make_policy(config.policy), self._outbox, self._clock, config.max_in_flight, config.request_timeout_s
+            make_selector(config), self._outbox, self._clock, config.max_in_flight, config.request_timeout_s
         )
         self._bootstrap = BootstrapServer(self._clock, pd.deadlines.lease_s)
         try:

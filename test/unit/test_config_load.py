@@ -119,8 +119,8 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, key: 
         ),
         (
             "dp_config.router.policy=round",
-            "dp_config.router.policy must be one of least_loaded, round_robin, not 'round'; "
-            "did you mean 'round_robin'?",
+            "dp_config.router.policy must be one of least_loaded, power_of_two, prefix_affinity, round_robin, "
+            "not 'round'; did you mean 'round_robin'?",
         ),
     ],
 )

@@ -28,7 +28,7 @@ from chitu.messages import (
 )
 from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
 from chitu.request_journal import KEPT_RECORDS
-from chitu.routing import InstanceKey, make_policy
+from chitu.routing import InstanceKey, PairSelector, make_policy
 from chitu.types import Role
 
 
@@ -56,7 +56,9 @@ class World:
     def __init__(self, *roles: Role, max_in_flight: int = 8) -> None:
         self.clock = FakeClock()
         self.outbox = RecordingOutbox()
-        self.router = PDRequestRouter(make_policy("round_robin"), self.outbox, self.clock, max_in_flight, 60.0)
+        in_turn = make_policy("round_robin")
+        selector = PairSelector(in_turn, in_turn)
+        self.router = PDRequestRouter(selector, self.outbox, self.clock, max_in_flight, 60.0)
         layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
         self.instances = [InstanceInfo(role, 0, 1, "127.0.0.1", 1, 2, layout, 512) for role in roles]
         for instance in self.instances:

@@ -1,64 +1,268 @@
-"""Policies are pure: they spread evenly, reach every pair, skip what drains, and see load."""
+"""Policies are pure: they spread evenly, reach every pair, skip what drains, and see load and prompts."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
-from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport
-from chitu.routing import Candidates, InstanceLoad, RoutingRequest, instance_key, make_policy
+from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
+from chitu.routing.prefix_affinity import SLACK_REQUESTS
+from chitu.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixIndex, prefix_names
 from chitu.types import Role
 
+PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
 
-def info(role: Role, rank: int, draining: bool = False) -> InstanceInfo:
+
+def info(role: Role, rank: int, draining: bool = False, incarnation: int = 1) -> InstanceInfo:
     layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
-    return InstanceInfo(role, rank, 1, "127.0.0.1", 1, 2, layout, 512, draining=draining)
+    return InstanceInfo(role, rank, incarnation, "127.0.0.1", 1, 2, layout, 512, draining=draining)
 
 
-def cluster(prefill: int, decode: int, unified: int = 0) -> Candidates:
+def view(prefill: int, decode: int, unified: int = 0, version: int = 1) -> ClusterView:
     counts = ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.UNIFIED, unified))
-    return Candidates.of(ClusterView(1, 1, tuple(info(role, k) for role, count in counts for k in range(count))))
+    return ClusterView(1, version, tuple(info(role, k) for role, count in counts for k in range(count)))
 
 
-@given(st.integers(1, 5), st.integers(1, 5))
-def test_round_robin_reaches_every_pair_equally(prefill: int, decode: int) -> None:
-    policy, candidates = make_policy("round_robin"), cluster(prefill, decode)
-    pairs: Counter[tuple[int, int]] = Counter()
-    for n in range(3 * prefill * decode):
-        target = policy(RoutingRequest(n, 10), candidates, {})
-        assert target.prefill is not None
-        pairs[(target.prefill.engine_rank, target.decode.engine_rank)] += 1
+def selector(policy: str, members: ClusterView, decode_policy: str | None = None) -> PairSelector:
+    config = RouterConfig(policy=policy, decode_policy=decode_policy)  # type: ignore[arg-type]
+    selector = make_selector(config)
+    selector.on_view(members)
+    return selector
+
+
+@cache
+def prompt(num_tokens: int = 3, seed: int = 0) -> bytes:
+    rng = random.Random(seed)
+    return pack_i32([rng.randrange(100) for _ in range(num_tokens)])
+
+
+def names(target: Target) -> tuple[int, int]:
+    assert target.prefill is not None
+    return target.prefill.engine_rank, target.decode.engine_rank
+
+
+def start(selector: PairSelector, target: Target, num_tokens: int) -> None:
+    """What the router does when it has sent a request off."""
+    assert target.prefill is not None
+    selector.count(instance_key(target.prefill), 1, num_tokens)
+    selector.count(instance_key(target.decode), 1, num_tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------- pairs
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@given(prefill=st.integers(1, 6), decode=st.integers(1, 6), before=st.integers(0, 3))
+def test_every_pair_gets_the_same_number_of_requests(policy: str, prefill: int, decode: int, before: int) -> None:
+    """Also 2P2D and 2P4D, where two counters that run side by side would never meet in every pair."""
+    chosen = selector(policy, view(prefill, decode))
+    for _ in range(before * prefill * decode):
+        chosen.select(prompt())
+    pairs = Counter(names(chosen.select(prompt())) for _ in range(3 * prefill * decode))
     assert set(pairs.values()) == {3} and len(pairs) == prefill * decode
 
 
-@pytest.mark.parametrize("name", ["round_robin", "least_loaded"])
-def test_pairs_come_before_unified_and_draining_ones_are_skipped(name: str) -> None:
-    policy = make_policy(name)
-    assert policy(RoutingRequest(0, 1), cluster(1, 1, 1), {}).prefill is not None
-    alone = policy(RoutingRequest(3, 1), cluster(1, 0, 2), {})
+@pytest.mark.parametrize("policy", PAIR_POLICIES)
+@given(prefill=st.integers(1, 4), decode=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_every_policy_reaches_every_pair_with_prompts_that_differ(
+    policy: str, prefill: int, decode: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    affine = policy == "prefix_affinity"
+    one, two = make_policy(policy), make_policy("least_loaded" if affine else policy)
+    chosen = PairSelector(one, two, rng.getrandbits)
+    chosen.on_view(view(prefill, decode))
+    pairs = {names(chosen.select(prompt(200, seed=n))) for n in range(16 * prefill * decode)}
+    assert len(pairs) == prefill * decode
+
+
+@pytest.mark.parametrize("policy", PAIR_POLICIES)
+def test_pairs_come_before_unified_and_draining_ones_are_skipped(policy: str) -> None:
+    assert selector(policy, view(1, 1, 1)).select(prompt()).prefill is not None
+    alone = selector(policy, view(1, 0, 2)).select(prompt())
     assert alone.prefill is None and alone.decode.role is Role.UNIFIED
-    view = ClusterView(1, 1, (info(Role.PREFILL, 0, True), info(Role.PREFILL, 1), info(Role.DECODE, 0)))
-    for n in range(4):
-        target = policy(RoutingRequest(n, 1), Candidates.of(view), {})
-        assert target.prefill is not None and target.prefill.engine_rank == 1
+    drained = ClusterView(1, 1, (info(Role.PREFILL, 0, True), info(Role.PREFILL, 1), info(Role.DECODE, 0)))
+    chosen = selector(policy, drained)
+    assert {names(chosen.select(prompt())) for _ in range(8)} == {(1, 0)}
     with pytest.raises(NoInstance, match="no decode"):
-        policy(RoutingRequest(0, 1), cluster(1, 0), {})
+        selector(policy, view(1, 0)).select(prompt())
 
 
-def test_least_loaded_sees_its_own_counts_and_the_reports() -> None:
-    policy, candidates = make_policy("least_loaded"), cluster(2, 2)
-    loads = {instance_key(i): InstanceLoad() for i in candidates.prefill + candidates.decode}
-    loads[instance_key(candidates.prefill[0])].prompt_tokens = 500
-    loads[instance_key(candidates.decode[1])].report = LoadReport(running=9)
-    for n in range(4):
-        target = policy(RoutingRequest(n, 1), candidates, loads)
-        assert target.prefill is candidates.prefill[1] and target.decode is candidates.decode[0]
-    idle = {policy(RoutingRequest(n, 1), candidates, {}).decode.engine_rank for n in range(2)}
-    assert idle == {0, 1}
+# ----------------------------------------------------------------------------------------------------------- loads
+
+
+def test_least_loaded_counts_tokens_on_p_and_requests_on_d() -> None:
+    chosen = selector("least_loaded", view(2, 2))
+    big = chosen.select(prompt(90))
+    start(chosen, big, 90)
+    decodes = [big.decode.engine_rank]
+    for _ in range(3):  # three short prompts are less work for P than the long one, and more requests for D
+        small = chosen.select(prompt(10))
+        start(chosen, small, 10)
+        assert small.prefill is not big.prefill
+        decodes.append(small.decode.engine_rank)
+    assert sorted(decodes) == [0, 0, 1, 1]
+
+
+def test_a_finished_request_frees_its_instance_for_the_next() -> None:
+    chosen = selector("least_loaded", view(1, 2))
+    first = chosen.select(prompt())
+    start(chosen, first, 3)
+    second = chosen.select(prompt())
+    start(chosen, second, 3)
+    assert second.decode is not first.decode
+    chosen.count(instance_key(first.decode), -1, -3)
+    assert [chosen.select(prompt()).decode for _ in range(4)] == [first.decode] * 4
+
+
+def test_a_report_adds_only_what_others_sent_there() -> None:
+    chosen = selector("least_loaded", view(1, 2))
+    d0, d1 = chosen.candidates.decode
+    for _ in range(3):
+        chosen.count(instance_key(d0), 1, 10)
+    chosen.on_report(instance_key(d0), LoadReport(running=3))  # our own three: no news
+    chosen.on_report(instance_key(d1), LoadReport(waiting=1, transferring=1, running=1, retracted=1))
+    assert [chosen.select(prompt()).decode for _ in range(4)] == [d0] * 4
+    chosen.on_report(instance_key(d1), LoadReport())
+    assert [chosen.select(prompt()).decode for _ in range(4)] == [d1] * 4
+
+
+def test_loads_survive_a_view_and_end_with_the_instance() -> None:
+    chosen = selector("least_loaded", view(1, 2))
+    d0 = instance_key(chosen.candidates.decode[0])
+    chosen.count(d0, 5, 50)
+    chosen.on_view(view(2, 3, version=2))
+    assert {chosen.select(prompt()).decode.engine_rank for _ in range(9)} == {1, 2}
+    chosen.on_view(view(2, 1, version=3))
+    assert chosen.select(prompt()).decode.engine_rank == 0
+    again = ClusterView(1, 4, (info(Role.PREFILL, 0), info(Role.DECODE, 0, incarnation=2), info(Role.DECODE, 1)))
+    chosen.on_view(again)
+    chosen.on_lost(d0)
+    chosen.count(d0, -5, -50)  # its requests end after it: they are nobody's
+    assert {chosen.select(prompt()).decode.engine_rank for _ in range(4)} == {0, 1}
+
+
+@given(st.integers(2, 40), st.integers(0, 2**32))
+def test_power_of_two_never_takes_the_most_loaded_one(count: int, seed: int) -> None:
+    policy = make_policy("power_of_two")
+    chosen = PairSelector(policy, policy, random.Random(seed).getrandbits)
+    chosen.on_view(view(1, count))
+    busiest = chosen.candidates.decode[seed % count]
+    chosen.count(instance_key(busiest), 1, 1)
+    assert busiest not in [chosen.select(prompt()).decode for _ in range(50)]
+
+
+def test_power_of_two_keeps_the_fullest_instance_close_to_the_mean() -> None:
+    policy = make_policy("power_of_two")
+    chosen = PairSelector(policy, policy, random.Random(1).getrandbits)
+    chosen.on_view(view(1, 50))
+    held: Counter[InstanceKey] = Counter()
+    for _ in range(2000):
+        key = instance_key(chosen.select(prompt()).decode)
+        held[key] += 1
+        chosen.count(key, 1, 3)
+    assert max(held.values()) <= 2000 / 50 + 4, "one random draw alone would be some 15 over the mean"
+
+
+# --------------------------------------------------------------------------------------------------- prefix affinity
+
+
+def owner_of(chosen: PairSelector, token_ids: bytes) -> int:
+    return names(chosen.select(token_ids))[0]
+
+
+def test_a_prompt_goes_where_its_beginning_went() -> None:
+    chosen = selector("prefix_affinity", view(5, 2))
+    owners = {seed: owner_of(chosen, prompt(300, seed)) for seed in range(5)}
+    assert sorted(owners.values()) == [0, 1, 2, 3, 4], "new prompts spread"
+    for seed in (3, 1, 4, 0, 2):
+        longer = prompt(300, seed) + prompt(80, seed=99)
+        assert owner_of(chosen, longer) == owners[seed]
+    assert {names(chosen.select(prompt(300, 0)))[1] for _ in range(4)} == {0, 1}, "D is chosen by its load"
+
+
+def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
+    chosen = selector("prefix_affinity", view(3, 1))
+    system = prompt(BLOCK_TOKENS, seed=7)
+    assert {owner_of(chosen, system + prompt(200, seed)) for seed in range(3)} == {0, 1, 2}
+
+
+def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner() -> None:
+    chosen = selector("prefix_affinity", view(2, 1))
+    text = prompt(300)
+    first = owner_of(chosen, text)
+    key = InstanceKey(Role.PREFILL, first, 1)
+    for _ in range(SLACK_REQUESTS):
+        chosen.count(key, 1, 300)
+        assert owner_of(chosen, text) == first
+    chosen.count(key, 1, 300)
+    other = owner_of(chosen, text)
+    assert other != first
+    chosen.count(key, -2, -600)
+    assert owner_of(chosen, text) == other, "both own it now: the less loaded one"
+
+
+def test_a_restarted_owner_owns_nothing() -> None:
+    chosen = selector("prefix_affinity", view(2, 1))
+    first = owner_of(chosen, prompt(300))
+    fresh = (info(Role.PREFILL, 0, incarnation=2), info(Role.PREFILL, 1, incarnation=2), info(Role.DECODE, 0))
+    chosen.on_view(ClusterView(1, 2, fresh))
+    chosen.count(InstanceKey(Role.PREFILL, first, 2), 1, 1)
+    assert owner_of(chosen, prompt(300)) != first
+
+
+def test_unified_instances_are_chosen_by_the_policy_of_prefill() -> None:
+    chosen = selector("prefix_affinity", view(0, 0, unified=3))
+    owner = chosen.select(prompt(300)).decode
+    assert [chosen.select(prompt(300)).decode for _ in range(3)] == [owner] * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 6)), max_size=40), st.integers(1, 30))
+def test_the_index_is_bounded_and_never_knows_a_block_without_the_ones_before(
+    sends: list[tuple[int, int, int]], capacity: int
+) -> None:
+    index = PrefixIndex(capacity)
+    for seed, blocks, owner in sends:
+        chain = prefix_names(prompt(blocks * BLOCK_TOKENS, seed))
+        index.add(chain, InstanceKey(Role.PREFILL, owner, 1))
+        assert len(index) <= capacity
+        kept = min(blocks, capacity) * BLOCK_TOKENS
+        found = index.match(chain)
+        assert found.get(InstanceKey(Role.PREFILL, owner, 1), 0) == kept, "the newest prompt is the last to go"
+
+
+def test_a_block_remembers_its_newest_owners() -> None:
+    index, chain = PrefixIndex(), prefix_names(prompt(2 * BLOCK_TOKENS))
+    for rank in range(MAX_OWNERS + 2):
+        index.add(chain, InstanceKey(Role.PREFILL, rank, 1))
+    assert {key.engine_rank for key in index.match(chain)} == set(range(2, MAX_OWNERS + 2))
+
+
+def test_names_stand_for_all_that_came_before() -> None:
+    one, other = prompt(3 * BLOCK_TOKENS + 5, seed=1), prompt(BLOCK_TOKENS, seed=2)
+    chain = prefix_names(one)
+    assert len(chain) == 3 and prefix_names(one[: 4 * 2 * BLOCK_TOKENS]) == chain[:2]
+    assert not set(prefix_names(other + one)) & set(chain)
+    assert len(prefix_names(bytes(4 * BLOCK_TOKENS * (MAX_PROMPT_BLOCKS + 9)))) == MAX_PROMPT_BLOCKS
+
+
+# ----------------------------------------------------------------------------------------------------- configuration
+
+
+def test_p_and_d_have_policies_of_their_own() -> None:
+    chosen = selector("least_loaded", view(2, 2), decode_policy="round_robin")
+    p0, d0 = chosen.candidates.prefill[0], chosen.candidates.decode[0]
+    chosen.count(instance_key(p0), 1, 10)
+    chosen.count(instance_key(d0), 1, 10)
+    assert {names(chosen.select(prompt())) for _ in range(4)} == {(1, 0), (1, 1)}
 
 
 def test_an_unknown_policy_is_named() -> None:

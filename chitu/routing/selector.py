@@ -1,0 +1,83 @@
+"""`PairSelector`: the instances of the next request, and all that the choice needs to know.
+
+Owned by `PDRequestRouter`, on the loop thread. It keeps the state that policies may not have: the newest view, the
+loads, the prefix index, whose turn it is.
+
+Both halves of a pair advance with every request. After each common period of the two group sizes D's turn shifts by one
+more; so round robin, and the ties of least loaded, reach every pair: with 2P2D also P0-D1 and P1-D0.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from math import lcm
+
+from chitu.errors import NoInstance
+from chitu.messages import ClusterView, LoadReport
+from chitu.routing.loads import LoadTable
+from chitu.routing.policy import Candidates, InstanceKey, Policy, RoutingRequest, Target, instance_key
+from chitu.routing.prefix_affinity import prefix_affinity
+from chitu.routing.prefix_index import PrefixIndex, prefix_names
+
+ENTROPY_BITS = 64
+
+
+class PairSelector:
+    """`prefill` chooses P, and the unified instance where there is no pair; `decode` chooses D."""
+
+    def __init__(self, prefill: Policy, decode: Policy, random_bits: Callable[[int], int] = random.getrandbits) -> None:
+        self._prefill_policy = prefill
+        self._decode_policy = decode
+        self._random_bits = random_bits
+        self._prefixes = PrefixIndex() if prefill is prefix_affinity else None
+        self._loads = LoadTable()
+        self._requests = 0
+        self.candidates = Candidates()
+        self.on_view(ClusterView(0, 0, ()))
+
+    # --------------------------------------------------------------------------------------------------- membership
+
+    def on_view(self, view: ClusterView) -> None:
+        """The cluster changed: the next choice sees it."""
+        self.candidates = Candidates.of(view)
+        groups = self._loads.arrange((self.candidates.prefill, self.candidates.decode, self.candidates.unified))
+        self._prefill, self._decode, self._unified = groups
+        self._period = lcm(len(self.candidates.prefill), len(self.candidates.decode)) or 1
+
+    def on_joined(self, key: InstanceKey) -> None:
+        self._loads.add(key)
+
+    def on_lost(self, key: InstanceKey) -> None:
+        self._loads.remove(key)
+
+    # -------------------------------------------------------------------------------------------------------- loads
+
+    def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
+        """Requests were sent to an instance, or (negative) are over there."""
+        self._loads.count(key, requests, prompt_tokens)
+
+    def on_report(self, key: InstanceKey, report: LoadReport) -> None:
+        self._loads.report(key, report)
+
+    # ------------------------------------------------------------------------------------------------------- choice
+
+    def select(self, token_ids: bytes) -> Target:
+        """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve."""
+        candidates = self.candidates
+        if not candidates.usable:
+            raise NoInstance(candidates.why_unusable())
+        turn = self._requests
+        self._requests += 1
+        num_tokens = len(token_ids) // 4
+        group = self._prefill if candidates.has_pair else self._unified
+        names = prefix_names(token_ids) if self._prefixes is not None else []
+        matches: Mapping[InstanceKey, int] = self._prefixes.match(names) if self._prefixes is not None else {}
+        request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
+        first = group.instances[self._prefill_policy(request, group)]
+        if self._prefixes is not None:
+            self._prefixes.add(names, instance_key(first))
+        if not candidates.has_pair:
+            return Target(None, first)
+        request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
+        return Target(first, self._decode.instances[self._decode_policy(request, self._decode)])
