@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,7 @@ import pytest
 from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.launch.make_model import make_model
 from chitu.messages import KVLayout, RouteEntry
+from chitu.serve.cluster_snapshot import ClusterSnapshot
 from chitu.types import Role
 
 PROMPT = "hello wörld 😀, again and again"
@@ -195,6 +198,49 @@ def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
         many = httpx.post(url, json={**body, "n": 3}, headers=auth)
         assert many.status_code == 429 and many.headers["retry-after"] == "1"
         assert httpx.post(url, json=body, headers=auth).status_code == 200
+
+
+def _events(response: httpx.Response) -> Iterator[ClusterSnapshot]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield msgspec.json.decode(line.removeprefix("data: "), type=ClusterSnapshot)
+
+
+def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny", 'dp_config.router.api_keys=["secret"]')) as router:
+        auth = {"Authorization": "Bearer secret"}
+        for path in ("/cluster", "/cluster/events"):
+            assert httpx.get(router.url + path).status_code == 401
+        assert httpx.get(router.url + "/demo/example", headers=auth).status_code == 404, "only chitu-tiny can answer it"
+        router.start_worker("P0,D0", "--step-s", "0.02")
+        with httpx.stream("GET", router.url + "/cluster/events", headers=auth, timeout=10) as stream:
+            events = _events(stream)
+            assert {i.name: i.status for i in next(events).instances} == {"P0": "up", "D0": "up"}
+            body = {"model": "tiny", "prompt": "hi", "max_tokens": 30}
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(httpx.post, router.url + "/v1/completions", json=body, headers=auth)
+                states = [r.state for r in next(e for e in events if e.requests).requests]
+                assert states in (["prefill"], ["decode"])
+                ended = next(e for e in events if any(r.state == "finished" for r in e.requests))
+            assert ended.requests[0].request_id == answer.result().headers["x-request-id"]
+            assert ended.requests[0].output_tokens == 30
+            router.signal(signal.SIGTERM)
+            assert [e.in_flight for e in events][-1:] in ([], [0]), "the stream ends by itself"
+        assert router.process is not None and router.process.wait(5) == 0
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_needs_no_key(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ('dp_config.router.api_keys=["secret"]',)) as router:
+        page = httpx.get(router.url + "/")
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert page.headers["content-security-policy"].startswith("default-src 'self'")
+        files = re.findall(r'(?:src|href)="(web/[^"]+)"', page.text)
+        assert len(files) >= 2
+        for file in files:
+            served = httpx.get(f"{router.url}/{file}")
+            assert served.status_code == 200 and "content-security-policy" in served.headers, file
+        assert httpx.get(router.url + "/web/../pyproject.toml").status_code in (401, 404)
+        assert httpx.get(router.url + "/web/%2e%2e/app.py").status_code == 404
 
 
 def _traced(trace: Path, kind: str) -> list[dict[str, str]]:
