@@ -15,7 +15,7 @@ import msgspec
 from chitu.clock import Clock
 from chitu.config.schema import Topology
 from chitu.config.topology import instances
-from chitu.messages import InstanceInfo, LoadReport
+from chitu.messages import InstanceInfo, KVLayout, LoadReport
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.request_journal import RequestSnapshot
@@ -38,6 +38,9 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     """Decimal; a string because it does not fit a JavaScript number. Empty while down."""
     load: LoadReport | None
     """Its last heartbeat; None while down."""
+    layout: KVLayout | None = None
+    """What its pages and logits rows look like: with it the bytes that a request moves can be told beforehand
+    (`test/verify_xpyd_topology.py`). `tp_size` is left out where it is 1. None while down."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True):
@@ -137,4 +140,4 @@ def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load:
     if info is None:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
     status: InstanceStatus = "draining" if info.draining else "up"
-    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load)
+    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.layout)
