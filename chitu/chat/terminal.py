@@ -101,6 +101,8 @@ class ChatTerminal:
         self._client = client
         self._conversation = conversation
         self._out = out
+        self._shown = printable if out.isatty() else str
+        """A file or a pipe gets the answer as it is."""
         self._notes = notes
 
     def ask_once(self, question: str) -> int:
@@ -202,7 +204,7 @@ class ChatTerminal:
         return answer
 
     def _write(self, text: str) -> None:
-        self._out.write(printable(text))
+        self._out.write(self._shown(text))
         self._out.flush()
 
     def _report(self, answer: Answer) -> None:

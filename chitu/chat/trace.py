@@ -35,14 +35,8 @@ class Trace:
     first_token_s: float | None
     """From the router's dispatch to token 1 at the router; `total_s` to the end."""
     total_s: float | None
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """After the first token; None with less than two tokens, or while it runs."""
-        if self.first_token_s is None or self.total_s is None or self.output_tokens < 2:
-            return None
-        span_s = self.total_s - self.first_token_s
-        return (self.output_tokens - 1) / span_s if span_s > 0 else None
+    tokens_per_s: float | None
+    """Of D after token 1, on D's clock: at the router, tokens that lie ready together arrive together."""
 
 
 def find_trace(snapshot: ClusterSnapshot, request_id: str) -> Trace | None:
@@ -69,7 +63,12 @@ def trace_of(request: RequestSnapshot) -> Trace:
         transfer_s=stages.prefill.transfer_s if is_pair and stages is not None else None,
         first_token_s=first_s - start_s if first_s is not None else None,
         total_s=end_s - start_s if end_s is not None else None,
+        tokens_per_s=_rate(request.output_tokens - 1, stages.total_s - stages.first_token_s) if stages else None,
     )
+
+
+def _rate(tokens: int, span_s: float) -> float | None:
+    return tokens / span_s if tokens > 0 and span_s > 0 else None
 
 
 def trace_lines(trace: Trace) -> list[str]:
@@ -77,8 +76,8 @@ def trace_lines(trace: Trace) -> list[str]:
     run = [trace.pair, f"{trace.prompt_tokens} prompt + {trace.output_tokens} output tokens"]
     if trace.kv_bytes is not None:
         run.append(f"{byte_text(trace.kv_bytes)} KV moved")
-    if (rate := trace.tokens_per_s) is not None:
-        run.append(f"{rate:.0f} tokens/s" if rate >= 10 else f"{rate:.1f} tokens/s")
+    if trace.tokens_per_s is not None:
+        run.append(f"{trace.tokens_per_s:.{0 if trace.tokens_per_s >= 10 else 1}f} tokens/s")
     if trace.state != "finished":
         run.append(trace.error or trace.state)
     spans = (

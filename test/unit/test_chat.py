@@ -101,7 +101,7 @@ def test_an_event_that_is_no_answer_is_an_error_of_one_line(data: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------- status lines
 
-STAGES = StageTimes(PrefillTimes(0.0012, 0.21, 0.0031), 0.002, 0.22, 0.221, 0.39)
+STAGES = StageTimes(PrefillTimes(0.0012, 0.21, 0.0031), 0.002, 0.22, 0.221, 0.33)
 
 
 def request(**fields: Any) -> RequestSnapshot:
@@ -152,14 +152,14 @@ def lines_of(shown: RequestSnapshot) -> list[str]:
 
 def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None:
     assert lines_of(request()) == [
-        "P0 -> D1 · 1012 prompt + 12 output tokens · 1.2 MiB KV moved · 65 tokens/s",
+        "P0 -> D1 · 1012 prompt + 12 output tokens · 1.2 MiB KV moved · 100 tokens/s",
         "queue 1.2 ms · prefill 210 ms · transfer 3.1 ms · first token 230 ms · total 400 ms",
     ]
 
 
 def test_a_unified_instance_moves_nothing() -> None:
     assert lines_of(request(prefill=None, decode="U0", kv_bytes=0)) == [
-        "U0 · 1012 prompt + 12 output tokens · 65 tokens/s",
+        "U0 · 1012 prompt + 12 output tokens · 100 tokens/s",
         "queue 1.2 ms · prefill 210 ms · first token 230 ms · total 400 ms",
     ]
 
