@@ -1,11 +1,12 @@
-/* Eight different examples at once: the quickest way to see every pair at work, and whether all answers are right.
+/* Several different examples at once: the quickest way to see many pairs at work, and whether all answers are right.
  * One block in the conversation's log; Chat starts it, stops it and feeds it with snapshots. */
 
 import { pair, span } from "./format.js";
 import { containsValue } from "./message.js";
 import { isRunning } from "./stages.js";
 
-const SIZE = 8;
+/** A browser opens six connections to a server of HTTP/1.1, and the event stream has one of them. */
+const SIZE = 5;
 
 export class Burst {
   #api;

@@ -89,7 +89,7 @@ export class Card {
     // A narrow card has no room for both; a rate only matters while the instance is up.
     const wordInRate = this.isNarrow && status !== "up";
     setText(this.status, this.isNarrow ? "" : status);
-    setText(this.rateNumber, wordInRate ? status : shortCount(rate));
+    setText(this.rateNumber, wordInRate ? status : shortCount(rate, this.isNarrow ? 3 : 4));
     setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
     this.rate.classList.toggle("word", wordInRate);
     this.#showQueue(load);

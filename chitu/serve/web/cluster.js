@@ -1,5 +1,6 @@
 /* The event stream of cluster snapshots: reads it, reconnects with back-off when it ends, says in which state it is.
- * One reader per page, started by main.js. A router that restarts is found again without a reload. */
+ * One reader per page, started by main.js. A router that restarts is found again without a reload. A page that nobody
+ * sees has no stream: browsers allow few connections to one server, over all tabs. */
 
 import { readEvents } from "./sse.js";
 
@@ -27,14 +28,19 @@ export class ClusterFeed {
 
   /** Runs as long as the page. */
   async run() {
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) this.#abort?.abort();
+    });
     let wait = FIRST_RETRY_MS;
     for (;;) {
+      await this.#untilVisible();
       const failure = await this.#readOnce(() => {
         wait = FIRST_RETRY_MS;
       });
       const needsKey = failure?.code === "invalid_api_key";
       this.#onState(needsKey ? "unauthorized" : "reconnecting");
       // A refused key stays refused until somebody changes it (`reconnect`) or the server.
+      if (document.hidden) continue;
       await this.#pause(needsKey ? LAST_RETRY_MS : wait);
       wait = Math.min(2 * wait, LAST_RETRY_MS);
     }
@@ -75,6 +81,12 @@ export class ClusterFeed {
       console.error(error);
     }
     this.#onState("live");
+  }
+
+  async #untilVisible() {
+    while (document.hidden) {
+      await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+    }
   }
 
   #pause(ms) {

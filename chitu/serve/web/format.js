@@ -11,10 +11,10 @@ export function count(value) {
   return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, NARROW_SPACE);
 }
 
-/** The same in at most five characters: 12345 -> "12.3k" */
-export function shortCount(value) {
+/** The same in at most five characters: 12345 -> "12.3k", with up to `digits` digits before that begins. */
+export function shortCount(value, digits = 4) {
   if (!isNumber(value)) return UNKNOWN;
-  if (value < 9999.5) return String(Math.round(value));
+  if (value < 10 ** digits - 0.5) return String(Math.round(value));
   for (const [unit, size] of [["k", 1e3], ["M", 1e6], ["G", 1e9]]) {
     if (value < 999.5 * size) return `${threeDigits(value / size)}${unit}`;
   }

@@ -33,7 +33,7 @@ export function layoutOf(width, instances) {
   const form = isNarrow ? (many ? FORMS.tight : FORMS.narrow) : many ? FORMS.dense : FORMS.roomy;
   const cardWidth = isUnified
     ? Math.min(width, 380)
-    : Math.min(isNarrow ? width * 0.37 : Math.max(width * 0.32, 204), 264);
+    : Math.min(isNarrow ? width * 0.385 : Math.max(width * 0.32, 204), 264);
   const rowsHeight = rows * form.height + (rows - 1) * form.gap;
 
   const cards = new Map();
