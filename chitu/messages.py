@@ -225,7 +225,10 @@ StatsMessage = Union[Heartbeat, RequestFailed]
 
 
 class KVLayout(Wire, frozen=True):
-    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`."""
+    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
+
+    Only `tp_size` may differ: ranks write the heads that the other side's ranks hold (`kv_transfer/head_plan.py`).
+    """
 
     model_hash: str
     """Of the config and the weight index: the same checkpoint gives the same hash."""
@@ -246,7 +249,7 @@ class KVLayout(Wire, frozen=True):
         return [
             f"{name}: {getattr(self, name)} != {getattr(other, name)}"
             for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            if name != "tp_size" and getattr(self, name) != getattr(other, name)
         ]
 
 
@@ -267,6 +270,8 @@ class InstanceInfo(Wire, frozen=True):
     """Prompt plus output tokens that one request may have here."""
     pid: int = 0
     draining: bool = False
+    follower_pids: tuple[int, ...] = ()
+    """Of TP ranks 1, 2, ...: they write too, so only when they are gone nothing of the instance can."""
 
 
 class Join(Wire, frozen=True, tag="join"):

@@ -105,7 +105,9 @@ class DecodeReceiver:
             num_tokens=num_tokens,
         )
         memory = self._parts.memory
-        kv_bytes = (len(pages) - info.prefix_pages) * memory.page_bytes * len(memory.region_bases)
+        # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
+        page_bytes = memory.page_bytes * self._config.layout.tp_size
+        kv_bytes = (len(pages) - info.prefix_pages) * page_bytes * len(memory.region_bases)
         record = ReceiveRoom(
             request_id,
             info,

@@ -7,29 +7,32 @@ is `receiver.announce` followed by `poll`: nothing here ever blocks the step thr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from chitu.clock import Clock
-from chitu.errors import ChituError, ConfigError, TransferFailed
+from chitu.errors import ChituError, ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import CommSide, PeerLink, TransferEvent, Wake
+from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import AuxRows, KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.transport import Transport
-from chitu.messages import RouteEntry, TransportSession
+from chitu.messages import RankMemory, RouteEntry, TransportSession
 from chitu.types import Role
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["KVManager", "KVManagerConfig"]
 
 
 class KVManager:
-    """`transports` in order of preference; those that cannot register the memory are left out with a warning."""
+    """`transports` in order of preference; those that cannot register the memory are left out with a warning.
+
+    On an instance of several TP ranks this lives on the main rank: D needs the memory of its followers, P a way to make
+    its followers write.
+    """
 
     def __init__(
         self,
@@ -44,40 +47,29 @@ class KVManager:
         clock: Clock,
         bootstrap: BootstrapClient | None = None,
         is_pid_alive: PidAlive = pid_alive,
+        follower_memories: Sequence[RankMemory] = (),
+        fan_out: FanOut | None = None,
     ) -> None:
         if role is Role.UNIFIED:
             raise ConfigError("a unified instance transfers nothing and has no KVManager")
-        if config.layout.tp_size != 1:
-            raise ConfigError(f"tp_size {config.layout.tp_size}: transfers of several ranks are not there yet")
+        num_followers = len(follower_memories) if role is Role.DECODE else fan_out.num_followers if fan_out else 0
+        if num_followers != config.layout.tp_size - 1:
+            raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
         self._role = role
         self._config = config
         self._memory = memory
         self._bootstrap = bootstrap
+        self._fan_out = fan_out
         self._transports = list(transports)
         sessions = self.register_buffer_to_engine()
         parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
+        parts.follower_memories, parts.fan_out = follower_memories, fan_out
         self.sender = PrefillSender(config, parts) if role is Role.PREFILL else None
         self.receiver = DecodeReceiver(config, parts) if role is Role.DECODE else None
 
     def register_buffer_to_engine(self) -> tuple[TransportSession, ...]:
         """Make the arena known to every transport; idempotent. TransferFailed where none can use it."""
-        sessions: list[TransportSession] = []
-        usable: list[Transport] = []
-        reasons: list[str] = []
-        for transport in self._transports:
-            try:
-                transport.register(self._memory.arena_base, self._memory.arena_bytes)
-                sessions.append(transport.local_session())
-            except ChituError as error:
-                logger.warning("transport %s is left out: %s", transport.name, error.message)
-                reasons.append(f"{transport.name}: {error.message}")
-                transport.close()
-                continue
-            usable.append(transport)
-        self._transports[:] = usable
-        if not usable:
-            raise TransferFailed(f"no transport can use the KV memory ({'; '.join(reasons) or 'none was given'})")
-        return tuple(sessions)
+        return register_memory(self._memory, self._transports)
 
     @property
     def comm_side(self) -> CommSide:
@@ -100,6 +92,8 @@ class KVManager:
     def close(self) -> None:
         """After the step and comm threads ended: join the transfer threads, then close the transports."""
         self.comm_side.close()
+        if self._fan_out is not None:
+            self._fan_out.close()
         for transport in self._transports:
             transport.close()
 

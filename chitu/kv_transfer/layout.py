@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
+from chitu.config.tensor_parallel import kv_heads_per_rank
 from chitu.errors import BadFrame, IncompatibleLayout
 from chitu.messages import KVLayout, RankMemory, TransportSession
 
@@ -57,14 +58,26 @@ def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSes
 
 
 def check_compatible(mine: KVLayout, theirs: KVLayout) -> None:
-    """Raises IncompatibleLayout, naming the fields that differ and printing both layouts."""
+    """Raises IncompatibleLayout, naming the fields that differ and printing both layouts. TP sizes may differ."""
     different = mine.mismatches(theirs)
+    heads = mine.num_kv_heads
+    if not different and (theirs.tp_size < 1 or (heads % theirs.tp_size and theirs.tp_size % heads)):
+        different = [f"tp_size: {heads} KV heads cannot be cut for {theirs.tp_size} ranks"]
     if different:
         raise IncompatibleLayout(f"KV layouts differ in {'; '.join(different)} (mine {mine}, theirs {theirs})")
 
 
-def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1) -> None:
-    """Validate a peer's addresses against our own pool of the same layout. Raises BadFrame with the values."""
+def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: int) -> int:
+    """Bytes of one page of one region on a rank of a compatible peer, which may hold another number of KV heads."""
+    head_bytes = my_page_bytes // kv_heads_per_rank(mine.num_kv_heads, mine.tp_size)
+    return head_bytes * kv_heads_per_rank(theirs.num_kv_heads, theirs.tp_size)
+
+
+def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, page_bytes: int | None = None) -> None:
+    """Validate the addresses of a rank of a compatible peer of `tp_size` ranks. Raises BadFrame with the values.
+
+    `page_bytes`: what a page of theirs must have; None: as many as ours.
+    """
     for name in ("arena_base", "arena_bytes", "aux_base", "num_pages", "num_aux_slots", "tp_rank"):
         value = getattr(theirs, name)
         if not 0 <= value < ADDRESS_LIMIT:
@@ -73,9 +86,11 @@ def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1) -
         raise BadFrame(f"tp_rank is {theirs.tp_rank} with tp_size {tp_size}")
     if theirs.arena_base + theirs.arena_bytes > ADDRESS_LIMIT:
         raise BadFrame(f"an arena of {theirs.arena_bytes} bytes at {theirs.arena_base:#x} ends beyond 2**63")
-    for name in ("page_bytes", "aux_row_bytes"):
-        if getattr(theirs, name) != getattr(mine, name):
-            raise BadFrame(f"{name} is {getattr(theirs, name)} there and {getattr(mine, name)} here")
+    wanted = mine.page_bytes if page_bytes is None else page_bytes
+    if theirs.page_bytes != wanted:
+        raise BadFrame(f"page_bytes is {theirs.page_bytes} there and {wanted} here")
+    if theirs.aux_row_bytes != mine.aux_row_bytes:
+        raise BadFrame(f"aux_row_bytes is {theirs.aux_row_bytes} there and {mine.aux_row_bytes} here")
     if len(theirs.region_bases) != len(mine.region_bases):
         raise BadFrame(f"{len(theirs.region_bases)} regions there and {len(mine.region_bases)} here")
     _check_spans(theirs)

@@ -12,15 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from chitu import log
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
-from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.registration import Connection
 from chitu.kv_transfer.send_rooms import SendEntry, SendRoom, SendRooms
+from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove
 from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk
-from chitu.kv_transfer.transport import CopyList, WriteError
+from chitu.kv_transfer.transport import WriteError
 from chitu.lifecycle import SenderEvent, SenderState
 from chitu.messages import AuxReady
 from chitu.types import room_text
@@ -32,14 +32,14 @@ class Visit:
 
     batch: Batch
     entry: SendEntry
-    connection: Connection
+    writer: DecodeWriter
 
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """Of a write: `nbytes` written or the `error`. Of a settle attempt: whether it `is_settled` and why not."""
+    """Of a write: bytes written by each TP rank, or the `error`. Of a settle attempt: whether it `is_settled`."""
 
-    nbytes: int = 0
+    bytes_per_rank: tuple[int, ...] = ()
     is_settled: bool = False
     error: ChituError | None = None
 
@@ -59,48 +59,37 @@ class PageWriter:
         entry = self._rooms.table.get(batch.room)
         if entry is None or entry.data.peer is None:
             return None
-        connection = entry.data.peer.connection
+        writer = entry.data.peer.writer
         if batch.is_settle:
             if entry.state is not SenderState.SETTLING or not entry.data.is_unsettled:
                 return None
         elif entry.state is not SenderState.TRANSFERRING:
             return None
-        elif entry.data.peer.is_suspended or connection is None:
+        elif entry.data.peer.is_suspended or writer is None:
             error = TransferFailed(f"{entry.data.peer.name} does not take writes")
             self._rooms.fail(batch.room, SenderEvent.WRITE_FAILED, error)
             return None
-        if connection is None:
+        if writer is None:
             return None
         entry.data.is_in_flight = True
-        return Visit(batch, entry, connection)
+        return Visit(batch, entry, writer)
 
     # ----------------------------------------------------------------------------------------------- run (no lock held)
 
     def run(self, visit: Visit) -> Outcome:
-        """The transport call, which blocks. Never raises a ChituError."""
-        transport, handle = visit.connection.transport, visit.connection.handle
+        """The transport calls, which block. Never raises a ChituError."""
+        batch, record, writer = visit.batch, visit.entry.data, visit.writer
+        timeout_s = self._config.write_timeout_s
         try:
-            if visit.batch.is_settle:
-                return Outcome(is_settled=transport.settle(handle, self._config.settle_timeout_s))
-            if visit.batch.is_aux:
-                self._parts.aux.seal(visit.entry.data.aux_slot, visit.batch.room)
-            copies = self._copies(visit.batch, visit.entry.data)
-            transport.write(handle, copies, self._config.write_timeout_s)
-            return Outcome(nbytes=copies.nbytes)
+            if batch.is_settle:
+                return Outcome(is_settled=writer.settle(self._config.settle_timeout_s))
+            if batch.is_aux:
+                assert record.info is not None
+                self._parts.aux.seal(record.aux_slot, batch.room)
+                return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
+            return Outcome(writer.write_pages(_moves(batch, record), timeout_s))
         except ChituError as error:
             return Outcome(error=error)
-
-    def _copies(self, batch: Batch, record: SendRoom) -> CopyList:
-        assert record.peer is not None and record.info is not None
-        mine, theirs = self._parts.memory, record.peer.memory
-        if batch.is_aux:
-            return plan_aux_copy(mine, theirs, record.aux_slot, record.info.dst_aux_index)
-        plans: list[CopyList] = []
-        for chunk in _merged(batch.chunks):
-            pages = slice(chunk.first_page, chunk.end_page)
-            layers = range(chunk.first_layer, chunk.end_layer)
-            plans.append(plan_page_copies(mine, theirs, record.pages[pages], record.dst_pages[pages], layers))
-        return plans[0] if len(plans) == 1 else join(*plans)
 
     # -------------------------------------------------------------------------------------------------------------- end
 
@@ -111,7 +100,7 @@ class PageWriter:
         elif outcome.error is not None:
             self._write_failed(visit.batch.room, visit.entry.data, outcome.error)
         else:
-            self._written(visit.batch, visit.entry, outcome.nbytes)
+            self._written(visit.batch, visit.entry, outcome.bytes_per_rank)
         self._rooms.release_if_settled(visit.batch.room)
 
     def _settle_tried(self, room: bytes, record: SendRoom, outcome: Outcome) -> None:
@@ -131,10 +120,11 @@ class PageWriter:
         self._out.log(logging.WARNING, "transfer of %s failed: %s", record.request_id, failure.message)
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
-    def _written(self, batch: Batch, entry: SendEntry, nbytes: int) -> None:
+    def _written(self, batch: Batch, entry: SendEntry, bytes_per_rank: tuple[int, ...]) -> None:
         record = entry.data
-        record.bytes_moved += nbytes
-        self.bytes_moved += nbytes
+        sums = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
+        record.bytes_per_rank = tuple(before + now for before, now in sums)
+        self.bytes_moved += sum(bytes_per_rank)
         if entry.state is not SenderState.TRANSFERRING:  # it failed meanwhile
             return
         assert record.peer is not None
@@ -150,6 +140,14 @@ class PageWriter:
             self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
         if not record.units_left and record.is_aux_written:
             self._rooms.succeed(batch.room, entry)
+
+
+def _moves(batch: Batch, record: SendRoom) -> list[PageMove]:
+    moves = []
+    for chunk in _merged(batch.chunks):
+        pages = slice(chunk.first_page, chunk.end_page)
+        moves.append(PageMove(chunk.first_layer, chunk.end_layer, record.pages[pages], record.dst_pages[pages]))
+    return moves
 
 
 def _merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:

@@ -15,10 +15,11 @@ from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
+from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.transport import Transport
-from chitu.messages import NO_TIMES, KVLayout, PrefillTimes, TransportSession, Wire, encode
+from chitu.messages import NO_TIMES, KVLayout, PrefillTimes, RankMemory, TransportSession, Wire, encode
 
 TICK_INTERVAL_S = 0.02
 """A role looks at its deadlines at most so often, however often the comm thread turns."""
@@ -68,6 +69,10 @@ class RoleParts:
     wake: Wake
     clock: Clock
     is_pid_alive: PidAlive = pid_alive
+    follower_memories: Sequence[RankMemory] = ()
+    """D of several TP ranks: the memory of ranks 1, 2, ..."""
+    fan_out: FanOut | None = None
+    """P of several TP ranks: the way to make the followers write."""
 
 
 class Outbox:

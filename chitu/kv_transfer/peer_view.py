@@ -70,7 +70,7 @@ class PeerView:
         old = self._members.get(rank)
         was_alive = old is not None and old.instance.incarnation == instance.incarnation and old.was_alive_here
         if not was_alive and instance.host == self._host and instance.pid > 0:
-            was_alive = self._is_pid_alive(instance.pid)
+            was_alive = all(self._is_pid_alive(pid) for pid in _pids(instance))
         self._members[rank] = _Member(instance, self._router_incarnation, True, was_alive)
 
     def note(self, rank: int, incarnation: int) -> None:
@@ -96,8 +96,13 @@ class PeerView:
         member = self._member(rank, incarnation)
         if member is None or member.is_present or not member.was_alive_here:
             return False
-        return not self._is_pid_alive(member.instance.pid)
+        return not any(self._is_pid_alive(pid) for pid in _pids(member.instance))
 
     def _member(self, rank: int, incarnation: int) -> _Member | None:
         member = self._members.get(rank)
         return member if member is not None and member.instance.incarnation == incarnation else None
+
+
+def _pids(instance: InstanceInfo) -> tuple[int, ...]:
+    """Of every process that can write: the main rank and its TP followers."""
+    return (instance.pid, *instance.follower_pids)

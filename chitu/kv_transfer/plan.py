@@ -1,14 +1,17 @@
 """Page lists x regions -> the fewest copies. Pure integers; called by transfer threads and by tests.
 
 A *run* is a stretch of the page lists where both the source and the destination pages follow each other, so it is one
-copy per region. Every index is range checked here, on both sides, because it becomes an address next: an own page that
-is out of range is a bug (`TransferFailed`), a peer's page is a bad message of that peer (`BadFrame`).
+copy per region. Where the two sides hold different KV heads (other TP sizes), a *slice* of each page moves, and each
+page is its own copy: heads lie outside the tokens, so the slice is one piece. Every index is range checked here, on
+both sides, because it becomes an address next: an own page that is out of range is a bug (`TransferFailed`), a peer's
+page is a bad message of that peer (`BadFrame`).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,18 @@ SHORT_LIST = 8
 """Up to so many entries a loop is faster than numpy (1 against 8 us)."""
 
 
+class PageSlice(NamedTuple):
+    """The part of a page that moves, in bytes: where it is in a page of the source and in one of the destination."""
+
+    src_offset: int
+    dst_offset: int
+    nbytes: int
+
+    def is_whole(self, src: PagedMemory, dst: PagedMemory) -> bool:
+        """Whether it is the whole page on both sides, so that neighbouring pages can move as one."""
+        return self.nbytes == src.page_bytes == dst.page_bytes
+
+
 def layer_regions(layers: range) -> range:
     """Regions of these (consecutive) layers: K and V of each."""
     if layers.step != 1:
@@ -31,16 +46,24 @@ def layer_regions(layers: range) -> range:
 
 
 def plan_page_copies(
-    src: PagedMemory, dst: PagedMemory, src_pages: Sequence[int], dst_pages: Sequence[int], layers: range
+    src: PagedMemory,
+    dst: PagedMemory,
+    src_pages: Sequence[int],
+    dst_pages: Sequence[int],
+    layers: range,
+    part: PageSlice | None = None,
 ) -> CopyList:
     """Copies that bring `src_pages[i]` to `dst_pages[i]` for K and V of `layers`, region by region.
 
-    Raises TransferFailed where our side is out of range or the memories do not match, BadFrame where the peer's is.
+    `part`: what of each page moves; None: all of it. Raises TransferFailed where our side is out of range or the
+    memories do not match, BadFrame where the peer's is.
     """
     if len(src_pages) != len(dst_pages):
         raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
-    if src.page_bytes != dst.page_bytes:
-        raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
+    if part is None:
+        if src.page_bytes != dst.page_bytes:
+            raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
+        part = PageSlice(0, 0, src.page_bytes)
     regions = layer_regions(layers)
     if regions.start < 0 or regions.stop > min(len(src.region_bases), len(dst.region_bases)):
         raise TransferFailed(
@@ -51,14 +74,25 @@ def plan_page_copies(
         return CopyList((), (), ())
     src_P = _checked_pages(src_pages, src.num_pages, "source", TransferFailed)
     dst_P = _checked_pages(dst_pages, dst.num_pages, "destination", BadFrame)
-    starts, run_pages = merge_runs(src_P, dst_P)
-    src_R = np.asarray(src.region_bases[regions.start : regions.stop], dtype=np.int64)
-    dst_R = np.asarray(dst.region_bases[regions.start : regions.stop], dtype=np.int64)
+    if part.is_whole(src, dst):
+        starts, run_pages = merge_runs(src_P, dst_P)
+        src_P, dst_P, length_P = src_P[starts], dst_P[starts], run_pages * src.page_bytes
+    else:
+        _check_slice(part, src, dst)
+        length_P = np.full(len(src_P), part.nbytes, dtype=np.int64)
+    src_R = np.asarray(src.region_bases[regions.start : regions.stop], dtype=np.int64) + part.src_offset
+    dst_R = np.asarray(dst.region_bases[regions.start : regions.stop], dtype=np.int64) + part.dst_offset
     return CopyList(
-        _as_array(np.add.outer(src_R, src_P[starts] * src.page_bytes)),
-        _as_array(np.add.outer(dst_R, dst_P[starts] * dst.page_bytes)),
-        _as_array(np.tile(run_pages * src.page_bytes, len(regions))),
+        _as_array(np.add.outer(src_R, src_P * src.page_bytes)),
+        _as_array(np.add.outer(dst_R, dst_P * dst.page_bytes)),
+        _as_array(np.tile(length_P, len(regions))),
     )
+
+
+def _check_slice(part: PageSlice, src: PagedMemory, dst: PagedMemory) -> None:
+    for offset, page_bytes in ((part.src_offset, src.page_bytes), (part.dst_offset, dst.page_bytes)):
+        if offset < 0 or part.nbytes < 1 or offset + part.nbytes > page_bytes:
+            raise TransferFailed(f"{part.nbytes} bytes from byte {offset} on of pages of {page_bytes} bytes")
 
 
 def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s]:

@@ -16,7 +16,7 @@ from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.registration import TP_RANK
+from chitu.kv_transfer.registration import MAIN_RANK
 from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
 from chitu.types import REGISTRATION_ROOM
@@ -50,7 +50,7 @@ class PrefillDirectory:
             endpoint=config.host,
             dst_port=config.control_port,
             layout=config.layout,
-            ranks=(rank_memory(parts.memory, TP_RANK, parts.sessions),),
+            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions), *parts.follower_memories),
         )
         """What every P is told of this instance."""
 

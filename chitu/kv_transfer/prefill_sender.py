@@ -208,8 +208,8 @@ class PrefillSender:
             self._rooms.tick(now_s)
             idle = self._peers.take_idle(entry.data.peer for _, entry in self._table.items())
         self._empty_outbox()
-        for connection in idle:
-            connection.transport.disconnect(connection.handle)
+        for writer in idle:
+            writer.close()
 
     # ------------------------------------------------------------------------------------------------- transfer threads
 

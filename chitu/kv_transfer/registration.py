@@ -10,41 +10,36 @@ older one, a message of the older one is dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFailed
-from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory
+from chitu.errors import BadFrame, ChituError, IncompatibleLayout
+from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.transport import PeerHandle, Transport
+from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shards
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
 
 logger = logging.getLogger(__name__)
 
-TP_RANK = 0
-"""The main rank moves its own shard; `KVManager` refuses layouts of several ranks."""
+MAIN_RANK = 0
+"""The TP rank that decides, and that has the logits rows."""
 
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A D that registered. `connection` is None while nothing may be written there."""
+    """A D that registered. `writer` is None while nothing may be written there."""
 
     info: KVArgsRegisterInfo
     memory: RankMemory
-    connection: Connection | None
+    """Of its main rank; the others have as many pages."""
+    writer: DecodeWriter | None
     is_suspended: bool = False
     """A write to it failed and may still land: no new write before a settle succeeded."""
 
     @property
     def name(self) -> str:
         return f"D{self.info.engine_rank} at {self.info.endpoint}:{self.info.dst_port}"
-
-
-@dataclass(slots=True, frozen=True)
-class Connection:
-    transport: Transport
-    handle: PeerHandle
 
 
 class DecodePeers:
@@ -69,7 +64,7 @@ class DecodePeers:
         if known is None:
             try:
                 memory = check_registration(info, self._config.layout, self._parts.memory)
-                peer = DecodePeer(info, memory, open_connection(memory, self._parts.transports))
+                peer = DecodePeer(info, memory, self._open(info))
             except ChituError as error:
                 refusal = error
         elif known.info != info:
@@ -92,29 +87,38 @@ class DecodePeers:
 
     def reconnect(self, peer: DecodePeer) -> ChituError | None:
         """Open the connection of a D that was lost and came back; why that failed."""
-        if peer.connection is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
+        if peer.writer is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
             return None
         try:
-            peer.connection = open_connection(peer.memory, self._parts.transports)
+            peer.writer = self._open(peer.info)
         except ChituError as error:
             return error
         peer.is_suspended = False
         return None
 
-    def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[Connection]:
-        """Connections to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
+    def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
+        """Writers to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
         used = {peer.info.incarnation for peer in in_use if peer is not None}
-        idle: list[Connection] = []
+        idle: list[DecodeWriter] = []
         for incarnation, peer in list(self.table.items()):
             rank = peer.info.engine_rank
             if incarnation in used or not self._view.is_lost(rank, incarnation):
                 continue
-            if peer.connection is not None:
-                idle.append(peer.connection)
-                peer.connection = None
+            if peer.writer is not None:
+                idle.append(peer.writer)
+                peer.writer = None
             if self._view.is_replaced(rank, incarnation):
                 del self.table[incarnation]
         return idle
+
+    def _open(self, info: KVArgsRegisterInfo) -> DecodeWriter:
+        """Connect all our ranks to those of a D. Raises TransferFailed."""
+        parts = self._parts
+
+        def open_own() -> ShardWriter:
+            return open_shards(info, self._config.layout, MAIN_RANK, parts.memory, parts.transports)
+
+        return open_own() if parts.fan_out is None else parts.fan_out.open(info, open_own)
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:
@@ -124,31 +128,16 @@ def check_return_address(info: KVArgsRegisterInfo) -> None:
 
 
 def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: PagedMemory) -> RankMemory:
-    """The memory of the rank that this process writes to. Raises IncompatibleLayout or BadFrame."""
+    """The memory of D's main rank. Raises IncompatibleLayout or BadFrame."""
     if info.protocol_version != PROTOCOL_VERSION:
         raise IncompatibleLayout(f"protocol version {info.protocol_version} there, {PROTOCOL_VERSION} here")
     check_compatible(layout, info.layout)
-    if len(info.ranks) != layout.tp_size or {rank.tp_rank for rank in info.ranks} != set(range(layout.tp_size)):
-        raise BadFrame(f"{len(info.ranks)} ranks of memory for tp_size {layout.tp_size}")
+    tp_size = info.layout.tp_size
+    if len(info.ranks) != tp_size or {rank.tp_rank for rank in info.ranks} != set(range(tp_size)):
+        raise BadFrame(f"{len(info.ranks)} ranks of memory for tp_size {tp_size}")
+    page_bytes = page_bytes_of(info.layout, layout, memory.page_bytes)
     for rank in info.ranks:
-        check_rank_memory(rank, memory, layout.tp_size)
-    return next(rank for rank in info.ranks if rank.tp_rank == TP_RANK)
-
-
-def open_connection(memory: RankMemory, transports: Sequence[Transport]) -> Connection:
-    """Connect by the first own transport (they are in order of preference) that the peer offers and that works."""
-    reasons: list[str] = []
-    for transport in transports:
-        for session in memory.sessions:
-            if session.transport != transport.name:
-                continue
-            if not transport.can_reach(session):
-                reasons.append(f"{transport.name} cannot reach {session.session_id}")
-                continue
-            try:
-                return Connection(transport, transport.connect(memory, session))
-            except ChituError as error:
-                reasons.append(f"{transport.name}: {error.message}")
-    offered = ", ".join(session.transport for session in memory.sessions) or "none"
-    mine = ", ".join(transport.name for transport in transports) or "none"
-    raise TransferFailed(f"no common transport (offered: {offered}; mine: {mine}) {'; '.join(reasons)}".rstrip())
+        check_rank_memory(rank, memory, tp_size, page_bytes)
+    if len({rank.num_pages for rank in info.ranks}) > 1:
+        raise BadFrame(f"the ranks have {sorted({rank.num_pages for rank in info.ranks})} pages, not as many each")
+    return next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)

@@ -45,7 +45,8 @@ class SendRoom:
     is_aux_written: bool = False
     units_left: int = 0
     """Layer pages that have not landed yet; known from the announcement on."""
-    bytes_moved: int = 0
+    bytes_per_rank: tuple[int, ...] = ()
+    """Moved by each of our TP ranks."""
     is_kv_logged: bool = False
     is_in_flight: bool = False
     """A transfer thread is inside a transport call for this room."""
@@ -133,7 +134,7 @@ class SendRooms:
         self.table.apply(room, SenderEvent.LANDED)
         entry.data.landed_s = self._clock.monotonic()
         entry.deadline_s = entry.data.landed_s + self._deadlines.transfer_s
-        self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=entry.data.bytes_moved)
+        self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=sum(entry.data.bytes_per_rank))
         self._send_status(room, entry)
 
     def release_if_settled(self, room: bytes) -> None:
@@ -252,7 +253,7 @@ class SendRooms:
         info = record.peer.info
         if entry.state is SenderState.SUCCEEDED:
             status = TransferStatus(
-                self._incarnation, KVPoll.Success, bytes_per_rank=(record.bytes_moved,), times=record.times
+                self._incarnation, KVPoll.Success, bytes_per_rank=record.bytes_per_rank, times=record.times
             )
         else:
             assert record.error is not None

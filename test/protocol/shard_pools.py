@@ -1,0 +1,84 @@
+"""Made-up pools of the TP ranks of a P or a D: KV heads cut as everywhere, in numpy, with known contents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from chitu.config.tensor_parallel import kv_heads_of
+from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
+from chitu.kv_transfer.layout import rank_memory
+from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout
+
+NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 4, 2, 12
+HEAD_BYTES = PAGE_SIZE * HEAD_DIM * 4
+AUX_ROW_BYTES, NUM_AUX = 64 + 64, 2
+EMPTY = -1
+
+
+def layout_of(num_kv_heads: int, tp_size: int) -> KVLayout:
+    return KVLayout("m", NUM_LAYERS, num_kv_heads, HEAD_DIM, PAGE_SIZE, "float32", 16, tp_size)
+
+
+class RankPool:
+    """`PagedMemory` of one rank; `kv`: int32 `[2 * layers, pages, heads, elements of a head]`."""
+
+    def __init__(self, layout: KVLayout, tp_rank: int) -> None:
+        self.heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
+        self.page_bytes = HEAD_BYTES * len(self.heads)
+        self.num_pages = NUM_PAGES
+        self.aux_row_bytes = AUX_ROW_BYTES
+        self.num_aux_slots = 0 if tp_rank else NUM_AUX
+        region_bytes = NUM_PAGES * self.page_bytes
+        aux_at = 2 * NUM_LAYERS * region_bytes
+        self.arena = np.full(aux_at + self.num_aux_slots * AUX_ROW_BYTES, 0xFF, dtype=np.uint8)
+        self.arena_base, self.arena_bytes = int(self.arena.ctypes.data), self.arena.nbytes
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
+        self.aux_base = self.arena_base + aux_at
+        shape = (2 * NUM_LAYERS, NUM_PAGES, len(self.heads), PAGE_SIZE * HEAD_DIM)
+        self.kv = self.arena[:aux_at].view(np.int32).reshape(shape)
+        self.rows = self.arena[aux_at:].reshape(self.num_aux_slots, AUX_ROW_BYTES)
+
+    def fill(self) -> None:
+        """What the model would compute: a function of region, page, head and element."""
+        for region in range(2 * NUM_LAYERS):
+            for page in range(NUM_PAGES):
+                self.kv[region, page] = [expected(region, page, head) for head in self.heads]
+
+
+def expected(region: int, page: int, head: int) -> np.ndarray:
+    return ((region * NUM_PAGES + page) * 64 + head) * 64 + np.arange(PAGE_SIZE * HEAD_DIM, dtype=np.int32)
+
+
+class Ranks:
+    """The ranks of one instance: a pool and a transport each."""
+
+    def __init__(self, fabric: FakeFabric, name: str, layout: KVLayout) -> None:
+        self.layout = layout
+        self.pools = [RankPool(layout, rank) for rank in range(layout.tp_size)]
+        self.transports = [FakeTransport(fabric, f"{name}.{rank}") for rank in range(layout.tp_size)]
+        for pool, transport in zip(self.pools, self.transports, strict=True):
+            transport.register(pool.arena_base, pool.arena_bytes)
+
+    def registration(self, incarnation: int = 7) -> KVArgsRegisterInfo:
+        """As P gets it, after a trip over the wire."""
+        ranks = tuple(
+            rank_memory(pool, rank, [transport.local_session()])
+            for rank, (pool, transport) in enumerate(zip(self.pools, self.transports, strict=True))
+        )
+        info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, incarnation, "h", 1, self.layout, ranks)
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=KVArgsRegisterInfo)
+
+    def check(self, dst_pages: Sequence[int], src_pages: Sequence[int], layers: range) -> None:
+        """Exactly these pages of these layers hold what P had; nothing else was touched."""
+        came_from = dict(zip(dst_pages, src_pages, strict=True))
+        for pool in self.pools:
+            for region in range(2 * NUM_LAYERS):
+                for page in range(NUM_PAGES):
+                    found = pool.kv[region, page]
+                    if page in came_from and region // 2 in layers:
+                        assert (found == [expected(region, came_from[page], head) for head in pool.heads]).all()
+                    else:
+                        assert (found == EMPTY).all()

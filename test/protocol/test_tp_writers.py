@@ -1,0 +1,155 @@
+"""The main rank of P and its followers write together: real lanes between them, faults of the fake transport."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from shard_pools import Ranks, layout_of
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
+from chitu.kv_transfer.fan_out import FannedWriter, FanOut
+from chitu.kv_transfer.shard_follower import ShardFollower
+from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards
+from chitu.kv_transfer.transport import WriteError
+
+MOVE = PageMove(0, 2, [3, 1, 2], [8, 9, 4])
+
+
+def thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)
+
+
+class Instances:
+    """A P of `src_size` ranks, its followers served by threads, and a D of `dst_size`; 4 KV heads."""
+
+    def __init__(self, src_size: int, dst_size: int) -> None:
+        self.fabric = FakeFabric()
+        self.p = Ranks(self.fabric, "p", layout_of(4, src_size))
+        self.d = Ranks(self.fabric, "d", layout_of(4, dst_size))
+        for pool in self.p.pools:
+            pool.fill()
+        self.fan_out = FanOut(src_size - 1, transfer_threads=2)
+        self.followers = [
+            ShardFollower(self.p.layout, rank, self.p.pools[rank], [self.p.transports[rank]], self.fan_out.base, 3)
+            for rank in range(1, src_size)
+        ]
+        for follower in self.followers:
+            follower.start(thread)
+
+    def open(self, incarnation: int = 7) -> FannedWriter:
+        info = self.d.registration(incarnation)
+
+        def own() -> ShardWriter:
+            return open_shards(info, self.p.layout, 0, self.p.pools[0], self.p.transports[:1])
+
+        return self.fan_out.open(info, own)
+
+    def close(self) -> None:
+        self.fan_out.close()
+        for follower in self.followers:
+            follower.close()
+
+
+@pytest.fixture(params=[(2, 1), (2, 2), (2, 4), (4, 2), (8, 4), (4, 8)], ids=lambda sizes: f"{sizes[0]}to{sizes[1]}")
+def instances(request: pytest.FixtureRequest) -> Iterator[Instances]:
+    made = Instances(*request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Instances]:
+    made = Instances(2, 2)
+    yield made
+    made.close()
+
+
+def test_all_ranks_write_their_heads_and_count_their_bytes(instances: Instances) -> None:
+    writer = instances.open()
+    moved = writer.write_pages([MOVE], 5.0)
+    instances.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+    layout = instances.d.layout
+    assert len(moved) == instances.p.layout.tp_size
+    assert sum(moved) == 3 * 4 * instances.d.pools[0].page_bytes * layout.tp_size
+    assert writer.settle(1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", [FaultKind.DROP, FaultKind.LATE])
+def test_a_failed_write_of_any_rank_fails_the_write_with_its_meaning(
+    pair: Instances, rank: int, kind: FaultKind
+) -> None:
+    writer = pair.open()
+    pair.fabric.inject(Fault(kind, to=f"d.{rank}"))
+    with pytest.raises(WriteError, match=("TP rank 1: " if rank else "") + f"fake: the write to d.{rank}") as caught:
+        writer.write_pages([MOVE], 5.0)
+    assert caught.value.settled == (kind is FaultKind.DROP)
+    assert writer.settle(1.0) == caught.value.settled
+    pair.fabric.release_late_writes()
+    assert writer.settle(1.0)
+    writer.write_pages([MOVE], 5.0)
+    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+
+
+def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
+    pair: Instances,
+) -> None:
+    pair.fan_out.answer_grace_s = 0.05
+    writer = pair.open()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(peer: str, _copies: object) -> None:
+        if peer == "d.1":
+            begun.set()
+            assert go_on.wait(10)
+
+    pair.fabric.on_write = hold
+    with pytest.raises(WriteError, match="TP rank 1 did not answer") as caught:
+        writer.write_pages([MOVE], 0.05)
+    assert begun.is_set() and not caught.value.settled
+    with pytest.raises(TransferFailed, match="TP rank 1 did not answer"):
+        writer.settle(0.05)  # it stands behind the write in the follower's lane
+    go_on.set()
+    assert writer.settle(5.0), "late answers are dropped, not taken for this one"
+    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+
+
+def test_peers_in_different_lanes_do_not_wait_for_each_other(pair: Instances) -> None:
+    slow, fast = pair.open(7), pair.open(8)
+    begun, go_on = threading.Event(), threading.Event()
+    calls = itertools.count()
+
+    def hold_the_first(peer: str, _copies: object) -> None:
+        if peer == "d.1" and next(calls) == 0:
+            begun.set()
+            assert go_on.wait(10)
+
+    pair.fabric.on_write = hold_the_first
+    moved: list[tuple[int, ...]] = []
+    held = thread("held", lambda: moved.append(slow.write_pages([MOVE], 10.0)))
+    held.start()
+    assert begun.wait(10)
+    assert fast.write_pages([MOVE], 5.0) == fast.write_pages([MOVE], 5.0)
+    assert not moved
+    go_on.set()
+    held.join(10)
+    assert len(moved) == 1
+
+
+def test_a_rank_that_cannot_reach_d_refuses_it_and_says_which(pair: Instances) -> None:
+    pair.fabric.kill("d.1")
+    with pytest.raises(TransferFailed, match=r"TP rank 1: no common transport .* d\.1 cannot be reached"):
+        pair.open()
+
+
+def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -> None:
+    writer = pair.open()
+    writer.close()
+    with pytest.raises(WriteError, match="TP rank 1 has no connection") as caught:
+        writer.write_pages([MOVE], 5.0)
+    assert caught.value.settled
+    assert len(pair.open().write_pages([MOVE], 5.0)) == 2
