@@ -12,7 +12,7 @@ import { showHeader, showTotals } from "./totals.js";
 const EXAMPLE_MODEL = "chitu-tiny";
 const KEY_STORE = "chitu.api-key";
 const KEY_PAUSE_MS = 400;
-const POINT_HINT = "Point at an instance to see more of it.";
+const POINT_HINT = "Point at an instance, or tab to it, to see more of it.";
 
 const byId = (id) => document.getElementById(id);
 

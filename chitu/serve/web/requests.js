@@ -1,7 +1,7 @@
 /* The table of the latest requests, newest first. Fed by main.js; rows are kept and changed in place. */
 
 import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
-import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText } from "./stages.js";
+import { WORDS, drawStageBar, isRunning, newStageBar, stagesOf, stagesText } from "./stages.js";
 import { setText } from "./svg.js";
 
 const ROWS = 12;
@@ -88,9 +88,11 @@ class Row {
     const text = stagesText(parts);
     this.#cells.time.title = text;
     this.parts.setAttribute("aria-label", `${request.state}: ${text}`);
-    const words = parts.map(({ name, seconds }) => {
+    const shown = parts.map(({ name, seconds }) => {
       const part = document.createElement("span");
       part.className = `part ${name}`;
+      // The style sheet says the word where there is room for it.
+      part.dataset.word = WORDS[name] ?? name;
       part.textContent = name === "waiting" ? "no token yet" : span(seconds);
       return part;
     });
@@ -98,8 +100,8 @@ class Row {
       const word = document.createElement("b");
       word.className = "outcome";
       word.textContent = request.error || request.state;
-      words.push(word);
+      shown.push(word);
     }
-    this.parts.replaceChildren(...words);
+    this.parts.replaceChildren(...shown);
   }
 }

@@ -36,7 +36,8 @@ export function stagesOf(request, nowS) {
   ];
 }
 
-const WORDS = { first: "to first token", waiting: "no token yet" };
+/** What the router saw has other names than what the instances measured. */
+export const WORDS = { first: "to first token", waiting: "since the start" };
 
 /** "queue 1 ms · prefill 210 ms · transfer 14 ms · decode 640 ms" */
 export function stagesText(parts) {
