@@ -45,6 +45,10 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[_Model, ...]
 
 
+class _Draining(msgspec.Struct, frozen=True):
+    incarnation: str
+
+
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
@@ -79,6 +83,10 @@ class RouterClient:
     def cluster(self) -> ClusterSnapshot:
         return self._get("/cluster", ClusterSnapshot)
 
+    def drain(self, instance: str, force: bool) -> str:
+        """Have an instance finish and leave; which incarnation does. UnknownInstance; LastInstance without `force`."""
+        return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
+
     def stream(self, path: str, body: Mapping[str, Any], on_text: Callable[[str], None]) -> Answer:
         """POST a generation request with `stream: true` and hand out its text as it comes.
 
@@ -110,11 +118,14 @@ class RouterClient:
                     yield text
 
     def _get(self, path: str, kind: type[T]) -> T:
-        with self._reply("GET", path, REPLY_TIMEOUT_S, uuid.uuid4().hex, None) as reply:
+        return self._ask("GET", path, kind, None)
+
+    def _ask(self, method: str, path: str, kind: type[T], body: Mapping[str, Any] | None) -> T:
+        with self._reply(method, path, REPLY_TIMEOUT_S, uuid.uuid4().hex, body) as reply:
             with self._named_errors():
-                body = reply.read()
+                answer = reply.read()
             try:
-                return msgspec.json.decode(body, type=kind)
+                return msgspec.json.decode(answer, type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise Internal(f"{self.url}{path} is not that of this version of chitu: {error}") from error
 

@@ -115,9 +115,9 @@ def cluster_rows(snapshot: ClusterSnapshot) -> list[tuple[str, ...]]:
     rows = []
     for instance in snapshot.instances:
         row = [instance.name, instance.status, instance.host]
-        load = instance.load
+        load = _told_load(instance)
         if load is None:
-            row += ["", "", "", "", "", "", ""]
+            row += [str(instance.pid or ""), "", "", "", "", "", ""]
         else:
             row += [str(instance.pid), str(load.waiting), str(load.transferring), str(load.running)]
             row += [_pages_text(load), str(load.tokens), byte_text(load.bytes_moved)]
@@ -127,7 +127,7 @@ def cluster_rows(snapshot: ClusterSnapshot) -> list[tuple[str, ...]]:
 
 def _instance_text(instance: InstanceSnapshot) -> str:
     text = f"{instance.name} {instance.status}"
-    load = instance.load
+    load = _told_load(instance)
     if load is None:
         return text
     counts = (
@@ -138,6 +138,11 @@ def _instance_text(instance: InstanceSnapshot) -> str:
     )
     busy = " ".join(f"{count} {name}" for name, count in counts if count)
     return f"{text} {busy or 'idle'} {_pages_text(load)} pages"
+
+
+def _told_load(instance: InstanceSnapshot) -> LoadReport | None:
+    """None until the first heartbeat of an instance that joined."""
+    return instance.load if instance.load is not None and instance.load.pages_total else None
 
 
 def _pages_text(load: LoadReport) -> str:

@@ -45,6 +45,8 @@ def cluster(model: Path) -> Iterator[LocalCluster]:
     settings.append(f"dp_config.router.api_keys=[{KEY}]")
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
         cluster.wait_ready()
+        client = RouterClient(cluster.url, KEY)
+        wait_until(lambda: all(i.load and i.load.pages_total for i in client.cluster().instances), 10, client.cluster)
         yield cluster
 
 

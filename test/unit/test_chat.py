@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -196,6 +197,13 @@ def test_the_cluster_fits_a_line_and_a_table() -> None:
         ("D1", "down", ""),
     ]
     assert (rows[0]["tokens"], rows[0]["moved"]) == ("2024", "2.4 MiB")
+
+
+def test_an_instance_that_has_just_joined_shows_no_load_yet() -> None:
+    joined = InstanceSnapshot("P0", "prefill", "up", "127.0.0.1", 11, "1", LoadReport())
+    fresh = msgspec.structs.replace(snapshot(), instances=(joined,))
+    assert cluster_line(fresh) == "P0 up"
+    assert cluster_rows(fresh) == [("P0", "up", "127.0.0.1", "11", *[""] * 6)]
 
 
 @pytest.mark.parametrize(
