@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
@@ -7,6 +7,7 @@ configuration is one sentence on stderr and exit code 2; any other known failure
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "transfer": "transports against memcpy",
     "scheduler": "scheduler and messaging time per step, fake executor",
     "router": "CPU per request and streamed tokens/s of the router, fake workers",
+    "routing": "routing decisions/s with 5 to 1000 instances, and the time from a join to its first request",
     "ttft": "time to first token, 1P1D over unified",
     "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }
@@ -72,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
     command.set_defaults(run=_chat)
+
+    command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
+    command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", metavar="KEY", help="over CHITU_API_KEY, where the router asks for one")
+    command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
+    command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
+    command.set_defaults(run=_drain)
 
     command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
     _add_topology(command)
@@ -164,6 +174,16 @@ def _chat(arguments: argparse.Namespace) -> int:
             question=" ".join(arguments.question) if arguments.question else None,
         )
     )
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from chitu.chat.client import RouterClient
+    from chitu.launch.drain import drain
+
+    client = RouterClient(arguments.url, arguments.api_key or api_key())
+    say = functools.partial(print, flush=True)
+    drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

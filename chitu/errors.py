@@ -6,6 +6,7 @@ ChituError
 |   `-- MissingDependency
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
+|   `-- UnknownInstance  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  BootstrapTimeout
@@ -75,6 +76,20 @@ class PayloadTooLarge(RequestError):
 class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
+
+
+class UnknownInstance(RequestError):
+    """Of an admin route: the cluster has no such instance."""
+
+    code = "unknown_instance"
+    http_status = 404
+
+
+class LastInstance(RequestError):
+    """Of an admin route: without that instance nothing could be served."""
+
+    code = "last_instance"
+    http_status = 409
 
 
 class ServiceError(ChituError):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from chitu.clock import Clock
@@ -62,6 +63,8 @@ class CommCallbacks:
     """A router with another incarnation speaks: the requests of the old one are nobody's."""
     on_refused: Callable[[ConfigError], None]
     """The router will never take this instance."""
+    on_drain: Callable[[], None]
+    """The router sends nothing new: finish what runs and leave. Called once."""
 
 
 class CommLoop:
@@ -134,7 +137,7 @@ class CommLoop:
             now_s = self._clock.monotonic()
             if not self._joined and now_s >= self._next_join_s and not self._stopping:
                 self._next_join_s = now_s + join_interval_s
-                self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
+                self._coordination.send(encode(Join(PROTOCOL_VERSION, self._instance)), zmq.NOBLOCK)
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -204,6 +207,15 @@ class CommLoop:
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == self._instance.incarnation:
                 name = instance_name(self._role, self._instance.engine_rank)
                 callbacks.on_refused(ConfigError(f"the router refused {name}: {reply.message} ({reply.code})"))
+            elif isinstance(reply, Drain) and reply.incarnation == self._instance.incarnation:
+                self._start_draining(callbacks)
+
+    def _start_draining(self, callbacks: CommCallbacks) -> None:
+        assert self._instance is not None
+        if not self._instance.draining:
+            # A router that starts anew meanwhile learns it from the Join.
+            self._instance = msgspec.structs.replace(self._instance, draining=True)
+            callbacks.on_drain()
 
     def _drain_views(self, kv: CommSide | None, callbacks: CommCallbacks) -> None:
         view: ClusterView | None = None
@@ -217,7 +229,10 @@ class CommLoop:
             return
         assert self._instance is not None
         incarnation = self._instance.incarnation
-        self._joined = any(member.incarnation == incarnation for member in view.instances)
+        own = next((member for member in view.instances if member.incarnation == incarnation), None)
+        self._joined = own is not None
+        if own is not None and own.draining:
+            self._start_draining(callbacks)
         if view.router_incarnation != self._router_incarnation:
             if self._router_incarnation:
                 logger.warning("a new router took over")

@@ -95,10 +95,8 @@ class PDCoordination:
             return None
         if isinstance(message, Leave):
             self._remove(member, f"it left ({message.reason})" if message.reason else "it left")
-        elif not member.info.draining:
-            member.info = msgspec.structs.replace(member.info, draining=True)
-            log.info("%s drains", _name(member.info))
-            self._publish()
+        else:
+            self._drain(member)
         return None
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> bool:
@@ -127,13 +125,24 @@ class PDCoordination:
         """The last report of each member."""
         return {key: member.load for key, member in self._members.items()}
 
-    def identity_of(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
+    def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
+        """From now on an instance gets no new requests, and reads in the view that it shall finish and leave. Its
+        connection and record; None where it is not a member. Idempotent."""
         member = self._members.get((role, engine_rank))
-        return (member.identity, member.info) if member is not None else None
+        if member is None:
+            return None
+        self._drain(member)
+        return member.identity, member.info
 
     def _live(self, role: Role, engine_rank: int, incarnation: int) -> _Member | None:
         member = self._members.get((role, engine_rank))
         return member if member is not None and member.info.incarnation == incarnation else None
+
+    def _drain(self, member: _Member) -> None:
+        if not member.info.draining:
+            member.info = msgspec.structs.replace(member.info, draining=True)
+            log.info("%s drains", _name(member.info))
+            self._publish()
 
     def _join(self, join: Join, identity: bytes) -> None:
         if join.protocol_version != PROTOCOL_VERSION:
@@ -235,8 +244,11 @@ class CoordinationPorts:
         self._pub.send(encode(view), zmq.NOBLOCK)
 
     def request_drain(self, role: Role, engine_rank: int) -> bool:
-        """Ask an instance to finish what it runs and take nothing new. False where it is not a member."""
-        found = self._core.identity_of(role, engine_rank) if self._core else None
+        """Send an instance nothing new, and ask it to finish what it runs and leave. False where it is not a member.
+
+        The message is only faster than the view, which says the same until the instance has left.
+        """
+        found = self._core.drain(role, engine_rank) if self._core else None
         if found is None:
             return False
         identity, info = found

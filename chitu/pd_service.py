@@ -9,6 +9,7 @@ so no request comes before it can be served.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it looks at its queue deadlines."""
+QUIET_S = 1.0
+"""A drained instance leaves after so long without work: by then no request is on its way from the router."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,8 @@ class PDSchedulerService:
         self._stats_port = router.stats_port
         self._wake = engine.wake
         self._stop = threading.Event()
+        """`run` goes on to its end: after a signal, a refusal, or a drain."""
+        self._signalled = threading.Event()
         self._skip_drain = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
@@ -162,26 +167,37 @@ class PDSchedulerService:
         return self._exit_code
 
     def stop(self) -> None:
-        """Drain, then end. Safe in a signal handler; the second call ends without draining."""
-        if self._stop.is_set():
+        """Drain for `drain_s`, then end. Safe in a signal handler; the second call ends without draining."""
+        if self._signalled.is_set():
             self._skip_drain.set()
+        self._signalled.set()
         self._stop.set()
 
     def _finish_running(self) -> None:
-        """Take nothing new, and give what runs `drain_s` to end."""
-        if self._scheduler.is_idle or self._exit_code:
+        """Take nothing new and finish what runs: after a signal within `drain_s`, where an operator drains the instance
+        however long it takes (each request has its own deadlines)."""
+        if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining")
         identity = self._identity
         self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
         clock = RealClock()
-        end_s = clock.monotonic() + self._deadlines.drain_s
-        while not self._scheduler.is_idle and clock.monotonic() < end_s and not self._skip_drain.wait(0.02):
-            pass
+        now_s = busy_s = clock.monotonic()
+        end_s = math.inf
+        while now_s < end_s and not self._skip_drain.wait(0.02):
+            now_s = clock.monotonic()
+            is_signalled = self._signalled.is_set()
+            if is_signalled:
+                end_s = min(end_s, now_s + self._deadlines.drain_s)
+            if not self._scheduler.is_idle:
+                busy_s = now_s
+            elif is_signalled or now_s - busy_s >= QUIET_S:
+                return
 
     def _leave(self) -> None:
         identity = self._identity
-        self._comm.send_coordination(Leave(identity.role, identity.engine_rank, identity.incarnation, "stopped"))
+        reason = "stopped" if self._signalled.is_set() else "drained"
+        self._comm.send_coordination(Leave(identity.role, identity.engine_rank, identity.incarnation, reason))
         self._comm.stop()
         self._bootstrap_wake.wake()
 
@@ -212,7 +228,9 @@ class PDSchedulerService:
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def _comm_loop(self) -> None:
-        callbacks = CommCallbacks(self._on_request, self._on_view, self._on_new_router, self._on_refused)
+        callbacks = CommCallbacks(
+            self._on_request, self._on_view, self._on_new_router, self._on_refused, on_drain=self._stop.set
+        )
         kv = self._engine.kv.comm_side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s)
 

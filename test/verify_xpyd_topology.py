@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -36,6 +35,7 @@ from rich.table import Table
 
 from chitu.chat.answer import EventParser
 from chitu.chat.client import RouterClient
+from chitu.config.load import api_key
 from chitu.errors import ChituError
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.messages import KVLayout
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stream", action="store_true", help="ask for streams of tokens")
     parser.add_argument("--rounds", type=int, default=12, help="prompts at most, until every pair was hit")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")
-    parser.add_argument("--api-key", default=os.environ.get("CHITU_API_KEY"), help="or CHITU_API_KEY")
+    parser.add_argument("--api-key", default=api_key(), help="over CHITU_API_KEY")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
     if min(args.concurrency, args.max_tokens, args.rounds) < 1:

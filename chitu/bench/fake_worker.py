@@ -94,6 +94,7 @@ class _Instance:
     running: dict[bytes, _Running] = field(default_factory=dict)
     next_join_s: float = 0.0
     joined: bool = False
+    draining: bool = False
     steps: int = 0
     tokens: int = 0
 
@@ -145,9 +146,12 @@ class FakeWorker:
                     if instance.running:
                         self._step(instance)
         for instance in self._instances:
-            info = instance.info
-            instance.coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, "told to end")))
+            self._leave(instance, "told to end")
         self._context.destroy(linger=200)
+
+    def _leave(self, instance: _Instance, reason: str) -> None:
+        info = instance.info
+        instance.coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, reason)))
 
     def _make(self, name: str) -> _Instance:
         role, rank = ROLE_OF_LETTER[name[0].upper()], int(name[1:])
@@ -163,6 +167,9 @@ class FakeWorker:
         return _Instance(info, requests, connect(self._context, zmq.DEALER, options.host, options.coordination_port))
 
     def _beat(self, now_s: float) -> None:
+        for instance in [i for i in self._instances if i.draining and not i.running]:
+            self._instances.remove(instance)
+            self._leave(instance, "drained")
         for instance in self._instances:
             info = instance.info
             if not instance.joined:
@@ -183,6 +190,7 @@ class FakeWorker:
                 if isinstance(reply, JoinReply) and reply.code:
                     print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
                 elif isinstance(reply, Drain):
+                    instance.draining = True
                     instance.coordination.send(encode(reply))
 
     def _drain_views(self) -> None:

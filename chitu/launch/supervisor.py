@@ -47,6 +47,11 @@ class Member:
     exit_code: int | None = None
     """Of the last incarnation, once its death was noticed."""
 
+    @property
+    def has_left(self) -> bool:
+        """An instance that served and ended with 0: it was drained or told to end, and stays out."""
+        return self.child is None and self.name != ROUTER and self.was_ready and self.exit_code == 0
+
 
 class Supervisor:
     """`spec_of` is asked for the command at every start of a process; a router must write `ready_file`."""
@@ -110,11 +115,14 @@ class Supervisor:
         return read_ready_file(self.ready_file)
 
     def dead(self) -> list[Member]:
-        """Those that ended and will not be started again."""
+        """Those that ended, though nobody told them to, and will not be started again."""
         return [
             member
             for member in self.members.values()
-            if member.child is None and member.restart_at_s is None and member.exit_code is not None
+            if member.child is None
+            and member.restart_at_s is None
+            and member.exit_code is not None
+            and not member.has_left
         ]
 
     def stop(self, drain_s: float) -> dict[str, int | None]:
@@ -180,6 +188,9 @@ class Supervisor:
         member.child = None
         member.exit_code = code
         member.progress = Progress("dead")
+        if member.has_left:
+            self._on_event(f"{member.name} has left: it was drained or told to end, and is not started again")
+            return
         reason = child.worker_exit() or describe_exit(code)
         life_s = now_s - child.started_s
         lines = "".join(f"\n    {line}" for line in child.tail())

@@ -37,6 +37,7 @@ from chitu.net.sockets import bind
 from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.routing import InstanceKey, make_selector
+from chitu.serve.admin_routes import add_admin_routes
 from chitu.serve.app import RouterApp
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cold_routes import make_cold_app
@@ -96,6 +97,7 @@ class RouterProcess:
             topology, model, self.router, self.coordination, self._clock, chitu.__version__
         )
         cold = make_cold_app(model, self.router, self.coordination, self._snapshots, chitu.__version__)
+        add_admin_routes(cold, self.coordination, self._ports.request_drain)
         app = RouterApp(hot, cold, config.api_keys)
         self._http = HTTPServer(app, listen(config.host, config.port, "dp_config.router.port"))
         self._bootstrap_http = HTTPServer(

@@ -14,6 +14,7 @@ from chitu.errors import ConfigError
 from chitu.messages import (
     CancelRequest,
     ClusterView,
+    Drain,
     InstanceInfo,
     Join,
     JoinReply,
@@ -50,7 +51,10 @@ class Router:
         self.info = InstanceInfo(
             Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
         )
-        callbacks = CommCallbacks(self._on_request, self._on_view, self._on_new_router, self._on_refused)
+        self.drains = 0
+        callbacks = CommCallbacks(
+            self._on_request, self._on_view, self._on_new_router, self._on_refused, self._on_drain
+        )
         self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, 0.05))
         self.thread.start()
 
@@ -70,6 +74,10 @@ class Router:
         self.refusals.append(error)
         self.happened.wake()
 
+    def _on_drain(self) -> None:
+        self.drains += 1
+        self.happened.wake()
+
     def joins(self, count: int) -> bytes:
         """Take so many joins; returns the identity that they came from."""
         identity = b""
@@ -79,11 +87,12 @@ class Router:
             assert coordination_codec.decode(frame) == Join(1, self.info)
         return identity
 
-    def publish(self, router_incarnation: int, version: int) -> None:
+    def publish(self, router_incarnation: int, version: int, draining: bool = False) -> None:
         """Repeat a view until the loop has it: a SUB that has just connected misses messages."""
         before = len(self.views)
         for _ in range(200):
-            self.view.send(encode(ClusterView(router_incarnation, version, (self.info,))))
+            info = msgspec.structs.replace(self.info, draining=draining)
+            self.view.send(encode(ClusterView(router_incarnation, version, (info,))))
             self.happened.wait(0.05)
             if len(self.views) > before:
                 return
@@ -125,6 +134,30 @@ def test_a_refused_join_is_an_error_that_names_the_instance(router: Router) -> N
     router.coordination.send_multipart((identity, encode(reply)))
     router.happened.wait(5)
     assert [e.message for e in router.refusals] == ["the router refused D0: page_size: 16 != 32 (incompatible_layout)"]
+
+
+def test_a_drain_is_told_once_whether_it_comes_as_a_message_or_in_the_view(router: Router) -> None:
+    identity = router.joins(1)
+    for incarnation in (1, router.info.incarnation):  # the first is meant for an older process
+        router.coordination.send_multipart((identity, encode(Drain(Role.DECODE, 0, incarnation))))
+    router.happened.wait(5)
+    router.publish(1, 1, draining=True)
+    assert router.drains == 1
+
+
+def test_a_drain_in_the_view_alone_is_enough_and_a_new_router_learns_it_from_the_join(router: Router) -> None:
+    router.publish(1, 1, draining=True)
+    assert router.drains == 1
+    other = ClusterView(2, 1, ())
+    deadline = RealClock().monotonic() + 10
+    while RealClock().monotonic() < deadline:
+        router.view.send(encode(other))
+        if router.coordination.poll(50):
+            frame = router.coordination.recv_multipart()[1]
+            join = coordination_codec.decode(frame)
+            if isinstance(join, Join) and join.instance.draining:
+                return
+    raise AssertionError("no join said that it drains")
 
 
 def test_garbage_is_counted_and_the_next_request_is_served(router: Router) -> None:

@@ -1,0 +1,38 @@
+"""`chitu drain D1`: ask the router to drain an instance, and say when it has left. Blocking; in the caller's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from chitu.chat.client import RouterClient
+from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
+
+POLL_S = 0.2
+
+
+def drain(client: RouterClient, name: str, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
+    """Returns once the instance has left the cluster (`wait`), or once the router sends it nothing new.
+
+    Its drain goes on where the wait is broken off. UnknownInstance, LastInstance (without `force`), and what
+    `RouterClient` raises.
+    """
+    name = name.upper()
+    incarnation = client.drain(name, force)
+    say(f"{name} drains: it gets no new requests, finishes what runs, and leaves")
+    shown = -1
+    while wait:
+        instance = _find(client.cluster(), name)
+        if instance is None or instance.incarnation != incarnation:
+            say(f"{name} has left; its process has ended or is about to, with exit code 0")
+            return
+        load = instance.load
+        left = load.waiting + load.transferring + load.running + load.retracted if load is not None else 0
+        if left != shown:
+            shown = left
+            say(f"{name}: {left} requests left")
+        time.sleep(POLL_S)
+
+
+def _find(snapshot: ClusterSnapshot, name: str) -> InstanceSnapshot | None:
+    return next((instance for instance in snapshot.instances if instance.name == name), None)
