@@ -5,10 +5,11 @@ const NARROW_SPACE = "\u202f";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** 1234567 -> "1 234 567" */
+/** 1234567 -> "1 234 567"; four digits stay together. */
 export function count(value) {
   if (!isNumber(value)) return UNKNOWN;
-  return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, NARROW_SPACE);
+  const digits = String(Math.round(value));
+  return digits.length < 5 ? digits : digits.replace(/\B(?=(\d{3})+$)/g, NARROW_SPACE);
 }
 
 /** The same in at most five characters: 12345 -> "12.3k", with up to `digits` digits before that begins. */
