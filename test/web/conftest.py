@@ -1,0 +1,87 @@
+"""One cluster of 2P3D for all tests of the web page, one browser a module, one fresh context a page.
+
+The browser is per module, not per session: while playwright runs, its event loop owns the main thread, and other
+tests want to use `asyncio.run` there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_page import PATIENCE_MS, ChatPage
+from headless import NoBrowser, headless_browser
+from playwright.sync_api import Browser, expect
+
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+OpenPage = Callable[..., ChatPage]
+
+PD = "dp_config.router.pd_disaggregation"
+LOCAL_PORTS = [
+    *(f"dp_config.router.{name}=0" for name in ("stats_port", "token_port")),
+    *(f"{PD}.{name}=0" for name in ("coordination_port", "metadata_sync_port", "bootstrap_port")),
+    *(f"dp_config.router.prefill_schedulers.{rank}.port=0" for rank in range(2)),
+    *(f"dp_config.router.decode_schedulers.{rank}.port=0" for rank in range(3)),
+]
+"""Any free port, so that several runs do not meet."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Skips where there is none; in CI that is a failure, for a run that skips everything proves nothing."""
+    expect.set_options(timeout=PATIENCE_MS)
+    with ExitStack() as stack:
+        try:
+            browser = stack.enter_context(headless_browser())
+        except NoBrowser as error:
+            if os.environ.get("CI", "").lower() in ("1", "true"):
+                pytest.fail(str(error))
+            pytest.skip(str(error))
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It hardly ever ends an answer by itself: a test decides how long it gets."""
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+
+
+@pytest.fixture(scope="session")
+def cluster(random_model: Path) -> Iterator[LocalCluster]:
+    """2P3D on this machine. Who dies comes back in `cluster.poll()`, so a test sees the time in between."""
+    settings = [f"model.path={random_model}", "model.served_name=random", "cache.num_pages=1000"]
+    topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, "log.level=WARNING", *LOCAL_PORTS])
+    with LocalCluster(topology, restart=True) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """`open_page(url, color_scheme="dark")`: the page in a new context. No page may have had a problem in the end."""
+    pages: list[ChatPage] = []
+
+    def open_one(url: str, **options: Any) -> ChatPage:
+        page = ChatPage(browser.new_context(**options), url)
+        pages.append(page)
+        return page
+
+    yield open_one
+    for page in pages:
+        page.context.close()
+    assert [problem for page in pages for problem in page.problems] == []
+
+
+@pytest.fixture
+def chat(open_page: OpenPage, cluster: LocalCluster) -> ChatPage:
+    """The page, live."""
+    page = open_page(cluster.url)
+    page.open_live()
+    return page

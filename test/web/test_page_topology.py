@@ -1,0 +1,134 @@
+"""The live picture: pairs that light up, requests that travel, instances and a router that die and come back."""
+
+from __future__ import annotations
+
+import re
+
+from chat_page import ChatPage, wait_until
+from conftest import OpenPage
+from playwright.sync_api import expect
+
+from chitu.launch.local import LocalCluster
+
+ALL = ["D0", "D1", "D2", "P0", "P1"]
+
+
+def statuses(page: ChatPage) -> dict[str, str]:
+    nodes = "#topology [data-instance]"
+    return dict(zip(page.names(nodes, "data-instance"), page.names(nodes, "data-status"), strict=True))
+
+
+def reds(page: ChatPage, name: str) -> int:
+    """How many shapes and texts of an instance are drawn in a colour that is clearly red, not just warm."""
+    script = """(node) => [node, ...node.querySelectorAll("*")].filter((element) => {
+        const style = getComputedStyle(element);
+        return [style.fill, style.stroke, style.color].some((colour) => {
+            const [r, g, b, alpha = 1] = (colour.match(/[\\d.]+/g) ?? [0, 0, 0]).map(Number);
+            return alpha > 0.2 && r > g + 60 && r > b + 60 && Math.abs(g - b) < 40;
+        });
+    }).length"""
+    count: int = page.instance(name).evaluate(script)
+    return count
+
+
+def come_back(cluster: LocalCluster, page: ChatPage, name: str) -> None:
+    """Let the supervisor work until the page shows the instance again."""
+
+    def is_up() -> bool:
+        cluster.poll()
+        return statuses(page).get(name) == "up"
+
+    wait_until(is_up, 60.0, lambda: statuses(page))
+    cluster.wait_ready()
+
+
+def test_two_requests_light_up_two_pairs(open_page: OpenPage, cluster: LocalCluster) -> None:
+    pages = [open_page(cluster.url) for _ in range(2)]
+    for page in pages:
+        page.open_live()
+        page.set(max_tokens=3500)
+    watched = pages[0]
+    for page in pages:
+        page.send("a long story")
+    active = '#topology [data-pair][data-active="true"]'
+    wait_until(
+        lambda: len(set(watched.names(active, "data-pair"))) >= 2,
+        20.0,
+        lambda: watched.names("#topology [data-pair]", "data-active"),
+    )
+    pairs = [pair.split("-") for pair in watched.names(active, "data-pair")]
+    assert all(re.fullmatch(r"P[01]", prefill) and re.fullmatch(r"D[012]", decode) for prefill, decode in pairs)
+    assert len({prefill for prefill, _ in pairs}) == 2
+    assert len({decode for _, decode in pairs}) == 2
+    for name in {name for pair in pairs for name in pair}:
+        expect(watched.instance(name)).to_have_attribute("data-active", "true")
+    for page in pages:
+        page.stop_button.click()
+        page.expect_done()
+    # And they go dark again: nothing runs any more.
+    expect(watched.page.locator(active)).to_have_count(0)
+    expect(watched.page.locator('#topology [data-instance][data-active="true"]')).to_have_count(0)
+
+
+def test_a_request_travels_from_its_p_to_its_d(chat: ChatPage) -> None:
+    chat.record_dots()
+    chat.set(max_tokens=3000)
+    response = chat.send("far " * 400)
+    row = chat.row(response.headers["x-request-id"])
+    expect(row).to_have_attribute("data-state", "decode")
+    room = row.get_attribute("data-room") or ""
+    expect(chat.page.locator(f'#topology [data-dot="{room}"]')).to_have_count(1)
+    pair = chat.page.locator('#topology [data-pair][data-active="true"]').get_attribute("data-pair") or ""
+    prefill, decode = pair.split("-")
+    wait_until(lambda: inside(chat, chat.dot_track(room)[-1], decode), 10.0, lambda: chat.dot_track(room)[-3:])
+    track = chat.dot_track(room)
+    assert inside(chat, track[0], prefill), f"it began at {track[0]}, beside its P"
+    assert len({(round(x), round(y)) for x, y in track}) >= 4, f"it jumped: {track[:3]} ... {track[-3:]}"
+    chat.stop_button.click()
+    chat.expect_done()
+    expect(chat.page.locator("#topology [data-dot]")).to_have_count(0)
+
+
+def inside(page: ChatPage, point: tuple[float, float], name: str) -> bool:
+    box = page.instance(name).bounding_box()
+    assert box is not None
+    return box["x"] <= point[0] <= box["x"] + box["width"] and box["y"] <= point[1] <= box["y"] + box["height"]
+
+
+def test_a_killed_decode_instance_turns_red_and_comes_back_green(chat: ChatPage, cluster: LocalCluster) -> None:
+    assert statuses(chat) == dict.fromkeys(ALL, "up")
+    assert reds(chat, "D0") == 0
+    cluster.kill("D0")
+    expect(chat.instance("D0")).to_have_attribute("data-status", "down")
+    assert statuses(chat) == {**dict.fromkeys(ALL, "up"), "D0": "down"}
+    assert reds(chat, "D0") > 0
+    chat.set(max_tokens=3)
+    for _ in range(3):  # every D would have had its turn
+        chat.send("who is left?")
+        chat.expect_done()
+        expect(chat.answer.locator(".trace")).to_contain_text(re.compile(r"P\d → D[12]"))
+    come_back(cluster, chat, "D0")
+    assert statuses(chat) == dict.fromkeys(ALL, "up")
+    wait_until(lambda: reds(chat, "D0") == 0, 5.0, lambda: reds(chat, "D0"))
+
+
+def test_the_page_finds_a_restarted_router_again_by_itself(chat: ChatPage, cluster: LocalCluster) -> None:
+    chat.set(max_tokens=3)
+    chat.send("before")
+    chat.expect_done()
+    cluster.kill("router")
+    chat.expect_connection("reconnecting")
+    chat.submit("during")
+    expect(chat.answer).to_have_attribute("data-error", "network")
+
+    def is_live() -> bool:
+        cluster.poll()
+        return chat.connection.get_attribute("data-state") == "live"
+
+    wait_until(is_live, 60.0, lambda: chat.connection.get_attribute("data-state"))
+    cluster.wait_ready()
+    wait_until(lambda: statuses(chat) == dict.fromkeys(ALL, "up"), 20.0, lambda: statuses(chat))
+    chat.send("after")
+    chat.expect_done()
+    assert chat.answer.get_attribute("data-error") is None
+    assert [answer.get_attribute("data-error") for answer in chat.answers.all()] == [None, "network", None]
