@@ -1,0 +1,144 @@
+"""What a routing decision costs, and how soon an instance that joins is used: `python -m chitu.bench.routing`.
+
+Decisions: `PairSelector` in this process, with 5, 100 and 1000 made-up instances (two P to three D), under load: each
+decision is counted as the router counts it, 256 requests are in flight, and reports come in between. Prompts have 512
+tokens (token ids; one in two continues an earlier prompt). A decision is everything from the prompt to the pair, in CPU
+time of its thread: it waits for nothing, and what else the machine does is not its cost.
+
+Joins: the real router process with a made-up P0 and D0 and one request after the other; then D1 starts. From its
+incarnation (sockets bound, nothing sent yet) to the moment at which the router sends it the first request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.bench.router_process import RouterUnderTest, wait_until
+from chitu.chat.client import RouterClient
+from chitu.config.schema import RouterConfig
+from chitu.launch.make_model import make_model
+from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.routing import PairSelector, instance_key, make_selector
+from chitu.types import Role
+
+POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
+SIZES = (5, 100, 1000)
+PROMPT_TOKENS = 512
+IN_FLIGHT = 256
+JOIN_TIMEOUT_S = 30.0
+
+
+def made_up_view(size: int) -> ClusterView:
+    layout = KVLayout("hash", 32, 8, 128, 16, "bfloat16", 128_000)
+    prefills = size * 2 // 5
+    roles = [(Role.PREFILL, k) for k in range(prefills)] + [(Role.DECODE, k) for k in range(size - prefills)]
+    return ClusterView(1, 1, tuple(InstanceInfo(r, k, 1, "10.0.0.1", 1, 2, layout, 32_768) for r, k in roles))
+
+
+def made_up_prompts(count: int) -> list[bytes]:
+    """Half of them begin as an earlier one does."""
+    rng = random.Random(5)
+    prompts: list[bytes] = []
+    for n in range(count):
+        known = rng.choice(prompts)[: 4 * 384] if n % 2 and prompts else b""
+        fresh = pack_i32([rng.randrange(128_000) for _ in range(PROMPT_TOKENS - len(known) // 4)])
+        prompts.append(known + fresh)
+    return prompts
+
+
+def decisions(policy: str, size: int, count: int) -> list[float]:
+    """CPU seconds of each decision."""
+    view, prompts = made_up_view(size), made_up_prompts(512)
+    selector = make_selector(RouterConfig(policy=policy))  # type: ignore[arg-type]
+    selector.on_view(view)
+    report = LoadReport(waiting=1, running=2, waiting_tokens=900)
+    running: deque[Sequence[InstanceInfo]] = deque()
+    spans_s = []
+    for n in range(count + IN_FLIGHT):
+        prompt = prompts[n % len(prompts)]
+        start_s = time.thread_time()
+        target = selector.select(prompt)
+        spans_s.append(time.thread_time() - start_s)
+        assert target.prefill is not None
+        pair = (target.prefill, target.decode)
+        _count(selector, pair, 1)
+        running.append(pair)
+        if len(running) > IN_FLIGHT:
+            _count(selector, running.popleft(), -1)
+        selector.on_report(instance_key(view.instances[n % size]), report)
+    return spans_s[IN_FLIGHT:]
+
+
+def _count(selector: PairSelector, pair: Sequence[InstanceInfo], sign: int) -> None:
+    for instance in pair:
+        selector.count(instance_key(instance), sign, sign * PROMPT_TOKENS)
+
+
+def join_s(router: RouterUnderTest) -> float:
+    """Seconds from the incarnation of a new D1 to its first request. D1 is ended again."""
+    body = b'{"model": "bench", "prompt": [1, 2, 3], "max_tokens": 1}'
+    request = urllib.request.Request(f"{router.url}/v1/completions", body, {"Content-Type": "application/json"})
+    client = RouterClient(router.url)
+    wall_over_monotonic_ns = time.time_ns() - time.monotonic_ns()
+    worker = router.start_worker("D1", wait=False)
+    end_s = time.monotonic() + JOIN_TIMEOUT_S
+    try:
+        while time.monotonic() < end_s:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                reply.read()
+            snapshot = client.cluster()
+            for instance in snapshot.instances:
+                if instance.name == "D1" and instance.status == "up":
+                    # Both clocks are this machine's, so the router's times and an incarnation can be compared.
+                    born_s = (int(instance.incarnation) - wall_over_monotonic_ns) / 1e9
+                    served_s = [r.created_at_s for r in snapshot.requests if r.decode == "D1"]
+                    if first_s := min((at_s for at_s in served_s if at_s > born_s), default=None):
+                        return first_s - born_s
+        raise TimeoutError(f"D1 got no request within {JOIN_TIMEOUT_S:g} s")
+    finally:
+        worker.terminate()
+        worker.wait(10)
+        wait_until(lambda: "D1" not in router.members(), 10, "D1 to leave")
+
+
+def joins(count: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", family="qwen3")
+        with RouterUnderTest(Path(folder), model, ("model.served_name=bench",)) as router:
+            router.start_worker("P0,D0")
+            return [join_s(router) for _ in range(count)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chitu.bench.routing", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--decisions", type=int, default=20_000, help="measured ones for each row")
+    parser.add_argument("--joins", type=int, default=5, help="instances that join a running router, one by one")
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
+    args = parser.parse_args(argv)
+    rows = []
+    for policy in POLICIES:
+        for size in SIZES:
+            spans_s = sorted(decisions(policy, size, args.decisions))
+            per_s = round(len(spans_s) / sum(spans_s))
+            p50_us, p99_us = (1e6 * spans_s[len(spans_s) * part // 100] for part in (50, 99))
+            rows.append((policy, size, per_s, p50_us, p99_us))
+    publish("routing", ("policy", "instances", "decisions/CPU-s", "p50 us", "p99 us"), rows, args.json_dir)
+    if args.joins:
+        spans_s = joins(args.joins)
+        row = (len(spans_s), 1e3 * statistics.median(spans_s), 1e3 * max(spans_s))
+        publish("join", ("joins", "to the first request, median ms", "longest ms"), [row], args.json_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
