@@ -66,6 +66,8 @@ class EngineParts:
     prepare_step_thread: Callable[[], None]
     """Called first thing on the step thread: per-thread settings of the math library."""
     close: Callable[[], None]
+    follower_pids: tuple[int, ...] = ()
+    """Of the other TP ranks."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,6 +134,7 @@ class PDSchedulerService:
             layout=engine.layout,
             max_model_len=engine.executor.info.max_model_len,
             pid=os.getpid(),
+            follower_pids=engine.follower_pids,
         )
 
     # ----------------------------------------------------------------------------------------------------- main thread

@@ -8,6 +8,7 @@ Pure: values in, values out (the only look outside is whether the model folder e
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
+from chitu.config.tensor_parallel import why_not
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
 
@@ -114,12 +116,13 @@ def router_ports(router: RouterConfig) -> dict[str, int]:
 
 
 def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
-    """CPU threads of an instance's math on a host with `cores` cores."""
-    return (
+    """CPU threads of the math of each rank of an instance on a host with `cores` cores."""
+    of_instance = (
         instance.config.threads
         or topology.scheduler.threads
-        or max(1, cores // max(1, len(instances_on(topology, instance.config.host))))
+        or cores // max(1, len(instances_on(topology, instance.config.host)))
     )
+    return max(1, of_instance // instance.config.tp_size)
 
 
 def warn_of_faults(topology: Topology) -> None:
@@ -142,6 +145,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _size_problems(topology)
     if need_model:
         yield from _model_problems(topology.model.path)
+        yield from _split_problems(topology)
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:
@@ -160,9 +164,7 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
         )
     for instance in instances(topology):
         config = instance.config
-        if config.tp_size > 1:
-            yield f"{instance.key}.tp_size is {config.tp_size}: tensor parallelism is not there yet, only 1 works"
-        elif len(config.devices) != config.tp_size:
+        if len(config.devices) != config.tp_size:
             yield (
                 f"{instance.key}.devices names {len(config.devices)} devices, but {instance.key}.tp_size is "
                 f"{config.tp_size}: give one device per rank"
@@ -261,3 +263,18 @@ def _model_problems(path: str) -> Iterator[str]:
         yield f"model.path is {path!r}, but there is no such folder"
     elif not (folder / "config.json").is_file():
         yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
+
+
+def _split_problems(topology: Topology) -> Iterator[str]:
+    """Instances whose ranks cannot share the model's heads. A file that cannot be read is refused when it is loaded."""
+    try:
+        config = json.loads((Path(topology.model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        num_heads = int(config["num_attention_heads"])
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    for instance in instances(topology):
+        tp_size = instance.config.tp_size
+        reason = why_not(num_heads, num_kv_heads, tp_size)
+        if reason:
+            yield f"{instance.key}.tp_size is {tp_size}: {reason}"

@@ -9,6 +9,7 @@ import torch
 
 from chitu.errors import ConfigError
 from chitu.layers.decoder import DecoderModel
+from chitu.layers.shard import Shard
 from chitu.models.common import build_decoder
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.registry import traits_of
@@ -38,8 +39,9 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     max_model_len: int | None = None,
     ops: Ops | None = None,
+    shard: Shard | None = None,
 ) -> DecoderModel:
-    """Read the weights of a checkpoint folder.
+    """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
 
     `progress(bytes_done, bytes_total)` is called after every tensor. `max_model_len` caps the rotary table (and lets a
     sliding window at least that long pass). `ops` unset: the fastest implementation for this device and dtype. Raises
@@ -52,4 +54,4 @@ def load_model(
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
     positions = min(spec.max_position_embeddings, max_model_len or spec.max_position_embeddings)
     with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress) as weights:
-        return build_decoder(spec, traits, weights, chosen, target, positions)
+        return build_decoder(spec, traits, weights, chosen, target, positions, shard)

@@ -6,6 +6,7 @@ into them behind this module's back. Called by the step thread alone; one wait f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -66,12 +67,29 @@ class ModelRunner:
     def info(self) -> ExecutorInfo:
         return self._info
 
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.layout.page_size
+
+    @property
+    def samples(self) -> bool:
+        return self._sampler is not None
+
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         with torch.inference_mode():
             return self._execute(plan, on_layer)
 
     def warmup(self) -> None:
-        run_warmup(self, self._pool.num_pages, self._pool.layout.page_size, samples=self._sampler is not None)
+        run_warmup(self, self.num_pages, self.page_size, self.samples)
+
+    def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """On a tensor-parallel follower: what the main rank sampled for these slots in the last step."""
+        if slots:
+            self._slots.append_tokens(slots, torch.tensor(list(tokens), dtype=torch.int64).to(self._device))
 
     def close(self) -> None:
         """Drop saved copies; the pool belongs to the service."""
@@ -124,6 +142,8 @@ class ModelRunner:
         if len(rows) < hidden_TD.shape[0]:
             hidden_TD = hidden_TD[rows]
         logits_RV = self._model.logits(hidden_TD)
+        if logits_RV is None:
+            return None  # a tensor-parallel follower: the main rank samples
         for index, (chunk, _) in enumerate(wanted):
             if chunk.aux_slot >= 0:
                 self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]

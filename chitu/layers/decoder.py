@@ -2,6 +2,10 @@
 
 A family (`chitu/models/*.py`) says which tensors of its checkpoint go where; this says how they are computed. q, k and
 v are one weight, so are gate and up: one large product instead of several. Holds no state of any request.
+
+With tensor parallelism each rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are cut by
+output, so nothing is exchanged for them; the output and down projections are cut by input, so their results are summed
+over the ranks, as is the embedding; logits meet on rank 0.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chitu.layers.shard import Shard
 from chitu.ops.interface import Batch, HeadSpec, LinearWeight, Ops, RotaryTable
 
 
@@ -41,7 +46,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderModel:
-    """Weights and constants of a loaded model."""
+    """Weights and constants of a loaded model, or of one rank's part of it."""
 
     ops: Ops
     embedding_VD: torch.Tensor
@@ -50,6 +55,10 @@ class DecoderModel:
     head: LinearWeight
     rotary: RotaryTable
     eps: float
+    shard: Shard | None = None
+    """None: this is the whole model."""
+    vocabulary: Sequence[range] = ()
+    """With a shard: the rows of embedding and head that each rank has."""
 
     def forward(
         self,
@@ -61,24 +70,44 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Hidden states `[T, D]` before the final norm; K and V of all rows are written into the pages.
 
-        `on_layer(l)` is called as soon as K and V of layer l are in the pages, before its attention is computed.
+        `on_layer(l)` is called as soon as K and V of layer l are in the pages: alone, before its attention is computed;
+        among several ranks after the sum over the ranks behind it, to which each comes only when its K and V are there.
         """
         ops = self.ops
-        x_TD = self.embedding_VD[token_ids_T]
+        x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
             attention = layer.attention
             normed_TD = ops.rms_norm(x_TD, layer.input_norm_D, self.eps)
             qkv_TC = ops.linear(normed_TD, attention.qkv)
             k_PKSN, v_PKSN = k_pages[index], v_pages[index]
             q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
-            if on_layer is not None:
+            if on_layer is not None and self.shard is None:
                 on_layer(index)
             mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
-            x_TD = ops.linear_add(mixed_TC, attention.output, x_TD)
+            x_TD = self._linear_add(mixed_TC, attention.output, x_TD)
+            if on_layer is not None and self.shard is not None:
+                on_layer(index)
             normed_TD = ops.rms_norm(x_TD, layer.post_attention_norm_D, self.eps)
-            x_TD = ops.linear_add(ops.gate_up(normed_TD, layer.mlp.gate_up), layer.mlp.down, x_TD)
+            x_TD = self._linear_add(ops.gate_up(normed_TD, layer.mlp.gate_up), layer.mlp.down, x_TD)
         return x_TD
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """float32 logits `[R, V]` of the chosen rows of `forward`'s result."""
-        return self.ops.linear(self.ops.rms_norm(hidden_RD, self.final_norm_D, self.eps), self.head).float()
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
+        """float32 logits `[R, V]` of the chosen rows of `forward`'s result; None on every rank but the main one."""
+        logits_RV = self.ops.linear(self.ops.rms_norm(hidden_RD, self.final_norm_D, self.eps), self.head).float()
+        if self.shard is None:
+            return logits_RV
+        return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])
+
+    def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        if self.shard is None:
+            return self.embedding_VD[token_ids_T]
+        rows = self.vocabulary[self.shard.rank]
+        elsewhere_T = (token_ids_T < rows.start) | (token_ids_T >= rows.stop)
+        x_TD = self.embedding_VD[(token_ids_T - rows.start).masked_fill_(elsewhere_T, 0)]
+        return self.shard.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
+
+    def _linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        """`residual += x W^T + b`, summed over the ranks' parts of the input; in place."""
+        if self.shard is None:
+            return self.ops.linear_add(x_TI, weight, residual_TD)
+        return residual_TD.add_(self.shard.all_reduce(self.ops.linear(x_TI, weight)))

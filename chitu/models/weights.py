@@ -7,10 +7,11 @@ progress in bytes. A model that leaves tensors behind would compute something el
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,14 @@ from chitu.models.config import weight_files
 
 Progress = Callable[[int, int], None]
 """`progress(bytes_done, bytes_total)`."""
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor of `total` rows; None: all of them."""
+
+    name: str
+    total: int
+    rows: range | None = None
 
 
 class WeightSource:
@@ -48,22 +57,34 @@ class WeightSource:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Tensor `name`, of exactly this shape. ConfigError where it is missing, taken already or of another shape."""
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """Tensor `name`, of exactly this shape, or only those rows (columns) of it: nothing else is read.
+
+        ConfigError where it is missing, taken already or of another shape.
+        """
         if name not in self._left:
             raise ConfigError(f"the checkpoint has no tensor {name!r}")
         self._left.discard(name)
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for {shape}")
-        self._done = min(self._done + tensor.nbytes, self._total)
+        stored = self._where[name].get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ConfigError(f"tensor {name!r} has shape {tuple(stored.get_shape())}, the config asks for {shape}")
+        parts = [part or range(size) for part, size in zip((rows, columns), shape, strict=False)]
+        is_whole = all(len(part) == size for part, size in zip(parts, shape, strict=False))
+        tensor: torch.Tensor = (
+            self._where[name].get_tensor(name)
+            if is_whole
+            else stored[tuple(slice(part.start, part.stop) for part in parts)]
+        )
+        # A rank that reads a part is as far as one that reads all.
+        self._done = min(self._done + math.prod(shape) * tensor.itemsize, self._total)
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        # A part of a row is strided; what keeps it must not keep the rest.
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
 
-    def take_rows(self, parts: list[tuple[str, int]], *rest: int) -> torch.Tensor:
-        """Tensors of `(name, rows)` stacked along the first dimension; the others are `rest`."""
-        return torch.cat([self.take(name, rows, *rest) for name, rows in parts])
+    def take_rows(self, parts: Sequence[Rows], *rest: int) -> torch.Tensor:
+        """The parts' rows stacked along the first dimension; the others are `rest`."""
+        return torch.cat([self.take(part.name, part.total, *rest, rows=part.rows) for part in parts])
 
     def has(self, name: str) -> bool:
         return name in self._left

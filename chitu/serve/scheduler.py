@@ -1,7 +1,8 @@
 """Process entry of a P, D or unified instance (S3): `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
 
 Reads the topology, binds the ports, loads the model, warms it up, then hands everything to `PDSchedulerService`. Also
-works by hand, without torchrun. Configuration errors are one sentence and exit code 2, before any model loads.
+works by hand, without torchrun. Ranks 1, 2, ... of a tensor-parallel instance go to `ranks.py`. Configuration errors
+are one sentence and exit code 2, before any model loads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.load import load_topology, pd_master_addr, router_host, torchrun_rank
 from chitu.config.schema import Topology
@@ -22,20 +24,20 @@ from chitu.config.topology import (
     Instance,
     check,
     find_instance,
-    instances_on,
     is_loopback,
-    threads_of,
     warn_of_faults,
 )
+from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient
+from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.select import open_transports
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
-from chitu.messages import KVLayout
+from chitu.messages import RankMemory
 from chitu.net.threads import Waker
 from chitu.pd_comm import CommLoop, RouterAddress
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
@@ -43,8 +45,11 @@ from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
     from chitu.kv_cache.pool import KVPool
+    from chitu.serve.ranks import Greeting
 
 logger = logging.getLogger(__name__)
+
+MAIN_RANK = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = load_topology(arguments.config, arguments.overrides)
         check(topology, pd_master_addr())
         instance = find_instance(topology, role, arguments.rank)
-        setup_logging(name, topology.log.level)
+        tp_rank = torchrun_rank().rank
+        setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
         return _serve(topology, instance)
     except ConfigError as error:
@@ -76,13 +82,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _serve(topology: Topology, instance: Instance) -> int:
-    if torchrun_rank().rank > 0:
-        raise ConfigError("tensor parallelism is not there yet: start one rank an instance")
+    ranks = torchrun_rank()
+    if ranks.world_size != instance.config.tp_size:
+        raise ConfigError(
+            f"{instance.key}.tp_size is {instance.config.tp_size}, but torchrun started {ranks.world_size} ranks: give "
+            f"--nproc-per-node={instance.config.tp_size}"
+        )
     if instance.role is not Role.UNIFIED and instance.config.devices[0] != "cpu":
         raise ConfigError(
             f"{instance.key}.devices: {instance.config.devices[0]}: KV transfer from GPU memory is not there yet; "
             "use cpu, or a unified instance"
         )
+    if ranks.rank != MAIN_RANK:
+        from chitu.serve.ranks import follow
+
+        return follow(topology, instance, ranks.rank)
     progress = ProgressWriter()
     identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config)
     router = topology.dp_config.router
@@ -121,76 +135,57 @@ def build_engine(
     topology: Topology, instance: Instance, identity: Identity, comm: CommLoop, progress: ProgressWriter
 ) -> EngineParts:
     """Load the model and everything that touches its memory. torch is imported here, after the configuration passed."""
-    import torch
+    from chitu.engine.build import build_rank
 
-    from chitu.cache_manager import PagedKVCacheManager
-    from chitu.engine.loader import load_model, resolve_dtype
-    from chitu.engine.memory_budget import available_cpu_bytes, num_pages_for
-    from chitu.engine.model_runner import ModelRunner
-    from chitu.engine.sampler import Sampler
-    from chitu.kv_cache.pool import KVPool, page_bytes
-    from chitu.models.config import model_hash, read_model_spec
-
-    threads = threads_of(topology, instance, os.cpu_count() or 1)
-    torch.set_num_threads(threads)
-    device = torch.device(instance.config.devices[0])
-    role = instance.role
-    path = topology.model.path
-    spec = read_model_spec(path, topology.model.max_model_len)
-    max_model_len = min(topology.model.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-    progress.state("loading")
-    model = load_model(path, topology.model.dtype, str(device), progress.loading, max_model_len)
-    layout = KVLayout(
-        model_hash=model_hash(path),
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=topology.cache.page_size,
-        dtype=resolve_dtype(topology.model.dtype, spec, device),
-        vocab_size=spec.vocab_size,
-        tp_size=instance.config.tp_size,
-    )
-    num_slots = topology.scheduler.max_running_requests
-    bytes_per_page = 2 * spec.num_layers * page_bytes(layout)
-    free_bytes = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    num_pages = instance.config.num_pages or num_pages_for(
-        topology.cache,
-        bytes_per_page,
-        free_bytes,
-        len(instances_on(topology, instance.config.host)),
-        num_slots * 2 * -(-max_model_len // layout.page_size),
-    )
-    num_aux_slots = 0 if role is Role.UNIFIED else topology.cache.num_aux_slots or 2 * num_slots
-    pool = KVPool(layout, num_pages, num_aux_slots, str(device))
-    logger.info("%d pages of %d bytes, %d aux slots, %d threads", num_pages, bytes_per_page, num_aux_slots, threads)
-    sampler = None if role is Role.PREFILL else Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids)
-    # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
-    longest = min(max_model_len, num_pages * layout.page_size)
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler)
-    progress.state("warmup")
-    runner.warmup()
+    engine = build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
-    cache = PagedKVCacheManager(num_pages, layout.page_size, pool)
-    aux, kv = (None, None) if role is Role.UNIFIED else _build_transfer(topology, identity, comm, pool, wake)
+    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, engine.pool)
+    executor: Executor = engine.runner
+    fan_out: FanOut | None = None
+    greetings: list[Greeting] = []
+    if engine.group is not None:
+        from chitu.engine.tp_executor import TensorParallelExecutor
+        from chitu.serve.ranks import Greeting, greet, watch_others
+
+        threads = topology.dp_config.router.pd_disaggregation.transfer_threads
+        if instance.role is Role.PREFILL:
+            fan_out = FanOut(instance.config.tp_size - 1, threads)
+        lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
+        greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes))
+        executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
+    memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
+    aux: MetadataBuffers | None = None
+    kv: KVManager | None = None
+    if instance.role is not Role.UNIFIED:
+        aux, kv = _build_transfer(topology, identity, comm, engine.pool, wake, memories, fan_out)
+    progress.state("warmup")
+    executor.warmup()
 
     def close() -> None:
-        runner.close()
-        pool.close()
+        executor.close()
+        engine.pool.close()
 
     return EngineParts(
         wake=wake,
-        executor=runner,
-        layout=layout,
+        executor=executor,
+        layout=engine.pool.layout,
         cache=cache,
         aux=aux,
         kv=kv,
-        prepare_step_thread=lambda: torch.set_num_threads(threads),
+        prepare_step_thread=engine.prepare_thread,
         close=close,
+        follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
     )
 
 
 def _build_transfer(
-    topology: Topology, identity: Identity, comm: CommLoop, pool: KVPool, wake: Waker
+    topology: Topology,
+    identity: Identity,
+    comm: CommLoop,
+    pool: KVPool,
+    wake: Waker,
+    follower_memories: Sequence[RankMemory],
+    fan_out: FanOut | None,
 ) -> tuple[MetadataBuffers, KVManager]:
     """Aux slots and the transfer layer over the pool; from here on the pool never moves."""
     pd = topology.dp_config.router.pd_disaggregation
@@ -214,6 +209,9 @@ def _build_transfer(
         wake=wake.wake,
         clock=RealClock(),
         bootstrap=BootstrapClient(router_host(topology), pd.bootstrap_port),
+        # A follower of P has memory too, but nobody writes there.
+        follower_memories=follower_memories if identity.role is Role.DECODE else (),
+        fan_out=fan_out,
     )
     return aux, kv
 

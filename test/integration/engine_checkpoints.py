@@ -32,6 +32,7 @@ LLAMA3_ROPE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"head_dim": 32}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),

@@ -101,7 +101,7 @@ def test_all_names_of_loopback_are_one_host() -> None:
     [
         ("dp_config.router.decode_schedulers=[]", "decode_schedulers is empty but there are prefill_schedulers"),
         ("dp_config.router.prefill_schedulers=[]", "prefill_schedulers is empty but there are decode_schedulers"),
-        ("dp_config.router.decode_schedulers.0.tp_size=2", "tensor parallelism is not there yet"),
+        ("dp_config.router.decode_schedulers.0.tp_size=2", "give one device per rank"),
         ("dp_config.router.decode_schedulers.0.devices=[cpu,cpu]", "names 2 devices"),
         ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
         ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
@@ -145,6 +145,21 @@ def test_the_model_folder_is_checked_first_thing(tmp_path: Path) -> None:
     check(load_topology(None, [f"model.path={tmp_path}"]))
 
 
+def test_heads_that_the_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
+    key = "dp_config.router.decode_schedulers.0"
+
+    def sentences(tp_size: int) -> list[str]:
+        devices = ",".join(["cpu"] * tp_size)
+        overrides = [f"{key}.tp_size={tp_size}", f"{key}.devices=[{devices}]", f"model.path={tmp_path}"]
+        return list(problems(load_topology(None, overrides)))
+
+    assert sentences(2) == sentences(4) == sentences(8) == []
+    assert sentences(3) == [f"{key}.tp_size is 3: 8 attention heads cannot be split evenly over 3 ranks"]
+    (tmp_path / "config.json").write_text("no JSON: the loader says what is wrong with it")
+    assert sentences(3) == []
+
+
 def test_scheduler_base_port_is_the_port_of_the_process_that_reads_it() -> None:
     topology = two_nodes("dp_config.scheduler_base_port=29640")
     assert find_instance(topology, Role.DECODE, 1).config.port == 29640
@@ -158,3 +173,7 @@ def test_threads_are_shared_by_the_instances_of_a_host() -> None:
     threads = {instance.name: threads_of(topology, instance, cores=9) for instance in instances(topology)}
     assert threads == {"P0": 4, "P1": 4, "D0": 3, "D1": 3, "D2": 7}
     assert {threads_of(topology, instance, cores=1) for instance in instances(topology)[:2]} == {1}
+    ranks = two_nodes(
+        "dp_config.router.decode_schedulers.2.threads=7", "dp_config.router.decode_schedulers.2.tp_size=2"
+    )
+    assert threads_of(ranks, instances(ranks)[4], cores=9) == 3, "each rank's part"

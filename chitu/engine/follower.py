@@ -1,0 +1,38 @@
+"""What a tensor-parallel follower does: wait for the main rank's next step, run it on its shard, wait again.
+
+Runs on the main thread of ranks 1, 2, ... A follower has no port and decides nothing; it waits without end while the
+instance is idle. It ends when the main rank says so (`run_follower` returns) or when a rank dies (`ProcessWatch`).
+Invariant: it executes every plan that the main rank executes, in the same order, so slots and pages are always alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.tp_executor import step_decoder
+
+
+class Listener(Protocol):
+    """A follower's side of `RankGroup`'s control messages."""
+
+    def receive(self) -> bytes: ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run_follower(runner: ModelRunner, group: Listener, watch: ProcessWatch) -> None:
+    """Obey until the main rank ends the instance."""
+    while True:
+        order = step_decoder.decode(group.receive())
+        if order.plan is None:
+            watch.disarm()
+            group.barrier()
+            runner.close()
+            group.close()
+            return
+        runner.append_tokens(order.slots, order.tokens)
+        runner.execute(order.plan)

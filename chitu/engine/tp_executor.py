@@ -1,0 +1,80 @@
+"""The executor of the main rank of a tensor-parallel instance: tell the followers, then do the same.
+
+Each step is one small broadcast: the plan, without what only the main rank needs (sampling), and the tokens that the
+last step sampled, which the followers have not seen. The followers run `engine/follower.py`. Called by the step thread;
+the first and the last call (`warmup`, `close`) come from the main thread while no step thread runs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.warmup import run_warmup
+from chitu.errors import Internal
+
+
+class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the followers hear."""
+
+    slots: list[int]
+    """`tokens[i]` was sampled for `slots[i]` in the step before."""
+    tokens: list[int]
+    plan: StepPlan | None
+    """None: the instance ends."""
+
+
+class Broadcast(Protocol):
+    """The main rank's side of `RankGroup`'s control messages."""
+
+    def send(self, data: bytes) -> None: ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_encoder = msgspec.msgpack.Encoder()
+step_decoder: msgspec.msgpack.Decoder[StepOrder] = msgspec.msgpack.Decoder(StepOrder)
+
+
+def for_followers(plan: StepPlan) -> StepPlan:
+    """The plan without what is sampled: admissions without parameters, no first tokens."""
+    admit = [msgspec.structs.replace(each, sampling=None) for each in plan.admit]
+    return msgspec.structs.replace(plan, admit=admit, first_tokens=[])
+
+
+class TensorParallelExecutor:
+    """Implements `Executor`. `watch` ends this process when a follower dies; it is disarmed before they end."""
+
+    def __init__(self, runner: ModelRunner, group: Broadcast, watch: ProcessWatch) -> None:
+        self._runner = runner
+        self._group = group
+        self._watch = watch
+        self._last = StepResult([], [])
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._runner.info
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        if plan.first_tokens and not {first.slot for first in plan.first_tokens}.isdisjoint(plan.decode):
+            raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
+        self._group.send(_encoder.encode(StepOrder(self._last.slots, self._last.tokens, for_followers(plan))))
+        self._last = self._runner.execute(plan, on_layer)
+        return self._last
+
+    def warmup(self) -> None:
+        run_warmup(self, self._runner.num_pages, self._runner.page_size, samples=self._runner.samples)
+
+    def close(self) -> None:
+        """End the followers and wait until they know that they end."""
+        self._watch.disarm()
+        self._group.send(_encoder.encode(StepOrder([], [], None)))
+        self._group.barrier()
+        self._runner.close()
+        self._group.close()

@@ -1,0 +1,97 @@
+"""The ranks of a tensor-parallel instance as processes: how they get to know each other, and the life of a follower.
+
+`greet` is called by every rank once its memory is registered with its transports, and before the first step. The main
+rank then goes on in `scheduler.py`; every other one spends its life in `follow`. A follower opens no port: it listens
+to its main rank alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import msgspec
+
+from chitu.config.schema import Topology
+from chitu.config.topology import Instance
+from chitu.engine.build import BuildProgress, RankEngine, build_rank
+from chitu.engine.follower import run_follower
+from chitu.engine.parallel import RankGroup
+from chitu.engine.process_watch import ProcessWatch
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.select import open_transports
+from chitu.kv_transfer.shard_follower import ShardFollower
+from chitu.kv_transfer.transport import Transport
+from chitu.messages import RankMemory
+from chitu.net.threads import ServiceThread
+from chitu.types import Role
+
+logger = logging.getLogger(__name__)
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank tells the others at the start."""
+
+    pid: int
+    memory: RankMemory | None = None
+    """Followers of D: where P's ranks write."""
+    lane_base: str = ""
+    """Main rank of P: where its followers take orders to write (`FanOut`)."""
+    num_lanes: int = 0
+
+
+def greet(group: RankGroup, mine: Greeting) -> list[Greeting]:
+    """Everybody's greeting, by rank. Collective."""
+    return [msgspec.msgpack.decode(each, type=Greeting) for each in group.collect(msgspec.msgpack.encode(mine))]
+
+
+def watch_others(greetings: list[Greeting]) -> ProcessWatch:
+    """From here on this process ends as soon as another rank dies."""
+    return ProcessWatch([each.pid for each in greetings if each.pid != os.getpid()])
+
+
+class _Silent:
+    """The main rank's progress stands for all."""
+
+    def state(self, state: str) -> None: ...
+
+    def loading(self, done: int, total: int) -> None: ...
+
+
+def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
+    """A follower from its start to its end; the exit code."""
+    silent: BuildProgress = _Silent()
+    engine = build_rank(topology, instance, tp_rank, silent)
+    assert engine.group is not None
+    transports: list[Transport] = []
+    memory: RankMemory | None = None
+    if instance.role is not Role.UNIFIED:
+        transports = open_transports(topology.dp_config.router.pd_disaggregation, instance.config.host)
+        memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
+    greetings = greet(engine.group, Greeting(os.getpid(), memory))
+    watch = watch_others(greetings)
+    # The main rank drains before it ends, and needs us for that; a dead main rank ends us by the watch.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    writer = _start_writer(engine, tp_rank, transports, greetings[0])
+    logger.info("follows rank 0 (pid %d)", greetings[0].pid)
+    run_follower(engine.runner, engine.group, watch)
+    if writer is not None:
+        writer.close()
+    for transport in transports:
+        transport.close()
+    engine.pool.close()
+    return 0
+
+
+def _start_writer(
+    engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
+) -> ShardFollower | None:
+    """P: threads that write this rank's shard when the main rank says so."""
+    if not main.num_lanes:
+        return None
+    writer = ShardFollower(engine.pool.layout, tp_rank, engine.pool, transports, main.lane_base, main.num_lanes)
+    writer.start(ServiceThread)
+    return writer

@@ -1,0 +1,225 @@
+"""The engine on several tensor-parallel ranks gives the tokens of one rank. Ranks are threads here, so no gloo."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from engine_checkpoints import (
+    FAMILIES,
+    GREEDY,
+    PAGE_SIZE,
+    Engine,
+    GreedySampler,
+    expected_tokens,
+    generate,
+    make_prompt,
+    write_checkpoint,
+)
+
+from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
+from chitu.engine.follower import run_follower
+from chitu.engine.loader import load_model
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.tp_executor import TensorParallelExecutor, for_followers
+from chitu.errors import ConfigError, Internal
+from chitu.kv_cache.pool import KVPool
+from chitu.messages import KVLayout, pack_i32
+from chitu.models.config import read_model_spec
+
+LENGTHS = (1, 16, 37, 150)
+
+
+class Meeting:
+    """What the ranks of one instance share: a table to put tensors on, a barrier, and a queue to each follower."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.table: list[torch.Tensor] = [torch.empty(0)] * size
+        self.orders: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(size)]
+
+    def gather(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.table[rank] = x.clone()
+        self.barrier.wait()
+        found = list(self.table)
+        self.barrier.wait()
+        return found
+
+
+class ThreadRank:
+    """`Shard`, `Broadcast` and `Listener` of one rank."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self.meeting.gather(self.rank, x)).sum(0))
+
+    def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        parts = self.meeting.gather(self.rank, x_RC)
+        assert [part.shape[1] for part in parts] == list(widths)
+        return None if self.rank else torch.cat(parts, dim=1)
+
+    def send(self, data: bytes) -> None:
+        for orders in self.meeting.orders[1:]:
+            orders.put(data)
+
+    def receive(self) -> bytes:
+        return self.meeting.orders[self.rank].get(timeout=30)
+
+    def barrier(self) -> None:
+        self.meeting.barrier.wait()
+
+    def close(self) -> None: ...
+
+
+class Ranks:
+    """An instance of `size` ranks: the main rank's executor for the caller, its followers in threads."""
+
+    def __init__(self, path: Path, size: int, num_pages: int = 128) -> None:
+        self.spec = read_model_spec(path)
+        self.pools: list[KVPool] = []
+        meeting = Meeting(size)
+        ranks = [ThreadRank(meeting, rank) for rank in range(size)]
+        runners = [self._runner(path, rank, num_pages) for rank in ranks]
+        watch = ProcessWatch([])
+        self.runner = TensorParallelExecutor(runners[0], ranks[0], watch)
+        self._pool = ThreadPoolExecutor(size)
+        self._followers = [
+            self._pool.submit(run_follower, *pair, watch) for pair in zip(runners[1:], ranks[1:], strict=True)
+        ]
+        self._free = list(range(num_pages))[::-1]
+
+    def _runner(self, path: Path, rank: ThreadRank, num_pages: int) -> ModelRunner:
+        model = load_model(path, "float32", max_model_len=1024, shard=rank)
+        spec = self.spec
+        layout = KVLayout(
+            "m", spec.num_layers, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, "float32", spec.vocab_size, rank.size
+        )
+        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8))
+        return ModelRunner(spec, model, self.pools[-1], 8, 1024, None if rank.rank else GreedySampler())
+
+    pages = Engine.pages
+    admit = Engine.admit
+
+    def close(self) -> None:
+        """The main rank ends the instance; a follower that had failed says so here."""
+        self.runner.close()
+        for follower in self._followers:
+            follower.result(timeout=30)
+        self._pool.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_several_ranks_equal_transformers(family: str, size: int, tmp_path: Path) -> None:
+    """4 heads and 2 KV heads: two ranks split the KV heads, four ranks hold each of them twice."""
+    reference = write_checkpoint(tmp_path, family)
+    prompts = [make_prompt(length) for length in LENGTHS]
+    ranks = Ranks(tmp_path, size)
+    assert generate(ranks, prompts, 8) == [expected_tokens(reference, prompt, 8) for prompt in prompts]  # type: ignore[arg-type]
+    heads = [pool.k[0].shape[1] for pool in ranks.pools]
+    assert heads == [1] * size
+    for pool in ranks.pools[1:]:
+        assert pool.num_aux_slots == 0
+    if size == 4:  # neighbours hold the same head
+        assert torch.equal(ranks.pools[0].k[1], ranks.pools[1].k[1])
+        assert not torch.equal(ranks.pools[1].k[1], ranks.pools[2].k[1])
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, write_checkpoint(folder, "qwen3")
+
+
+def test_uneven_shares_of_vocabulary_and_mlp_change_nothing(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=299, hidden_size=48, intermediate_size=101, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, head_dim=16, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    reference = transformers.LlamaForCausalLM(config).float().eval()
+    reference.save_pretrained(tmp_path)
+    ranks = Ranks(tmp_path, 3)
+    prompt = [token % 299 for token in make_prompt(50)]
+    assert generate(ranks, [prompt], 8) == [expected_tokens(reference, prompt, 8)]  # type: ignore[arg-type]
+    ranks.close()
+
+
+def test_layers_are_reported_when_every_rank_has_written_them(qwen3: tuple[Path, object]) -> None:
+    ranks, prompt = Ranks(qwen3[0], 2), make_prompt(20)
+    admit = ranks.admit(0, prompt, 20)
+    seen = []
+
+    def on_layer(layer: int) -> None:
+        written = [bool(pool.k[layer][list(admit.pages)].any()) for pool in ranks.pools]
+        seen.append((layer, written))
+
+    ranks.runner.execute(StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, 20)]), on_layer)
+    assert seen == [(layer, [True, True]) for layer in range(ranks.spec.num_layers)]
+    ranks.close()
+
+
+def test_hand_over_offload_and_restore_work_on_every_rank(qwen3: tuple[Path, object]) -> None:
+    folder, reference = qwen3
+    sender, receiver = Engine(folder, sampling=False), Ranks(folder, 2)
+    prompt = make_prompt(45)
+    source = sender.admit(0, prompt, 45, sampling=None)
+    sender.runner.execute(StepPlan(admit=[source], prefill=[PrefillChunk(0, 0, 45, aux_slot=3)]))
+    target = receiver.admit(5, prompt, 64, kv_len=45)
+    receiver.pools[0].aux_logits[1] = sender.pool.aux_logits[3]
+    tokens = receiver.runner.execute(StepPlan(admit=[target], first_tokens=[FirstToken(5, 1)])).tokens
+    there = list(target.pages[: len(source.pages)])
+    for rank, pool in enumerate(receiver.pools):
+        for mine, theirs in ((sender.pool.k, pool.k), (sender.pool.v, pool.v)):
+            for layer in range(receiver.spec.num_layers):
+                theirs[layer][there] = mine[layer][list(source.pages)][:, rank : rank + 1]
+    for _ in range(4):
+        tokens += receiver.runner.execute(StepPlan(decode=[5])).tokens
+    receiver.runner.execute(StepPlan(offload=[Offload(5, key=9)]))
+    for pool in receiver.pools:
+        for region in (*pool.k, *pool.v):
+            region[list(target.pages)] = float("nan")
+    known = prompt + tokens
+    back = Admit(2, pack_i32(known), 45, len(known) - 1, receiver.pages(64), GREEDY)
+    tokens += receiver.runner.execute(StepPlan(admit=[back], restore=[Restore(2, key=9)], decode=[2])).tokens
+    tokens += receiver.runner.execute(StepPlan(decode=[2])).tokens
+    assert tokens == expected_tokens(reference, prompt, 7)  # type: ignore[arg-type]
+    receiver.close()
+
+
+def test_a_first_token_is_not_fed_back_in_its_own_step(qwen3: tuple[Path, object]) -> None:
+    ranks = Ranks(qwen3[0], 2)
+    with pytest.raises(Internal, match="the followers cannot know it"):
+        ranks.runner.execute(StepPlan(first_tokens=[FirstToken(1, 0)], decode=[1]))
+    ranks.close()
+
+
+def test_followers_hear_nothing_of_sampling() -> None:
+    admit = Admit(1, b"", 0, 0, (), GREEDY)
+    plan = StepPlan(admit=[admit], first_tokens=[FirstToken(1, 0)], prefill=[PrefillChunk(2, 0, 1, sample=True)])
+    assert for_followers(plan) == StepPlan(admit=[Admit(1, b"", 0, 0, (), None)], prefill=plan.prefill)
+
+
+def test_a_model_that_cannot_be_cut_is_refused(qwen3: tuple[Path, object]) -> None:
+    with pytest.raises(ConfigError, match="tp_size 3: 4 attention heads"):
+        load_model(qwen3[0], shard=ThreadRank(Meeting(3), 0))
