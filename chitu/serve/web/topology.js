@@ -37,10 +37,12 @@ export class Topology {
       ["captions", "edges", "cards", "dots"].map((name) => [name, svg.appendChild(svgElement("g", { class: name }))]),
     );
     this.#dots = new Dots(this.#layers.dots);
+    const frame = svg.parentElement;
     for (const [event, isNear] of [["pointerover", true], ["focusin", true], ["pointerout", false], ["focusout", false]]) {
-      svg.addEventListener(event, ({ target }) => this.#pointAt(isNear ? target.closest("[data-instance]") : null));
+      // Not on the SVG: an SVG element with listeners for the focus becomes a stop of the Tab key.
+      frame.addEventListener(event, ({ target }) => this.#pointAt(isNear ? target.closest("[data-instance]") : null));
     }
-    new ResizeObserver(() => this.#snapshot && this.update(this.#snapshot)).observe(svg.parentElement);
+    new ResizeObserver(() => this.#snapshot && this.update(this.#snapshot)).observe(frame);
   }
 
   update(snapshot) {
