@@ -13,7 +13,6 @@ const GLYPHS = {
   draining: "M0-4a4 4 0 1 1 0 8z",
   down: "M-4-4L4 4M4-4L-4 4",
 };
-const ROLE_WORDS = { prefill: "prefill", decode: "decode", unified: "unified" };
 
 export class Card {
   #form = null;
@@ -151,7 +150,7 @@ function usedPages(load) {
 /** Everything known of an instance, as one line. */
 export function describe(instance, rate) {
   const { name, role, status, host, pid, load } = instance;
-  const head = `${name} ${ROLE_WORDS[role] ?? role}, ${status}`;
+  const head = `${name} ${role}, ${status}`;
   if (load === null) return `${head}${host ? `, on ${host}` : ""}`;
   const parts = [
     `${head}, ${host} pid ${pid}`,

@@ -69,10 +69,12 @@ export class Chat {
     this.#answer({ mode, prompt, example });
   }
 
-  async #answer(question) {
+  /** @param {HTMLElement | null} failed the article of an earlier attempt, whose place the answer takes */
+  async #answer(question, failed = null) {
     const { mode, prompt, example } = question;
     const answer = new AssistantMessage(mode === "chat" ? "Model" : "Completion");
-    this.#add(answer.element);
+    if (failed === null) this.#add(answer.element);
+    else failed.replaceWith(answer.element);
     this.#traced.push(answer);
     const history = this.#history;
     await this.#whileStreaming(async (signal) => {
@@ -106,9 +108,8 @@ export class Chat {
     this.#keepEndVisible(() =>
       answer.fail(failure, () => {
         if (this.#abort !== null) return;
-        answer.element.remove();
         this.#ui.prompt.focus();
-        this.#answer(question);
+        this.#answer(question, answer.element);
       }),
     );
     if (failure.code === "invalid_api_key") this.#ui.settings.open = true;

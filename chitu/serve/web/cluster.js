@@ -7,7 +7,7 @@ import { readEvents } from "./sse.js";
 const FIRST_RETRY_MS = 250;
 const LAST_RETRY_MS = 4000;
 /** The router sends at least one event a second; after so long the connection is dead even if nobody said so. */
-const SILENCE_MS = 5000;
+const SILENCE_MS = 10000;
 
 export class ClusterFeed {
   #api;

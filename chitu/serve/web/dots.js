@@ -14,8 +14,9 @@ const FLIGHT_MS = 900;
 const STAY_MS = 900;
 const FADE_MS = 400;
 const FLIGHT_POINTS = 24;
-/** What is longer ago is history (the page was opened or was away), not an event. */
+/** When the page was just opened, or was away: what is longer ago is history, not an event. */
 const NEWS_S = 3;
+const AWAY_S = 10;
 /** More than this nobody can tell apart. */
 const MAX_DOTS = 64;
 /** With more, only dots that have arrived are labelled: labels in flight would lie on each other. */
@@ -35,6 +36,8 @@ export class Dots {
   #seen = new Set();
   /** Instance name -> the dots in its lane by slot. */
   #lanes = new Map();
+  /** Time of the last snapshot. */
+  #lastS = Number.NEGATIVE_INFINITY;
   #stillness = matchMedia("(prefers-reduced-motion: reduce)");
 
   constructor(layer) {
@@ -51,12 +54,15 @@ export class Dots {
 
   /** @param requests RequestSnapshots @param {number} nowS the router's clock */
   update(requests, nowS) {
+    // What ended before the last snapshot was in it, however late snapshots come.
+    const newsS = nowS - this.#lastS < AWAY_S ? Math.min(this.#lastS, nowS - NEWS_S) : nowS - NEWS_S;
+    this.#lastS = nowS;
     const rooms = new Set();
     for (const request of requests) {
       rooms.add(request.room);
       const dot = this.#dots.get(request.room);
       if (dot) this.#advance(dot, request);
-      else if (!this.#seen.has(request.room)) this.#welcome(request, nowS);
+      else if (!this.#seen.has(request.room)) this.#welcome(request, newsS);
     }
     // Ended so long ago that the router no longer lists it.
     for (const [room, dot] of this.#dots) if (!rooms.has(room)) this.#advance(dot, null);
@@ -64,9 +70,9 @@ export class Dots {
     this.#layer.classList.toggle("crowded", this.#dots.size > CROWD);
   }
 
-  #welcome(request, nowS) {
+  #welcome(request, newsS) {
     const { cards } = this.#layout;
-    const isOld = request.ended_at_s !== null && nowS - request.ended_at_s > NEWS_S;
+    const isOld = request.ended_at_s !== null && request.ended_at_s < newsS;
     const origin = request.prefill ?? request.decode;
     if (isOld || document.hidden || this.#dots.size >= MAX_DOTS) return;
     if (!cards.has(origin) || !cards.has(request.decode)) return;
@@ -77,7 +83,7 @@ export class Dots {
     const dot = { request, element, stage: IN_PREFILL, lane: null, slot: 0, waiters: [] };
     this.#dots.set(request.room, dot);
     this.#advance(dot, request);
-    const landedBefore = request.first_token_at_s !== null && nowS - request.first_token_at_s > NEWS_S;
+    const landedBefore = request.first_token_at_s !== null && request.first_token_at_s < newsS;
     this.#live(dot, landedBefore).finally(() => {
       this.#leaveLane(dot);
       element.remove();

@@ -77,8 +77,12 @@ const settings = byId("settings");
 document.addEventListener("pointerdown", ({ target }) => {
   if (!settings.contains(target)) settings.open = false;
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") settings.open = false;
+settings.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !settings.open) return;
+  // Elsewhere Escape stops the stream.
+  event.stopPropagation();
+  settings.open = false;
+  settings.querySelector("summary").focus();
 });
 
 // The key lives as long as the tab: storage that outlasts it is no place for a secret.

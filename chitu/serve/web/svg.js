@@ -1,4 +1,4 @@
-/* Two helpers for SVG elements. */
+/* Small helpers to make and change elements. */
 
 const SVG = "http://www.w3.org/2000/svg";
 

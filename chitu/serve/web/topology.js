@@ -48,6 +48,8 @@ export class Topology {
   update(snapshot) {
     this.#snapshot = snapshot;
     this.#arrange();
+    // Nothing is drawn while the picture has no width.
+    if (this.#signature === "") return;
     const nowS = snapshot.time_s;
     const active = activeNames(snapshot.requests, nowS);
     for (const instance of snapshot.instances) {
