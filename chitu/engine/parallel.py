@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-COMPUTE_TIMEOUT_S = 120
+COMPUTE_TIMEOUT_S = 60
 """Between the first and the last rank to reach the same place of a step."""
 CONTROL_TIMEOUT = timedelta(days=365)
 FRAME_BYTES = 4096

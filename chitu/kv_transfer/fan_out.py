@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 
+CLOSE_TIMEOUT_S = 1.0
 SEND_TIMEOUT_MS = 1000
 """A socket without its follower blocks the sender so long."""
 
@@ -103,10 +104,17 @@ class Lane:
         with self._lock:
             self._send(order)
 
-    def close(self) -> None:
-        self.tell(End(0))
-        for socket in self._sockets:
-            socket.close()
+    def close(self) -> bool:
+        """End the followers' threads of this lane. False: a thread here does not let go of it."""
+        if not self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            return False
+        try:
+            self._send(End(0))
+            for socket in self._sockets:
+                socket.close()
+        finally:
+            self._lock.release()
+        return True
 
     def _send(self, order: Order) -> None:
         frame = encoder.encode(order)
@@ -215,6 +223,5 @@ class FanOut:
 
     def close(self) -> None:
         """End the followers' lane threads. No transfer thread runs any more."""
-        for lane in (self._control, *self._data):
-            lane.close()
-        self._context.term()
+        if all([lane.close() for lane in (self._control, *self._data)]):
+            self._context.term()

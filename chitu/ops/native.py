@@ -168,7 +168,8 @@ class NativeOps:
         rows = x_TI.shape[0]
         x_TI = x_TI.contiguous()
         if result is None:
-            result = self._buffer(f"linear{weight.out_features}", rows, weight.out_features)
+            # By operation too: a tensor-parallel rank's `gate_up` may be as wide as the `linear` that reads its result.
+            result = self._buffer(f"linear{mode}/{weight.out_features}", rows, weight.out_features)
         self._library.chitu_linear(
             x_TI.data_ptr(),
             rows,

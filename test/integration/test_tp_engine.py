@@ -165,6 +165,26 @@ def test_uneven_shares_of_vocabulary_and_mlp_change_nothing(tmp_path: Path) -> N
     ranks.close()
 
 
+def test_an_mlp_share_as_wide_as_the_hidden_state_changes_nothing(tmp_path: Path) -> None:
+    """The result of gate and up then has the shape of what the down projection makes of it."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    reference = transformers.LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0, 0.3)
+    reference.save_pretrained(tmp_path)
+    ranks = Ranks(tmp_path, 2)
+    prompt = [token % 300 for token in make_prompt(50)]
+    assert generate(ranks, [prompt], 8) == [expected_tokens(reference, prompt, 8)]  # type: ignore[arg-type]
+    ranks.close()
+
+
 def test_layers_are_reported_when_every_rank_has_written_them(qwen3: tuple[Path, object]) -> None:
     ranks, prompt = Ranks(qwen3[0], 2), make_prompt(20)
     admit = ranks.admit(0, prompt, 20)

@@ -1,0 +1,182 @@
+"""PD between instances of 1, 2 and 4 tensor-parallel ranks: tokens, bytes, and what happens when a follower dies.
+
+One cluster with P0, P1, P2 and D0, D1, D2 of 1, 2 and 4 ranks has all nine pairs of sizes; nine requests in a row reach
+each pair once (round robin). The model has 4 heads and 2 KV heads, so two ranks split the KV heads and four ranks hold
+each of them twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from completions import instance_loads, is_whole, wait_until
+from engine_checkpoints import Engine, generate
+
+from chitu.config.load import load_topology
+from chitu.kv_cache.aux_row import aux_row_bytes
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.serve.cluster_snapshot import ClusterSnapshot
+
+SIZES = (1, 2, 4)
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500
+LENGTHS = (1, 48, 130, 1100)
+"""The last one's admission does not fit the first 4 KiB of a step's broadcast."""
+OUTPUT_TOKENS = 6
+GREEDY: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+SEEDED: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11, "ignore_eos": True}
+PD = "dp_config.router.pd_disaggregation"
+TYPED = {"prefill_lost", "decode_lost", "transfer_failed", "transfer_timeout"}
+"""What a request on a lost instance may end with."""
+PAIRS = {(f"P{p}", f"D{d}") for p in range(3) for d in range(3)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"layers": LAYERS, "hidden_size": 64, "heads": HEADS, "kv_heads": KV_HEADS, "vocab_size": VOCAB}
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(10, VOCAB - 20) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of one undivided engine."""
+    return generate(Engine(model, max_model_len=2048), prompts, OUTPUT_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["shm", "mooncake"])
+def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
+    if request.param == "mooncake":
+        try:
+            import mooncake.engine  # noqa: F401
+        except (ImportError, OSError) as error:
+            pytest.skip(f"mooncake does not import here: {error}")
+    settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={request.param}"]
+    settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]
+    for index, size in enumerate(SIZES):
+        for role in ("prefill", "decode"):
+            key = f"dp_config.router.{role}_schedulers.{index}"
+            settings += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+        cluster.wait_ready()
+        yield cluster
+        assert set(cluster.stop().values()) == {0}, "every rank ends by itself"
+
+
+@dataclass(frozen=True)
+class Answer:
+    request_id: str
+    token_ids: list[int]
+    error: str
+
+
+def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]) -> list[Answer]:
+    """All at once; the answers in their order."""
+
+    async def one(client: httpx.AsyncClient, prompt: list[int]) -> Answer:
+        body = {"model": "m", "prompt": prompt, "return_token_ids": True, **options}
+        reply = await client.post("/v1/completions", json=body)
+        request_id = reply.headers.get("x-request-id", "")
+        if reply.status_code != 200:
+            return Answer(request_id, [], reply.json()["error"]["code"])
+        return Answer(request_id, reply.json()["choices"][0]["token_ids"], "")
+
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=150.0, trust_env=False) as client:
+            return await asyncio.gather(*[one(client, prompt) for prompt in prompts])
+
+    return asyncio.run(run())
+
+
+def snapshot_of(cluster: LocalCluster) -> ClusterSnapshot:
+    return msgspec.json.decode(httpx.get(f"{cluster.url}/cluster", timeout=10).content, type=ClusterSnapshot)
+
+
+def right_bytes(num_tokens: int, decode_size: int) -> int:
+    """Every rank's copy of a KV head counts; the logits row goes to the main rank alone."""
+    pages = -(-num_tokens // PAGE_SIZE)
+    heads = max(KV_HEADS, decode_size)
+    return pages * LAYERS * 2 * heads * PAGE_SIZE * HEAD_DIM * 4 + aux_row_bytes(VOCAB)
+
+
+def ranks_of(cluster: LocalCluster, name: str) -> list[psutil.Process]:
+    """The processes of an instance, main rank first."""
+    torchrun = psutil.Process(cluster.pid(name)).parent()
+    assert torchrun is not None
+    return sorted(torchrun.children(), key=lambda process: process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_pair_of_sizes_gives_the_tokens_of_one_engine_and_moves_the_right_bytes(
+    cluster: LocalCluster, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        answers = ask(cluster, [prompt] * len(PAIRS), GREEDY)
+        assert [answer.token_ids for answer in answers] == [tokens] * len(PAIRS), answers
+        requests = snapshot_of(cluster).requests
+        records = [r for r in requests if r.request_id in {answer.request_id for answer in answers}]
+        assert {(record.prefill, record.decode) for record in records} == PAIRS
+        for record in records:
+            decode_size = SIZES[int(str(record.decode)[1:])]
+            assert record.kv_bytes == right_bytes(len(prompt), decode_size), record
+    seeded = ask(cluster, [prompts[2]] * len(PAIRS), SEEDED)
+    assert len({tuple(answer.token_ids) for answer in seeded}) == 1, "D1 and D2 sample what D0 samples"
+    names = [f"{role}{index}" for role in "PD" for index in range(3)]
+    wait_until(
+        lambda: all(is_whole(instance_loads(cluster.url)[name]) for name in names),
+        15.0,
+        lambda: instance_loads(cluster.url),
+    )
+
+
+def test_a_follower_listens_to_nobody_outside_its_host(cluster: LocalCluster) -> None:
+    if "transport: mooncake" in (cluster.log_dir / "topology.yaml").read_text():
+        pytest.skip("Mooncake listens on all interfaces, see docs/operations.md")
+    for name, size in (("P1", 2), ("D2", 4)):
+        ranks = ranks_of(cluster, name)
+        assert len(ranks) == size
+        for rank in ranks:
+            listening = {c.laddr.ip for c in rank.net_connections(kind="tcp") if c.status == psutil.CONN_LISTEN}
+            assert listening <= {"127.0.0.1"}, f"{name} {rank.pid}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["P1", "D2"])
+def test_a_killed_follower_ends_its_instance_which_comes_back_by_a_restart(
+    cluster: LocalCluster, name: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    ranks = ranks_of(cluster, name)
+    assert ranks[0].pid == cluster.pid(name)
+    prompt, tokens = prompts[-1], expected[-1]
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(ask, cluster, [prompt] * 18, GREEDY)
+        wait_until(lambda: snapshot_of(cluster).in_flight > 4, 30.0, lambda: snapshot_of(cluster))
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+        cluster.wait_exit(name, timeout_s=15.0)
+        answers = load.result(timeout=120)
+    assert not any(rank.is_running() for rank in ranks), "nothing of the instance is left"
+    for answer in answers:
+        assert answer.token_ids == tokens or answer.error in TYPED, answer
+    cluster.restart(name)
+    cluster.wait_ready()
+    again = ask(cluster, [prompts[1]] * len(PAIRS), GREEDY)
+    assert [answer.token_ids for answer in again] == [expected[1]] * len(PAIRS), again
