@@ -179,10 +179,10 @@ def copy(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Examp
             return Example("copy", f"Repeat: {text}", f"Repeated: {text}", text)
 
 
-def add(rng: random.Random, num_terms: int = 2, held_out: bool = True) -> Example:
-    """The sum of numbers from 0 to 99."""
+def add(rng: random.Random, num_terms: int = 0, held_out: bool = True) -> Example:
+    """The sum of numbers from 0 to 99; two of them where `num_terms` is 0."""
     while True:
-        terms = [str(rng.randrange(100)) for _ in range(num_terms)]
+        terms = [str(rng.randrange(100)) for _ in range(num_terms or 2)]
         text = " plus ".join(terms)
         if is_held_out(text) == held_out:
             total = str(sum(map(int, terms)))
