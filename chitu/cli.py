@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, required=True, metavar="K", help="which of the hosts this one is")
+    command.add_argument("--cpus-per-gpu", type=int, metavar="N", help="CPU threads of each rank of an instance")
     command.add_argument("--ready-timeout", type=float, metavar="S", help="seconds to be ready in (default: 600)")
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
     command.add_argument("--on-failure", metavar="COMMAND", help="run once when a process of this node died")
@@ -216,6 +217,7 @@ def _node(arguments: argparse.Namespace) -> int:
     options = NodeOptions(
         hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
         index=arguments.node_index,
+        threads_per_rank=arguments.cpus_per_gpu,
         ready_timeout_s=READY_TIMEOUT_S if arguments.ready_timeout is None else arguments.ready_timeout,
         log_dir=arguments.log_dir,
         on_failure=arguments.on_failure,

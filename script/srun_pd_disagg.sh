@@ -9,7 +9,7 @@
 #   --partition NAME     of Slurm; counts where the script starts srun
 #   --nodes N            the same (default 2)
 #   --gpus-per-node N    the same
-#   --cpus-per-gpu N     the same; also the CPU threads of an instance's rank (scheduler.threads)
+#   --cpus-per-gpu N     the same; also the CPU threads of each rank of an instance
 #   --ready-timeout S    seconds to be ready in (600);  --log-dir DIR
 # PYTHON names the interpreter; default: .venv's of this checkout.
 set -euo pipefail
@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
             case $1 in
                 --partition) partition=$2 ;;
                 --nodes) nodes=$2 ;;
-                --cpus-per-gpu) node_arguments+=("scheduler.threads=$2") ;;
+                --cpus-per-gpu) node_arguments+=("$1" "$2") ;;
             esac
             shift 2 ;;
         *) node_arguments+=("$1"); shift ;;

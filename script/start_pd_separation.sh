@@ -34,9 +34,9 @@ addresses=$(addresses_of "${machines[@]}")
 
 # ------------------------------------------------------------------------------------------------------------ by ssh
 command=(env PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$topology" --hosts "$addresses" "${arguments[@]}")
-children=()
-end_all() { kill -TERM "${children[@]}" 2>/dev/null || true; }
-trap end_all TERM INT HUP
+children=() interrupted="" ending="" code=0
+end_all() { ending=1; kill -TERM "${children[@]}" 2>/dev/null || true; }
+trap 'interrupted=1; end_all' TERM INT HUP
 for index in "${!machines[@]}"; do
     # ssh ends when it is told to; the terminal that -tt gives the other side then sends SIGHUP to the node's processes.
     ${PD_SSH:-ssh -tt} "${machines[index]}" \
@@ -44,9 +44,12 @@ for index in "${!machines[@]}"; do
         </dev/null &
     children+=($!)
 done
-code=0
-for _ in "${children[@]}"; do
-    wait -n || code=$?
+left=${#children[@]}
+while [ "$left" -gt 0 ]; do # the first end is everyone's, and its code is that of the whole
+    interrupted="" status=0
+    wait -n || status=$?
+    [ -n "$interrupted" ] || left=$((left - 1))
+    [ -n "$ending" ] || code=$status
     end_all
 done
 exit "$code"

@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import check, host_names, instances
 from chitu.errors import ConfigError
 from chitu.launch.display import greeting, make_display
 from chitu.launch.health import ask_health
-from chitu.launch.nodes import host_overrides, launch_problems, specs_on
+from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor, make_log_dir
@@ -42,6 +43,8 @@ class NodeOptions:
     """Machines in place of the topology's hosts, the router's first; None: as the file says."""
     index: int
     """Of this node among the hosts."""
+    threads_per_rank: int | None = None
+    """CPU threads of each rank; None: as the topology says, or this node's cores divided by its instances."""
     ready_timeout_s: float = READY_TIMEOUT_S
     log_dir: str | None = None
     on_failure: str | None = None
@@ -63,9 +66,11 @@ class Node:
         topology = load_topology(config, overrides)
         if options.hosts is not None:
             overrides = [*overrides, *host_overrides(topology, options.hosts)]
-            topology = load_topology(config, overrides)
+        if options.threads_per_rank is not None:
+            overrides = [*overrides, *thread_overrides(topology, options.threads_per_rank)]
+        topology = load_topology(config, overrides)
         check(topology, pd_master_addr())
-        for problem in launch_problems(topology):
+        for problem in chain(launch_problems(topology), open_ports(topology)):
             raise ConfigError(problem)
         all_specs = plan(topology, config, overrides, len(os.sched_getaffinity(0)), options.entries)
         self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}

@@ -52,6 +52,11 @@ def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> li
     return [spec for spec in specs if _index(names, spec.host) == index]
 
 
+def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:
+    """Overrides that give every rank of every instance so many CPU threads."""
+    return [f"{item.key}.threads={threads_per_rank * item.config.tp_size}" for item in instances(topology)]
+
+
 def launch_problems(topology: Topology) -> Iterator[str]:
     """What no single process can see, a sentence each; beside `config.topology.problems`."""
     if topology.dp_config.scheduler_base_port is not None and len(instances(topology)) > 1:
@@ -60,6 +65,11 @@ def launch_problems(topology: Topology) -> Iterator[str]:
             f"{len(instances(topology))}: set the port of each instance instead"
         )
     if len(host_names(topology)) > 1:
-        for key, port in router_ports(topology.dp_config.router).items():
-            if port == 0:
-                yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"
+        yield from open_ports(topology)
+
+
+def open_ports(topology: Topology) -> Iterator[str]:
+    """The router's ports that only the router would know, a sentence each."""
+    for key, port in router_ports(topology.dp_config.router).items():
+        if port == 0:
+            yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"
