@@ -53,7 +53,7 @@ def _find(view: ClusterView, name: str) -> InstanceInfo:
     for info in view.instances:
         if _name(info) == name.upper():
             return info
-    names = ", ".join(map(_name, view.instances)) or "none"
+    names = ", ".join(_name(info) for role in Role for info in view.instances if info.role is role) or "none"
     raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
 
 
