@@ -79,6 +79,29 @@ install_browser() { # best effort: everything but test/web works without it
         "(Debian: apt-get install chromium; elsewhere: .venv/bin/playwright install --with-deps chromium)"
 }
 
+# ------------------------------------------------------------------------------------------------ Slurm for its own tests
+missing_slurm() { # names of the Debian packages that test/slurm needs and that are not there
+    local tool
+    for tool in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2; do
+        PATH=$PATH:/usr/sbin:/sbin command -v "${tool%:*}" >/dev/null || echo "${tool#*:}"
+    done
+}
+
+install_slurm() { # best effort: everything but test/slurm works without it
+    local missing
+    missing=$(missing_slurm | tr '\n' ' ')
+    [ -n "$missing" ] || return 0
+    # In containers and in CI only: elsewhere a service manager might start the daemons, or the machine has a Slurm.
+    if can_apt && { [ "${CI:-}" = true ] || [ ! -d /run/systemd/system ]; } && ! command -v srun >/dev/null; then
+        say "installing ${missing}(for the tests of the Slurm scripts)"
+        # shellcheck disable=SC2086
+        apt_install $missing
+    fi
+    missing=$(missing_slurm | tr '\n' ' ')
+    [ -z "$missing" ] || say "test/slurm is left out, it needs Slurm's daemons (Debian, Ubuntu: apt-get install" \
+        "${missing% })"
+}
+
 # --------------------------------------------------------------------------------------------------------------- .venv
 if [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null && python_ok .venv/bin/python; then
     python=.venv/bin/python
@@ -87,6 +110,7 @@ else
 fi
 install_libraries "$python"
 install_browser
+install_slurm
 
 inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
 stamp=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)

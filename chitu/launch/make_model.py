@@ -20,13 +20,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import ConfigError
 from chitu.launch.tiny_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, PAD, SPECIAL_TOKENS, train_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral"]
 FAMILIES: dict[str, str] = {
@@ -120,7 +123,12 @@ def make_model(
 
 
 def _write(folder: Path, family: str, shape: ModelShape, seed: int) -> None:
-    tokenizer = train_tokenizer(shape.vocab_size)
+    write_settings(folder, family, shape, train_tokenizer(shape.vocab_size))
+    _write_weights(folder, family, shape, list(range(len(SPECIAL_TOKENS))), seed)
+
+
+def write_settings(folder: Path, family: str, shape: ModelShape, tokenizer: Tokenizer) -> None:
+    """Every file of a checkpoint but its weights; the tokenizer is one of `train_tokenizer`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {token: token_id for token_id, token in enumerate(SPECIAL_TOKENS)}
     _write_json(folder / "config.json", _config(family, shape, ids))
@@ -141,7 +149,6 @@ def _write(folder: Path, family: str, shape: ModelShape, seed: int) -> None:
         },
     )
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write_weights(folder, family, shape, list(ids.values()), seed)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The tokenizer of a made-up model: byte-level BPE trained on made-up text. Used by `make_model`.
+"""The tokenizer of a made-up model: byte-level BPE trained on made-up text. Used by `make_model` and by the
+training of chitu-tiny.
 
 Any text can be encoded (256 byte tokens), the special tokens come first, and the vocabulary is as large as the text
 has pairs to merge; a larger `vocab_size` leaves the last ids of the model without a token.
@@ -7,7 +8,7 @@ has pairs to merge; a larger `vocab_size` leaves the last ids of the model witho
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ def _sentences(count: int) -> Iterator[str]:
         yield " ".join(chosen).capitalize() + rng.choice([".", ".", "?", "!", ",\n"])
 
 
-def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens (at least 256 and the special ones). Encoding a text adds the bos."""
+def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` tokens (at least 256 and the special ones), trained on `texts` (None: made-up
+    English). Encoding a text adds the bos."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -100,8 +102,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sentences = min(20000, 500 + vocab_size)
-    tokenizer.train_from_iterator(_sentences(sentences), trainer)
+    tokenizer.train_from_iterator(_sentences(min(20000, 500 + vocab_size)) if texts is None else texts, trainer)
     bos_id = tokenizer.token_to_id(BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]

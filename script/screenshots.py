@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Takes the pictures of the web page in docs/images: a real cluster of 2P3D under load, seen by headless Chromium.
+
+    .venv/bin/python script/screenshots.py [--model PATH] [--out docs/images]
+
+The page asks one of its own examples while other clients keep the cluster busy, so that pairs are lit up and requests
+are on their way. Made by hand when the page changes; nothing else calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+from playwright.sync_api import Browser, expect
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "test" / "web")]
+
+from chat_page import ChatPage, wait_until  # noqa: E402
+from headless import headless_browser  # noqa: E402
+
+from chitu.assets import TINY_MODEL_DIR  # noqa: E402
+from chitu.config.load import load_topology  # noqa: E402
+from chitu.launch.local import LocalCluster  # noqa: E402
+from chitu.workloads import tiny  # noqa: E402
+
+CLIENTS = 4
+MAX_BYTES = 300_000
+ACTIVE_PAIRS = '#topology [data-pair][data-active="true"]'
+DOTS = "#topology [data-dot]"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture: a name and the browser window that it shows."""
+
+    name: str
+    window: dict[str, Any]
+    whole_page: bool = False
+
+
+DESKTOP = {"viewport": {"width": 1280, "height": 800}, "device_scale_factor": 1.5}
+PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+PICTURES = (
+    Picture("page-light", {**DESKTOP, "color_scheme": "light"}),
+    Picture("page-dark", {**DESKTOP, "color_scheme": "dark"}),
+    Picture("page-phone", {**PHONE, "color_scheme": "light"}, whole_page=True),
+)
+
+
+def ask_on_and_on(url: str, model: str, seed: int, stop: threading.Event) -> None:
+    """One client: recall questions over lists of many lengths, each answered at length, until `stop`."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+        while not stop.is_set():
+            example = tiny.recall(rng, tiny.facts_for(rng.choice((200, 500, 900, 1400))))
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": example.prompt}],
+                "max_tokens": rng.randrange(60, 400),
+                "ignore_eos": True,
+                "stream": True,
+            }
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                for _ in response.iter_lines():
+                    if stop.is_set():
+                        break
+
+
+@contextmanager
+def busy_cluster(model: Path) -> Iterator[LocalCluster]:
+    """2P3D on this machine with `CLIENTS` clients at work."""
+    settings = [f"model.path={model}", f"model.served_name={model.name}", "cache.num_pages=1000", "log.level=WARNING"]
+    with tempfile.TemporaryDirectory() as logs:
+        topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, f"log.dir={logs}"])
+        with LocalCluster(topology) as cluster:
+            cluster.wait_ready(timeout_s=300.0)
+            stop = threading.Event()
+            arguments = [(cluster.url, model.name, seed, stop) for seed in range(CLIENTS)]
+            clients = [threading.Thread(target=ask_on_and_on, args=one) for one in arguments]
+            for client in clients:
+                client.start()
+            try:
+                yield cluster
+            finally:
+                stop.set()
+                for client in clients:
+                    client.join()
+
+
+def take(browser: Browser, url: str, picture: Picture) -> bytes:
+    """PNG of the page after an answer, at a moment when several pairs are at work."""
+    context = browser.new_context(**picture.window)
+    try:
+        page = ChatPage(context, url)
+        page.open_live()
+        example = page.page.locator("#example")
+        if example.is_visible():
+            example.click()
+            expect(page.prompt).not_to_have_value("")
+            page.response_to(page.send_button.click)
+        else:
+            page.set(max_tokens=80)
+            page.send("Tell me something that nobody expects.")
+        page.expect_done(timeout_ms=60_000)
+        expect(page.answer.locator(".trace")).to_contain_text("first token")
+        page.page.mouse.move(0, 0)
+
+        def is_lively() -> bool:
+            return page.page.locator(ACTIVE_PAIRS).count() >= 2 and page.page.locator(DOTS).count() >= 3
+
+        wait_until(is_lively, 30.0, lambda: "the cluster is too quiet for a picture")
+        png = page.page.screenshot(full_page=picture.whole_page)
+        if page.problems:
+            raise SystemExit(f"the page has problems: {page.problems}")
+        return png
+    finally:
+        context.close()
+
+
+def optimised(png: bytes) -> bytes:
+    """The same picture with a palette: a page has few colours."""
+    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="takes the pictures of the web page")
+    parser.add_argument("--model", type=Path, default=TINY_MODEL_DIR, help="checkpoint folder (default: chitu-tiny)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=60_000)
+    with busy_cluster(options.model) as cluster, headless_browser() as browser:
+        for picture in PICTURES:
+            png = optimised(take(browser, cluster.url, picture))
+            if len(png) > MAX_BYTES:
+                raise SystemExit(f"{picture.name} has {len(png)} bytes, more than {MAX_BYTES}")
+            path = options.out / f"{picture.name}.png"
+            path.write_bytes(png)
+            print(f"{path}: {len(png) / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
