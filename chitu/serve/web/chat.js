@@ -129,13 +129,17 @@ export class Chat {
   async #whileStreaming(work) {
     const { send, stop, burst } = this.#ui;
     const abort = (this.#abort = new AbortController());
-    send.disabled = burst.disabled = true;
+    // A button that is disabled loses the focus to nothing: hand it to the one that can be used, and back.
+    const pressed = [send, burst].find((button) => button === document.activeElement);
     stop.disabled = false;
+    if (pressed) stop.focus();
+    send.disabled = burst.disabled = true;
     try {
       await work(abort.signal);
     } finally {
       this.#abort = null;
       send.disabled = burst.disabled = false;
+      if (document.activeElement === stop) (pressed ?? send).focus();
       stop.disabled = true;
       this.#keepEndVisible(() => {});
     }
