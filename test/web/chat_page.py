@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, Response, expect
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 30_000
 """Two busy cores may need long for anything; nothing here waits longer than its condition takes."""
 
 
@@ -86,8 +86,10 @@ class ChatPage:
             field.press("Escape")
 
     def send(self, text: str) -> Response:
-        """Send by the button and return the response when its head is there."""
-        return self.response_to(lambda: self.submit(text))
+        """Send by the button and return the good response when its head is there."""
+        response = self.response_to(lambda: self.submit(text))
+        assert response.ok, f"status {response.status}: {response.text()}"
+        return response
 
     def submit(self, text: str) -> None:
         """Send by the button, whatever comes of it."""

@@ -72,8 +72,8 @@ def test_two_requests_light_up_two_pairs(open_page: OpenPage, cluster: LocalClus
 
 def test_a_request_travels_from_its_p_to_its_d(chat: ChatPage) -> None:
     chat.record_dots()
-    chat.set(max_tokens=3000)
-    response = chat.send("far " * 400)
+    chat.set(max_tokens=2500)
+    response = chat.send("far " * 300)
     row = chat.row(response.headers["x-request-id"])
     expect(row).to_have_attribute("data-state", "decode")
     room = row.get_attribute("data-room") or ""
