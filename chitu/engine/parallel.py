@@ -39,9 +39,10 @@ class RankGroup:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # The default group is the control group: ranks may also start at very different times.
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=CONTROL_TIMEOUT)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=COMPUTE_TIMEOUT_S))
-        self._control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        self._compute = dist.new_group(backend=backend, timeout=timedelta(seconds=COMPUTE_TIMEOUT_S))
         self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
 
     @property
@@ -51,7 +52,7 @@ class RankGroup:
     # ----------------------------------------------------------------------------------------------------- in a step
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._compute)
         return x
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
@@ -60,10 +61,10 @@ class RankGroup:
             x_RC = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[1]))
         x_RC = x_RC.contiguous()
         if not self.is_main:
-            dist.gather(x_RC, dst=MAIN_RANK)
+            dist.gather(x_RC, dst=MAIN_RANK, group=self._compute)
             return None
         parts = [torch.empty_like(x_RC) for _ in widths]
-        dist.gather(x_RC, parts, dst=MAIN_RANK)
+        dist.gather(x_RC, parts, dst=MAIN_RANK, group=self._compute)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
     # ------------------------------------------------------------------------------------------------------- control
@@ -74,37 +75,37 @@ class RankGroup:
         frame[:LENGTH_BYTES] = bytearray(len(data).to_bytes(LENGTH_BYTES, "little"))
         head = data[: FRAME_BYTES - LENGTH_BYTES]
         frame[LENGTH_BYTES : LENGTH_BYTES + len(head)] = bytearray(head)
-        dist.broadcast(self._frame, MAIN_RANK, group=self._control)
+        dist.broadcast(self._frame, MAIN_RANK)
         if len(head) < len(data):
             rest = torch.frombuffer(bytearray(data[len(head) :]), dtype=torch.uint8)
-            dist.broadcast(rest, MAIN_RANK, group=self._control)
+            dist.broadcast(rest, MAIN_RANK)
 
     def receive(self) -> bytes:
         """The others: the next `send`; waits for it without end. RuntimeError where a rank is gone."""
-        dist.broadcast(self._frame, MAIN_RANK, group=self._control)
+        dist.broadcast(self._frame, MAIN_RANK)
         frame = self._frame.numpy()
         length = int.from_bytes(frame[:LENGTH_BYTES].tobytes(), "little")
         head = frame[LENGTH_BYTES : min(FRAME_BYTES, LENGTH_BYTES + length)].tobytes()
         if len(head) == length:
             return head
         rest = torch.empty(length - len(head), dtype=torch.uint8)
-        dist.broadcast(rest, MAIN_RANK, group=self._control)
+        dist.broadcast(rest, MAIN_RANK)
         return head + rest.numpy().tobytes()
 
     def collect(self, data: bytes) -> list[bytes]:
         """Everybody's `data`, by rank, to everybody. For start-up: it takes two rounds."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
+        dist.all_gather(lengths, torch.tensor([len(data)]))
         longest = max(int(length) for length in lengths)
         padded = torch.frombuffer(bytearray(data.ljust(longest + 1, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._control)
+        dist.all_gather(parts, padded)
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def smallest(self, value: int) -> int:
         """The least of what the ranks say."""
         found = torch.tensor([value])
-        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self._control)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
     def barrier(self) -> None:
