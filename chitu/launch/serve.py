@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from chitu.config.load import cache_dir
+from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, is_loopback
 from chitu.launch.display import greeting, make_display
@@ -25,8 +25,6 @@ from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
 
 POLL_S = 0.1
-DEFAULT_MODEL = "random-qwen3-v1"
-"""Name in the cache folder of the model that is made where none is given. A new recipe takes a new name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +102,8 @@ def _stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
 
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:
-    """The topology with a small random model, made once and kept in the cache folder."""
-    from chitu.launch.make_model import make_model
-
-    folder = cache_dir() / "models" / DEFAULT_MODEL
-    say(f"no model given (--model PATH): a small random one answers, with text without sense ({folder})")
-    if not (folder / "config.json").is_file():
-        try:
-            make_model(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():  # else another `chitu serve` was faster
-                raise
-    model = msgspec.structs.replace(
-        topology.model, path=str(folder), served_name=topology.model.served_name or DEFAULT_MODEL
-    )
+    """The topology with the embedded model."""
+    say(f"no model given (--model PATH): {TINY_MODEL_NAME} answers, which knows lists of facts and little else")
+    name = topology.model.served_name or TINY_MODEL_NAME
+    model = msgspec.structs.replace(topology.model, path=str(TINY_MODEL_DIR), served_name=name)
     return msgspec.structs.replace(topology, model=model)
