@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
 from chitu.launch.progress import Progress
 
@@ -80,12 +81,20 @@ def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
     return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)
 
 
+TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
+"""Something that the embedded model can answer."""
+
+
 def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
     """What is printed once the cluster serves: who, where, and a first request to copy."""
     name = model.served_name or Path(model.path).expanduser().resolve().name
+    if name == TINY_MODEL_NAME:
+        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
+    else:  # not every model has a chat template
+        path, asked = "completions", '"prompt": "Once upon a time"'
     return (
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}  (logs: {log_dir})\n\n"
-        f"    curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f'        -d \'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 16}}\'\n\n'
-        "Ctrl-C ends it."
+        f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
+        f'        -d \'{{"model": "{name}", "max_tokens": 32, {asked}}}\'\n\n'
+        f"In a browser: {url}  In a terminal: chitu chat --url {url}\nCtrl-C ends it."
     )
