@@ -1,0 +1,218 @@
+"""The launch scripts on a real Slurm of two nodes: start, serve, a cut link, scancel, a death. Nothing stays behind.
+
+Where Slurm cannot start the tests are skipped with what is missing; with CI=true in the environment they fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import wait_for
+from slurm_cluster import NODES, SlurmCluster, environment, missing
+
+from chitu.launch.make_model import make_model
+from chitu.launch.slurm import expand_nodelist
+
+ROOT = Path(__file__).parents[2]
+NODE0, NODE1 = NODES
+ROUTER_URL = f"http://{NODE0}:21003"
+SLURMD_PORT = 6818
+CUT_S = 1.0
+"""Below every deadline: an instance counts as dead after 3 s of silence."""
+READY_S = 400.0
+"""A machine with cores to spare takes 20."""
+SETTINGS = ["model.served_name=m", "cache.num_pages=256"]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    if absent := missing():
+        text = f"no Slurm here, missing: {', '.join(absent)} (script/setup.sh installs the packages where it can)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(text)
+        pytest.skip(text)
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("models") / "llama", family="llama"))
+
+
+class Launched:
+    """A launch script that runs on the login machine, as a user would start it."""
+
+    def __init__(self, cluster: SlurmCluster, command: list[str], folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "output.txt"
+        self._cluster = cluster
+        self.process = cluster.start(command, self._log)
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_ready(self) -> None:
+        self.wait_output("Ctrl-C ends it")
+
+    def wait_output(self, text: str) -> None:
+        def seen() -> bool:
+            return text in self.output() or self.process.poll() is not None
+
+        wait_for(seen, READY_S, self.output)
+        assert text in self.output(), self.output()
+
+    def wait_nothing_left(self) -> None:
+        """No job, no process, no port on either node."""
+        cluster = self._cluster
+        wait_for(lambda: not cluster.jobs(), 40, lambda: f"the job ends: {self.output()}")
+        wait_for(
+            lambda: not any(map(cluster.own_processes, NODES)), 5, lambda: str([*map(cluster.own_processes, NODES)])
+        )
+        assert [cluster.machines.listening(node) for node in NODES] == [[SLURMD_PORT], [SLURMD_PORT]]
+
+
+@pytest.fixture(scope="module")
+def served(cluster: SlurmCluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """2P3D, ready."""
+    folder = tmp_path_factory.mktemp("served")
+    script = ["bash", "script/srun_pd_disagg_2p3d_two_nodes.sh", "--model", model, "--partition", "main"]
+    options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS]
+    launched = Launched(cluster, ["srun", "-N", "2", *script, *options], folder)
+    launched.wait_ready()
+    return launched
+
+
+@pytest.mark.parametrize("text", ["pd-node[0-1]", "n[08-11,3],login", "a[0-1]b[2,4]", "x[098-101]"])
+def test_a_node_list_expands_as_scontrol_does_it(cluster: SlurmCluster, text: str) -> None:
+    assert expand_nodelist(text) == cluster.output(["scontrol", "show", "hostnames", text]).split()
+
+
+def test_a_wrong_request_is_refused_in_words_before_anything_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = ["bash", "script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", "/nowhere"]
+    launched = Launched(cluster, ["srun", "-N", "2", *script], tmp_path)
+    assert launched.process.wait(60) == 2
+    assert "model.path is '/nowhere', but there is no such folder" in launched.output()
+    launched.wait_nothing_left()
+
+
+def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, served: Launched, tmp_path: Path) -> None:
+    assert "node 0 (198.18.77.10): router D0 D1 D2" in served.output()
+    assert "node 1 (198.18.77.11): P0 P1" in served.output()
+    script = [sys.executable, "test/verify_xpyd_topology.py", "--router", ROUTER_URL, "--model", "m"]
+    options = ["--concurrency", "6", "--max_tokens", "16", "--stream", "--json"]
+    check = Launched(cluster, ["env", f"PYTHONPATH={ROOT}", *script, *options], tmp_path)
+    assert check.process.wait(120) == 0, check.output()
+
+
+def test_requests_outlast_a_link_cut_that_is_shorter_than_the_deadlines(
+    cluster: SlurmCluster, served: Launched, tmp_path: Path
+) -> None:
+    log = tmp_path / "answers.jsonl"
+    script = [sys.executable, "test/slurm/load_client.py", ROUTER_URL, "4"]
+    client = cluster.start(script, log, stdin=subprocess.PIPE)
+
+    def answers() -> list[dict[str, object]]:
+        return [json.loads(line) for line in log.read_text().split("\n")[:-1]]
+
+    def wait_more(count: int) -> None:
+        goal = len(answers()) + count
+        wait_for(lambda: len(answers()) >= goal or client.poll() is not None, 90, log.read_text)
+
+    wait_more(12)
+    before = len(answers())
+    cluster.machines.cut(NODE1)
+    try:
+        threading.Event().wait(CUT_S)  # how long the link is down
+    finally:
+        cluster.machines.mend(NODE1)
+    wait_more(18)
+    assert client.stdin is not None
+    client.stdin.close()
+    assert client.wait(90) == 0, log.read_text()
+    found = answers()
+    assert [answer for answer in found if "error" in answer] == []
+    assert max(float(str(answer["seconds"])) for answer in found[before:]) > CUT_S / 2, "the cut held requests up"
+    tokens = {(answer["prompt"], str(answer["token_ids"])) for answer in found}
+    assert len(tokens) == len({prompt for prompt, _ in tokens}), (
+        f"one prompt, several answers: {sorted(map(str, tokens))}"
+    )
+    assert "is gone" not in (served.folder / "router.log").read_text()
+
+
+def test_scancel_leaves_no_process_and_no_port(cluster: SlurmCluster, served: Launched) -> None:
+    for node in NODES:
+        assert cluster.own_processes(node)
+    cluster.output(["scancel", *cluster.jobs()])
+    served.process.wait(60)
+    served.wait_nothing_left()
+
+
+def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, "--log-dir", str(tmp_path), *SETTINGS]
+    job = Launched(cluster, ["sbatch", "--wait", f"--output={log}", "--open-mode=append", *script], tmp_path)
+    try:
+        job.wait_ready()
+        prefill = [
+            pid
+            for pid, command in cluster.own_processes(NODE1).items()
+            if "--role prefill" in command and "torch.distributed.run" not in command and "pt_elastic" not in command
+        ]
+        assert len(prefill) == 1, f"{cluster.own_processes(NODE1)}\n{job.output()}"
+        cluster.machines.output(NODE1, ["kill", "-KILL", str(prefill[0])])
+        assert job.process.wait(60) != 0
+        assert "P0 ended (killed by SIGKILL)" in job.output()
+        assert "P0 serves on port 29620" in job.output(), "the last lines of its log"
+        job.wait_nothing_left()
+    finally:
+        if left := cluster.jobs():
+            cluster.output(["scancel", *left])
+
+
+def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(
+    cluster: SlurmCluster, model: str, tmp_path: Path
+) -> None:
+    addresses = [cluster.machines.addresses[node] for node in NODES]
+    ssh = tmp_path / "ssh"  # enters the machine; what it runs gets SIGHUP when it ends, as with `ssh -tt`
+    doors = [
+        f"{cluster.machines.addresses[node]}) door='{' '.join(cluster.machines.argv(node, []))}' ;;" for node in NODES
+    ]
+    command = 'exec $door setpriv --pdeathsig HUP bash -c "$2"'
+    ssh.write_text("\n".join(["#!/bin/bash", "case $1 in", *doors, "esac", command, ""]))
+    ssh.chmod(0o755)
+    script = [
+        "bash",
+        "script/start_pd_separation.sh",
+        "--hosts",
+        ",".join(addresses),
+        "--ssh",
+        "--model",
+        model,
+        *SETTINGS,
+    ]
+    log = tmp_path / "output.txt"
+    with log.open("wb") as output:
+        launched = subprocess.Popen(
+            [*script, "--log-dir", str(tmp_path)],
+            env={**environment(), "PD_SSH": str(ssh)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for(lambda: "P0: starting" in log.read_text() and "router: ready" in log.read_text(), 120, log.read_text)
+    finally:
+        launched.terminate()
+    assert launched.wait(60) == 0, log.read_text()
+    wait_for(lambda: not any(map(cluster.own_processes, NODES)), 40, lambda: str([*map(cluster.own_processes, NODES)]))
+    assert [cluster.machines.listening(node) for node in NODES] == [[SLURMD_PORT], [SLURMD_PORT]]
