@@ -102,6 +102,20 @@ def test_a_death_is_reported_and_the_instance_comes_back_on_request(model: Path)
         assert len(events) == 1
 
 
+def test_an_instance_that_was_told_to_end_is_not_started_again(model: Path) -> None:
+    events: list[str] = []
+    with cluster(model, events=events, restart=True) as started:
+        started.wait_ready(60)
+        started.kill("P0", signal.SIGTERM)
+        started.wait_exit("P0", 60.0)
+        assert events == ["P0 has left: it was drained or told to end, and is not started again"]
+        member = started.members["P0"]
+        assert member.has_left and member.exit_code == 0 and member.restart_at_s is None
+        started.restart("P0")
+        started.wait_ready(60)
+        assert not member.has_left
+
+
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
     events: list[str] = []
     with cluster(model, events=events, restart=True) as started:

@@ -156,12 +156,12 @@ def test_a_drained_decode_instance_finishes_what_runs_and_the_check_names_it(clu
 
 def test_a_killed_one_is_named_too_until_it_is_back(cluster: LocalCluster) -> None:
     cluster.restart("D1")
-    cluster.wait_ready(100)
+    cluster.wait_ready(200)
     cluster.kill("D2")
     cluster.wait_exit("D2", 60.0)
     code, verdict = verify(cluster, "--max_tokens", "8")
     assert code == 1 and any(reason.startswith("D2 is ") or "D2" in reason for reason in verdict["reasons"])
     cluster.restart("D2")
-    cluster.wait_ready(100)
+    cluster.wait_ready(200)
     code, verdict = verify(cluster, "--max_tokens", "8")
     assert (code, verdict["reasons"]) == (0, [])
