@@ -1,0 +1,99 @@
+"""`chitu node` with stand-in processes on one host: ready, a signal, a death, and a start that takes too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serve_process import ServeProcess, wait_until
+
+STANDINS = Path(__file__).parent / "standins"
+START = """
+import sys
+from chitu.launch.node import NodeOptions, run_node
+from chitu.launch.plan import Entries
+
+timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]
+options = NodeOptions(
+    None, 0, ready_timeout_s=float(timeout_s), log_dir=log_dir, on_failure=on_failure,
+    entries=Entries("standin_router", "standin_scheduler"),
+)
+sys.exit(run_node("pd_disagg_1p1d_local", overrides, options))
+"""
+Start = Callable[..., ServeProcess]
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [opened.getsockname()[1] for opened in sockets]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a node of a 1P1D whose schedulers behave as told."""
+    (tmp_path / "config.json").write_text("{}")
+    names = ["port", "stats_port", "token_port"]
+    names += [f"pd_disaggregation.{name}_port" for name in ("coordination", "metadata_sync", "bootstrap")]
+    overrides = [f"dp_config.router.{name}={port}" for name, port in zip(names, free_ports(6), strict=True)]
+    with ExitStack() as stack:
+
+        def start(behaviour: str = "good", timeout_s: float = 90.0) -> ServeProcess:
+            told = f"touch {tmp_path / 'told'}"
+            argv = [sys.executable, "-c", START, str(timeout_s), str(tmp_path / "logs"), told, f"model.path={tmp_path}"]
+            process = ServeProcess([*argv, f"model.served_name={behaviour}", *overrides], {"PYTHONPATH": str(STANDINS)})
+            return stack.enter_context(process)
+
+        yield start
+
+
+def test_a_signal_ends_everything_with_0(start: Start, tmp_path: Path) -> None:
+    node = start()
+    node.wait_line("chitu serves 'good' with P0, D0 at http://127.0.0.1:")
+    node.wait_line("Ctrl-C ends it")
+    assert len(node.offspring()) == 5  # router, two torchruns, two schedulers
+    code, _ = node.signal_and_wait(signal.SIGTERM, timeout_s=10)
+    assert (code, node.offspring()) == (0, {})
+    assert not (tmp_path / "told").exists()
+
+
+def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start: Start, tmp_path: Path) -> None:
+    node = start()
+    node.wait_line("Ctrl-C ends it")
+    (decode,) = node.pids_of("decode")
+    os.kill(decode, signal.SIGKILL)
+    node.wait_line(r"D0 ended \(killed by SIGKILL\).*its last lines")
+    node.wait_line("node 0 ends because D0 ended")
+    assert node.process.wait(10) == 1
+    assert (tmp_path / "told").exists()
+    assert node.offspring() == {}
+
+
+def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: Start, tmp_path: Path) -> None:
+    node = start("die_at_start")
+    node.wait_line(r"ended \(exit code 3\)")
+    node.wait_line("the reason why it ends")
+    assert node.process.wait(10) == 1
+    assert (tmp_path / "told").exists()
+    assert node.offspring() == {}
+
+
+def test_a_start_that_takes_too_long_names_what_is_missing(start: Start, tmp_path: Path) -> None:
+    node = start(timeout_s=0.1)
+    node.wait_line("not ready after 0.1 s: .*P0 is starting.*the router at http://127.0.0.1:.* does not answer")
+    assert node.process.wait(10) == 1
+    wait_until(lambda: node.offspring() == {}, 5, f"nobody left, but {node.offspring()}")
+
+
+def test_a_port_that_only_the_router_would_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    argv = [sys.executable, "-m", "chitu.cli", "node", "--node-index", "0", "--model", str(tmp_path)]
+    with ServeProcess(argv) as node:
+        node.wait_line("chitu: dp_config.router.stats_port is 0")
+        assert node.process.wait(10) == 2
