@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,25 @@ LOCAL_PORTS = [
 """Any free port, so that several runs do not meet."""
 
 
+@pytest.fixture(scope="session")
+def a_browser_starts() -> None:
+    """Skips where none does; in CI that is a failure, for a run that skips everything proves nothing.
+
+    Clusters ask for this too: without a browser nobody waits for one to start.
+    """
+    try:
+        with headless_browser():
+            pass
+    except NoBrowser as error:
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Skips where there is none; in CI that is a failure, for a run that skips everything proves nothing."""
+def browser(a_browser_starts: None) -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE_MS)
-    with ExitStack() as stack:
-        try:
-            browser = stack.enter_context(headless_browser())
-        except NoBrowser as error:
-            if os.environ.get("CI", "").lower() in ("1", "true"):
-                pytest.fail(str(error))
-            pytest.skip(str(error))
+    with headless_browser() as browser:
         yield browser
 
 
@@ -54,7 +61,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster(random_model: Path) -> Iterator[LocalCluster]:
+def cluster(a_browser_starts: None, random_model: Path) -> Iterator[LocalCluster]:
     """2P3D on this machine. Who dies comes back in `cluster.poll()`, so a test sees the time in between."""
     settings = [f"model.path={random_model}", "model.served_name=random", "cache.num_pages=1000"]
     topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, "log.level=WARNING", *LOCAL_PORTS])

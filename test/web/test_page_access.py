@@ -1,50 +1,15 @@
-"""Who can use the page and how: API keys, a phone, the keyboard alone, light and dark, little motion."""
+"""How the page can be used: on a phone, by the keyboard alone, in light and dark, with little motion."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from chat_page import ChatPage, wait_until
 from conftest import OpenPage
 from playwright.sync_api import expect
 
-from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-
-KEY = "sk-test-of-the-page"
-
-
-@pytest.fixture(scope="module")
-def locked_cluster(random_model: Path) -> Iterator[LocalCluster]:
-    """One unified instance behind an API key."""
-    settings = [f"model.path={random_model}", "cache.num_pages=200", f"dp_config.router.api_keys=['{KEY}']"]
-    with LocalCluster(load_topology("unified_local.yaml", [*settings, "log.level=WARNING"])) as cluster:
-        cluster.wait_ready()
-        yield cluster
-
-
-def test_without_a_key_the_page_says_so_and_with_it_it_works(open_page: OpenPage, locked_cluster: LocalCluster) -> None:
-    page = open_page(locked_cluster.url)
-    page.open()
-    page.expect_connection("unauthorized")
-    expect(page.page.locator("#topology [data-instance]")).to_have_count(0)
-    page.set(max_tokens=4)
-    page.submit("may I?")
-    expect(page.answer).to_have_attribute("data-error", "invalid_api_key")
-
-    page.set(api_key="sk-wrong")
-    page.expect_connection("unauthorized")
-    page.set(api_key=KEY)
-    page.expect_connection("live")
-    expect(page.instance("U0")).to_have_attribute("data-status", "up")
-    page.send("may I?")
-    page.expect_done()
-    assert page.answer.get_attribute("data-error") is None
-    expect(page.answer.locator(".trace")).to_contain_text("U0")
-    assert KEY not in page.page.url
 
 
 def test_a_phone_needs_no_sideways_scrolling(open_page: OpenPage, cluster: LocalCluster) -> None:

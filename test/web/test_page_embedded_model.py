@@ -1,0 +1,96 @@
+"""The page of `chitu serve` as it comes: the embedded model on 1P1D, with its examples, here behind an API key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from chat_page import ChatPage
+from conftest import OpenPage
+from playwright.sync_api import Route, expect
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+
+KEY = "sk-test-of-the-page"
+
+
+@pytest.fixture(scope="module")
+def locked_cluster(a_browser_starts: None) -> Iterator[LocalCluster]:
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=1000", f"dp_config.router.api_keys=['{KEY}']"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", [*settings, "log.level=WARNING"])) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture
+def tiny(open_page: OpenPage, locked_cluster: LocalCluster) -> ChatPage:
+    """The page, live: the key is in."""
+    page = open_page(locked_cluster.url)
+    page.open()
+    page.expect_connection("unauthorized")
+    page.set(api_key=KEY)
+    page.expect_connection("live")
+    return page
+
+
+def test_without_a_key_the_page_says_so_and_with_it_it_works(open_page: OpenPage, locked_cluster: LocalCluster) -> None:
+    page = open_page(locked_cluster.url)
+    page.open()
+    page.expect_connection("unauthorized")
+    expect(page.page.locator("#topology [data-instance]")).to_have_count(0)
+    page.set(max_tokens=4)
+    page.submit("may I?")
+    expect(page.answer).to_have_attribute("data-error", "invalid_api_key")
+
+    page.set(api_key="sk-wrong")
+    page.expect_connection("unauthorized")
+    page.set(api_key=KEY)
+    page.expect_connection("live")
+    expect(page.instance("P0")).to_have_attribute("data-status", "up")
+    page.send("may I?")
+    page.expect_done()
+    assert page.answer.get_attribute("data-error") is None
+    expect(page.answer.locator(".trace")).to_contain_text("P0 → D0")
+    assert KEY not in page.page.url
+
+
+def test_an_example_is_answered_rightly_and_ticked(tiny: ChatPage) -> None:
+    tiny.page.locator("#example").click()
+    expect(tiny.prompt).to_have_value(re.compile(r"(The .+\d{4}\.\s+){10,}.*\?", re.DOTALL))
+    tiny.response_to(tiny.send_button.click)
+    tiny.expect_done()
+    expect(tiny.answer).to_have_attribute("data-correct", "true")
+    expect(tiny.answer).to_contain_text("✓")
+    expect(tiny.answer.locator(".text")).to_contain_text(re.compile(r"\b\d{4}\b"))
+
+
+def test_an_answer_without_the_expected_value_gets_a_cross_and_the_value(tiny: ChatPage) -> None:
+    """The model is right, so the expectation is made wrong on its way to the browser."""
+
+    def with_another_value(route: Route) -> None:
+        route.fulfill(json={**route.fetch().json(), "value": "0000"})
+
+    tiny.page.route("**/demo/example*", with_another_value)
+    tiny.page.locator("#example").click()
+    expect(tiny.prompt).not_to_have_value("")
+    tiny.response_to(tiny.send_button.click)
+    tiny.expect_done()
+    expect(tiny.answer).to_have_attribute("data-correct", "false")
+    expect(tiny.answer).to_contain_text("✗")
+    expect(tiny.answer).to_contain_text("0000")
+
+
+def test_an_edited_example_is_an_ordinary_question(tiny: ChatPage) -> None:
+    tiny.page.locator("#example").click()
+    expect(tiny.prompt).not_to_have_value("")
+    tiny.send("How are you?")
+    tiny.expect_done()
+    assert tiny.answer.get_attribute("data-correct") is None
+
+
+def test_several_examples_at_once_are_all_right(tiny: ChatPage) -> None:
+    tiny.page.locator("#burst").click()
+    expect(tiny.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
