@@ -141,22 +141,25 @@ def absent_answer(fact: Fact) -> str:
 
 
 def check_fact(rng: random.Random, facts: Sequence[Fact], fact: Fact, held_out: bool = True) -> tuple[str, str, str]:
-    """A yes/no question on one fact of the list, as likely yes as no: question, answer and "Yes" or "No"."""
+    """A yes/no question on one fact of the list, as likely yes as no: question, answer and "so yes" or "so no".
+
+    The answer says what the list says and then concludes, because a tiny model cannot conclude before it has looked.
+    """
     if rng.random() < 0.5:
         if rng.random() < 0.5:
-            return f"Is the {fact.name} on the list?", f"Yes, {lower(fact.sentence)}", "Yes"
+            return f"Is the {fact.name} on the list?", conclude(fact.sentence, "so yes"), "so yes"
         other = draw_absent(rng, facts, held_out)
-        return f"Is the {other.name} on the list?", f"No, {lower(absent_answer(other))}", "No"
+        return f"Is the {other.name} on the list?", conclude(absent_answer(other), "so no"), "so no"
     if rng.random() < 0.5:
-        return fact.relation.checks.format(name=fact.name, value=fact.value), f"Yes, {lower(fact.sentence)}", "Yes"
+        question = fact.relation.checks.format(name=fact.name, value=fact.value)
+        return question, conclude(fact.sentence, "so yes"), "so yes"
     while (value := draw_value(rng, held_out)) == fact.value:
         pass
-    return fact.relation.checks.format(name=fact.name, value=value), f"No, {lower(fact.sentence)}", "No"
+    return fact.relation.checks.format(name=fact.name, value=value), conclude(fact.sentence, "so no"), "so no"
 
 
-def lower(sentence: str) -> str:
-    """The sentence as it stands after a comma."""
-    return sentence[0].lower() + sentence[1:]
+def conclude(sentence: str, verdict: str) -> str:
+    return f"{sentence.removesuffix('.')}, {verdict}."
 
 
 def yes_no(rng: random.Random, num_facts: int, held_out: bool = True) -> Example:

@@ -29,8 +29,8 @@ from chitu.workloads.tiny import (
 )
 
 VOCAB_SIZE = 1280
-SIDE_TASKS = ("copy", "sum", "sort", "other")
-"""Tasks that need no list."""
+SIDE_TASKS = {"copy": 0.15, "sum": 0.55, "sort": 0.2, "other": 0.1}
+"""Tasks that need no list, with how often each is drawn: sums are learned last."""
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -64,10 +64,10 @@ class Mix:
 
     plain: float = 0.3
     """Documents without the chat template."""
-    side: float = 0.15
+    side: float = 0.1
     """Turns of a chat that are side tasks."""
-    checks: float = 0.15
-    """Turns that are yes/no questions, and as many about names that are not on the list."""
+    checks: float = 0.25
+    """Turns that are yes/no questions, and half as many about names that are not on the list."""
 
 
 class Writer:
@@ -91,6 +91,8 @@ class Writer:
             document = self._plain(facts, length)
         else:
             share = rng.choice((0.0, 0.3, 0.5, 0.7, 0.9, 1.0)) if length > 512 else rng.choice((0.3, 0.5, 0.7))
+            if mix.side >= 1.0:
+                share = 0.0
             facts = draw_facts(rng, max(2, int(room * share)), held_out) if share else []
             document = self._chat(facts, length, mix, held_out)
         del document.ids[length:], document.weights[length:]
@@ -137,7 +139,8 @@ class Writer:
         rng = self._rng
         kind = rng.random()
         if kind < mix.side or not facts:
-            example = TASKS[rng.choice(SIDE_TASKS)](rng, 0, held_out)
+            task = rng.choices(list(SIDE_TASKS), list(SIDE_TASKS.values()))[0]
+            example = TASKS[task](rng, 0, held_out)
             return example.prompt, example.answer
         fact = rng.choice(facts)
         if kind < mix.side + mix.checks:

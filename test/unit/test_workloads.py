@@ -94,7 +94,7 @@ def test_yes_no_answers_are_true_and_balanced() -> None:
             true = bool(about)
         else:
             true = about[0].endswith(words[-1])
-        assert example.value == ("Yes" if true else "No")
+        assert example.value == ("so yes" if true else "so no")
         values.append(true)
     assert 0.4 < sum(values) / len(values) < 0.6
 
