@@ -38,6 +38,7 @@ setup(
         "mooncake-cuda13": ["mooncake-transfer-engine-cuda13>=0.3.13"],
         "nixl": ["nixl>=1.5"],
         "gpu": ["triton>=3.5"],
+        "train": ["matplotlib>=3.8"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
