@@ -52,6 +52,7 @@ setup(
             "msgpack>=1.1",
             "psutil>=6",
             "playwright>=1.50",
+            "pillow>=11",
         ],
     },
     entry_points={"console_scripts": ["chitu=chitu.cli:main"]},

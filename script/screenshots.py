@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 from PIL import Image
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, FloatRect, expect
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "test" / "web")]
@@ -40,23 +40,26 @@ CLIENTS = 4
 MAX_BYTES = 300_000
 ACTIVE_PAIRS = '#topology [data-pair][data-active="true"]'
 DOTS = "#topology [data-dot]"
+DOTS_ON_THE_WAY = f'{DOTS}[data-phase="transfer"]'
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture: a name and the browser window that it shows."""
+    """One picture: a name, the browser window and how much of the page it shows."""
 
     name: str
     window: dict[str, Any]
-    whole_page: bool = False
+    width: int
+    height: int
+    """CSS pixels; may be more than the window has."""
 
 
-DESKTOP = {"viewport": {"width": 1280, "height": 800}, "device_scale_factor": 1.5}
+DESKTOP = {"viewport": {"width": 1280, "height": 860}, "device_scale_factor": 1.5}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 PICTURES = (
-    Picture("page-light", {**DESKTOP, "color_scheme": "light"}),
-    Picture("page-dark", {**DESKTOP, "color_scheme": "dark"}),
-    Picture("page-phone", {**PHONE, "color_scheme": "light"}, whole_page=True),
+    Picture("page-light", {**DESKTOP, "color_scheme": "light"}, 1280, 860),
+    Picture("page-dark", {**DESKTOP, "color_scheme": "dark"}, 1280, 860),
+    Picture("page-phone", {**PHONE, "color_scheme": "light"}, 390, 1300),
 )
 
 
@@ -100,29 +103,41 @@ def busy_cluster(model: Path) -> Iterator[LocalCluster]:
                     client.join()
 
 
+def converse(page: ChatPage, is_long: bool) -> None:
+    """One exchange; with the embedded model an example, and where there is room several at once."""
+    example = page.page.locator("#example")
+    if not example.is_visible():
+        page.set(max_tokens=80)
+        page.send("Tell me something that nobody expects.")
+        page.expect_done()
+        return
+    example.click()
+    expect(page.prompt).not_to_have_value("")
+    page.response_to(page.send_button.click)
+    page.expect_done()
+    expect(page.answer.locator(".trace")).to_contain_text("total")
+    if is_long:
+        page.page.locator("#burst").click()
+        expect(page.messages.locator("[data-right]")).to_be_visible()
+
+
 def take(browser: Browser, url: str, picture: Picture) -> bytes:
-    """PNG of the page after an answer, at a moment when several pairs are at work."""
+    """PNG of the page after an exchange, at a moment when several pairs are at work."""
     context = browser.new_context(**picture.window)
     try:
         page = ChatPage(context, url)
         page.open_live()
-        example = page.page.locator("#example")
-        if example.is_visible():
-            example.click()
-            expect(page.prompt).not_to_have_value("")
-            page.response_to(page.send_button.click)
-        else:
-            page.set(max_tokens=80)
-            page.send("Tell me something that nobody expects.")
-        page.expect_done(timeout_ms=60_000)
-        expect(page.answer.locator(".trace")).to_contain_text("first token")
+        converse(page, is_long=picture.height <= picture.window["viewport"]["height"])
         page.page.mouse.move(0, 0)
 
         def is_lively() -> bool:
-            return page.page.locator(ACTIVE_PAIRS).count() >= 2 and page.page.locator(DOTS).count() >= 3
+            counts = [page.page.locator(selector).count() for selector in (ACTIVE_PAIRS, DOTS, DOTS_ON_THE_WAY)]
+            return all(count >= least for count, least in zip(counts, (3, 4, 1), strict=True))
 
-        wait_until(is_lively, 30.0, lambda: "the cluster is too quiet for a picture")
-        png = page.page.screenshot(full_page=picture.whole_page)
+        expect(page.page.locator("#totals")).not_to_contain_text("–")
+        wait_until(is_lively, 60.0, lambda: "the cluster is too quiet for a picture")
+        clip: FloatRect = {"x": 0, "y": 0, "width": picture.width, "height": picture.height}
+        png = page.page.screenshot(full_page=True, clip=clip)
         if page.problems:
             raise SystemExit(f"the page has problems: {page.problems}")
         return png
