@@ -1,0 +1,118 @@
+"""chitu-tiny answers through 1P1D and 2P3D as in transformers, and visibly worse where one page of D's pool is broken.
+
+`chitu bench recall` does the same with 500 prompts of 2048 tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.bench.recall import (
+    PAGE_SIZE,
+    PASS_RATE,
+    TOPOLOGIES,
+    Recaller,
+    RecallPrompt,
+    Run,
+    broken_page,
+    by_cluster,
+    by_transformers,
+)
+
+LENGTHS = (100, 250, 500, 1000, 1500, 2048)
+"""Most tokens of a prompt."""
+NUM_EACH = 20
+BROKEN_PAGE = 5
+NUM_ASKED = 12
+"""Prompts whose question is for a value in the broken page, and as many others."""
+
+
+@pytest.fixture(scope="module")
+def recaller() -> Recaller:
+    return Recaller(TINY_MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def prompts(recaller: Recaller) -> list[RecallPrompt]:
+    rng = random.Random(11)
+    return [recaller.prompt(rng, length) for _ in range(NUM_EACH) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[RecallPrompt]) -> Run:
+    return by_transformers(TINY_MODEL_DIR, prompts)
+
+
+@pytest.fixture(params=["shm", "mooncake"])
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "mooncake":
+        try:
+            import mooncake.engine  # noqa: F401
+        except (ImportError, OSError) as error:
+            pytest.skip(f"mooncake does not import here: {error}")
+    yield f"dp_config.router.pd_disaggregation.transport={request.param}"
+
+
+def test_the_prompts_reach_the_full_length(prompts: list[RecallPrompt]) -> None:
+    for length, prompt in zip(LENGTHS * NUM_EACH, prompts, strict=True):
+        assert 0.9 * length < len(prompt.token_ids) <= length
+        assert prompt.example.answer in prompt.example.prompt and prompt.example.value in prompt.example.answer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_recall_through_pd_equals_transformers(
+    topology: str, recaller: Recaller, prompts: list[RecallPrompt], expected: Run
+) -> None:
+    run = by_cluster(TINY_MODEL_DIR, prompts, TOPOLOGIES[topology])
+    assert run.answers == expected.answers
+    assert recaller.num_right(prompts, run.answers) >= PASS_RATE * len(prompts)
+    assert run.pairs.total() == len(prompts)
+    assert {name for pair in run.pairs for name in pair.split("-")} == run.logs.keys() - {"router"}, "all served"
+    assert not any("FAULTS ARE ON" in text for text in run.logs.values())
+
+
+@pytest.fixture(scope="module")
+def prompts_for_fault(recaller: Recaller) -> list[RecallPrompt]:
+    """Half of them ask for a value in the broken page."""
+    rng = random.Random(12)
+    asked: list[RecallPrompt] = []
+    others: list[RecallPrompt] = []
+    while len(asked) < NUM_ASKED or len(others) < NUM_ASKED:
+        prompt = recaller.prompt(rng, 2048)
+        group = asked if prompt.is_asked_from(BROKEN_PAGE, PAGE_SIZE) else others
+        if len(group) < NUM_ASKED:
+            group.append(prompt)
+    return asked + others
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_broken_page_shows_in_the_answers(
+    transport: str, recaller: Recaller, prompts_for_fault: list[RecallPrompt]
+) -> None:
+    """What makes the test above worth something: it fails where a single page of KV is wrong, and only the answers show
+    it. Every transfer ended well, every byte count and checksum was right."""
+    reference = by_transformers(TINY_MODEL_DIR, prompts_for_fault)
+    *same_pool, fault = broken_page(BROKEN_PAGE, 2048)
+    sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, [*same_pool, transport], concurrency=1)
+    assert sound.answers == reference.answers
+    num_right = recaller.num_right(prompts_for_fault, sound.answers)
+    assert num_right >= 2 * NUM_ASKED - 1
+
+    run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, [*same_pool, transport, fault], concurrency=1)
+    right = [recaller.is_right(p, answer) for p, answer in zip(prompts_for_fault, run.answers, strict=True)]
+    assert not any(right[:NUM_ASKED]), (
+        f"nobody can know a value from the broken page: {NUM_ASKED} of {len(right)} are wrong"
+    )
+    assert sum(right[NUM_ASKED:]) >= num_right - NUM_ASKED - 1, "the other pages are as good as ever"
+    for name, text in run.logs.items():
+        (warning,) = re.findall(rf" {name} [WEC] (.*)", text)
+        assert f"FAULTS ARE ON (zero_page={BROKEN_PAGE})" in warning
+    assert run.logs["P0"].count("finished kv cache transfer for") == len(prompts_for_fault)
