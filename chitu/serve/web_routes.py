@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,13 +38,8 @@ class _PageFiles(StaticFiles):
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
-        _add(response.headers)
+        response.headers.update(PAGE_HEADERS)
         return response
-
-
-def _add(headers: MutableMapping[str, str]) -> None:
-    for name, value in PAGE_HEADERS.items():
-        headers[name] = value
 
 
 def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
