@@ -98,7 +98,7 @@ def test_one_broken_page_shows_in_the_answers(
     transport: str, recaller: Recaller, prompts_for_fault: list[RecallPrompt]
 ) -> None:
     """What makes the test above worth something: it fails where a single page of KV is wrong, and only the answers show
-    it. Every transfer ended well, every byte count and checksum was right."""
+    it. Every transfer ended well and no process complained."""
     reference = by_transformers(TINY_MODEL_DIR, prompts_for_fault)
     *same_pool, fault = broken_page(BROKEN_PAGE, 2048)
     sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, [*same_pool, transport], concurrency=1)
@@ -108,9 +108,7 @@ def test_one_broken_page_shows_in_the_answers(
 
     run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, [*same_pool, transport, fault], concurrency=1)
     right = [recaller.is_right(p, answer) for p, answer in zip(prompts_for_fault, run.answers, strict=True)]
-    assert not any(right[:NUM_ASKED]), (
-        f"nobody can know a value from the broken page: {NUM_ASKED} of {len(right)} are wrong"
-    )
+    assert not any(right[:NUM_ASKED]), "half of all answers are wrong: nobody can know a value from the broken page"
     assert sum(right[NUM_ASKED:]) >= num_right - NUM_ASKED - 1, "the other pages are as good as ever"
     for name, text in run.logs.items():
         (warning,) = re.findall(rf" {name} [WEC] (.*)", text)
