@@ -7,6 +7,9 @@ ranks, each is held by several neighbouring ranks. Rows of the MLP and of the vo
 
 from __future__ import annotations
 
+MAIN_RANK = 0
+"""The rank that decides, has the ports, samples and keeps the logits rows."""
+
 
 def why_not(num_heads: int, num_kv_heads: int, tp_size: int) -> str:
     """Why attention of these heads cannot be cut over `tp_size` ranks, as the end of a sentence; empty where it can."""

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from chitu.config.schema import Topology
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, instances_on, threads_of
 from chitu.engine.loader import load_model, resolve_dtype
 from chitu.engine.memory_budget import available_cpu_bytes, num_pages_for
@@ -80,7 +81,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     )
     if group is not None:
         num_pages = group.smallest(num_pages)
-    is_main = tp_rank == 0
+    is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
     pool = KVPool(layout, num_pages, num_aux_slots, str(device))

@@ -16,13 +16,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from chitu.config.tensor_parallel import MAIN_RANK
+
 COMPUTE_TIMEOUT_S = 60
 """Between the first and the last rank to reach the same place of a step."""
 CONTROL_TIMEOUT = timedelta(days=365)
 FRAME_BYTES = 4096
 """Of a broadcast; what does not fit follows in a second one."""
 LENGTH_BYTES = 8
-MAIN_RANK = 0
 
 
 class RankGroup:

@@ -12,11 +12,11 @@ import logging
 from dataclasses import dataclass
 
 from chitu import log
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.registration import MAIN_RANK
 from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
 from chitu.types import REGISTRATION_ROOM

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import BadFrame, ChituError, IncompatibleLayout
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
@@ -21,9 +22,6 @@ from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shard
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
 
 logger = logging.getLogger(__name__)
-
-MAIN_RANK = 0
-"""The TP rank that decides, and that has the logits rows."""
 
 
 @dataclass(slots=True)

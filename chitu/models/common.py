@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chitu.config.tensor_parallel import kv_heads_of, share_of, why_not
+from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError
 from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
 from chitu.layers.rotary import inverse_frequencies, rotary_table
@@ -43,7 +43,7 @@ class Part:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.rank == MAIN_RANK
 
 
 def part_of(spec: ModelSpec, rank: int, size: int) -> Part:

@@ -11,6 +11,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,7 +77,7 @@ def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluste
             key = f"dp_config.router.{role}_schedulers.{index}"
             settings += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
-        cluster.wait_ready()
+        cluster.wait_ready(300)
         yield cluster
         assert set(cluster.stop().values()) == {0}, "every rank ends by itself"
 
@@ -158,6 +160,22 @@ def test_a_follower_listens_to_nobody_outside_its_host(cluster: LocalCluster) ->
             assert listening <= {"127.0.0.1"}, f"{name} {rank.pid}"
 
 
+def test_one_process_alone_is_no_instance_of_two_ranks(model: Path) -> None:
+    key = "dp_config.router.decode_schedulers.0"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0"),
+            *(f"model.path={model}", f"{key}.tp_size=2", f"{key}.devices=[cpu,cpu]"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "torchrun started 1 ranks: give --nproc-per-node=2" in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["P1", "D2"])
@@ -177,6 +195,6 @@ def test_a_killed_follower_ends_its_instance_which_comes_back_by_a_restart(
     for answer in answers:
         assert answer.token_ids == tokens or answer.error in TYPED, answer
     cluster.restart(name)
-    cluster.wait_ready()
+    cluster.wait_ready(300)
     again = ask(cluster, [prompts[1]] * len(PAIRS), GREEDY)
     assert [answer.token_ids for answer in again] == [expected[1]] * len(PAIRS), again
