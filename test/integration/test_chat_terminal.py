@@ -76,6 +76,17 @@ def newest_request(cluster: LocalCluster) -> RequestSnapshot | None:
     return max(requests, key=lambda request: request.created_at_s, default=None)
 
 
+def take_ctrl_c() -> None:
+    """In the child: a shell that runs tests in the background makes its offspring deaf to SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def take_terminal() -> None:
+    """In the child: Ctrl-C on its terminal becomes SIGINT."""
+    take_ctrl_c()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Tty:
     """A process on a terminal of its own; what it shows is searched forward."""
 
@@ -88,7 +99,7 @@ class Tty:
             stderr=slave,
             env=environment(KEY),
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C becomes SIGINT
+            preexec_fn=take_terminal,
         )
         os.close(slave)
         self._unread = ""
@@ -190,6 +201,24 @@ def test_a_reader_that_leaves_ends_the_chat_and_its_request(cluster: LocalCluste
         10,
         lambda: newest_request(cluster),
     )
+
+
+def test_ctrl_c_on_one_question_keeps_what_came(cluster: LocalCluster) -> None:
+    process = subprocess.Popen(
+        [*CHITU, "chat", "--url", cluster.url, "Tell me"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(KEY),
+        preexec_fn=take_ctrl_c,
+    )
+    assert process.stdout is not None
+    begin = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (begin + out).endswith(b"\n")
+    assert re.match(r"stopped\nP0 -> D0 · \d+ prompt \+ \d+ output tokens", err.decode())
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
