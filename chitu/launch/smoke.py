@@ -21,6 +21,8 @@ from chitu.launch.local import LocalCluster
 COMPLETION_PATH = "/v1/completions"
 PROMPT = "Once upon a time"
 LIST_TOKENS = 1000
+SEED = 0
+"""The same list and question every time: a wrong answer is then the cluster's fault, not the model's one in many."""
 MAX_TOKENS = 32
 """Of the answer; a sentence of chitu-tiny has about 12."""
 
@@ -44,7 +46,7 @@ def first_completion(cluster: LocalCluster, *, must_be_right: bool = False) -> N
 
 
 def _recall(client: RouterClient, model: str, must_be_right: bool) -> None:
-    example = recall_example(random.Random(), LIST_TOKENS, client.cluster().max_model_len)
+    example = recall_example(random.Random(SEED), LIST_TOKENS, client.cluster().max_model_len)
     _tell("question", shortened(example.prompt))
     messages = [{"role": "user", "content": example.prompt}]
     answer = _ask(client, CHAT_PATH, model, {"messages": messages, "max_tokens": MAX_TOKENS})
