@@ -32,6 +32,7 @@ from chitu.chat.conversation import (
 from chitu.chat.trace import CLUSTER_COLUMNS, cluster_line, cluster_rows, find_trace, trace_lines
 from chitu.errors import ChituError, InvalidRequest
 from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.workloads.tiny import Example
 
 PROMPT = "> "
 EXAMPLE_TOKENS = 600
@@ -170,11 +171,7 @@ class ChatTerminal:
         example = recall_example(random.Random(), tokens, self._client.cluster().max_model_len)
         self._conversation.turns.clear()
         self._notes.print(shortened(example.prompt), markup=False)
-        answer = self._ask(example.prompt)
-        if answer.error is None and not answer.is_stopped:
-            style = "green" if is_right(example, answer.text) else "red"
-            self._notes.print(verdict(example, answer.text), style=style, markup=False)
-        return answer.is_stopped
+        return self._ask(example.prompt, example).is_stopped
 
     def _show_cluster(self) -> None:
         snapshot = self._client.cluster()
@@ -190,8 +187,9 @@ class ChatTerminal:
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
-    def _ask(self, question: str) -> Answer:
-        """Ask, show the answer as it comes and what became of it, and keep both in the conversation."""
+    def _ask(self, question: str, example: Example | None = None) -> Answer:
+        """Ask, show the answer as it comes, whether it is right, and what became of the request; keep question and
+        answer in the conversation."""
         answer = self._client.stream(CHAT_PATH, self._conversation.body(question), self._write)
         if answer.text and not answer.text.endswith("\n"):
             self._write("\n")
@@ -200,6 +198,9 @@ class ChatTerminal:
             self._complain(answer.error)
         elif answer.is_stopped:
             self._note("stopped")
+        elif example is not None:
+            style = "green" if is_right(example, answer.text) else "red"
+            self._notes.print(verdict(example, answer.text), style=style, markup=False)
         self._report(answer)
         return answer
 

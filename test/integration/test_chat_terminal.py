@@ -281,10 +281,9 @@ def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> No
         tty.wait("there is no command /nonsense")
 
         tty.send("/example 300\n")
-        value = re.compile(r"The [\w -]+ \w+ \w+ \d+\. .* \d+ more sentences .*\?")
-        tty.wait(value.pattern)
-        assert prompt_tokens(tty) > 300
+        tty.wait(r"The [\w -]+ \w+ \w+ \d+\. .* \d+ more sentences .*\?")
         tty.wait(r"✗ expected: The .* \d+\.")  # a random model knows nothing
+        assert prompt_tokens(tty) > 300
         tty.send("/quit\n")
         assert tty.process.wait(30) == 0
 
