@@ -66,7 +66,7 @@ class Launched:
 
     def wait_output(self, text: str) -> None:
         def seen() -> bool:
-            return text in self.output() or self.process.poll() is not None
+            return text in self.output() or (self.process.poll() is not None and not self._cluster.jobs())
 
         wait_for(seen, READY_S, self.output)
         assert text in self.output(), self.output()
@@ -112,6 +112,11 @@ def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, serve
     options = ["--concurrency", "6", "--max_tokens", "16", "--stream", "--json"]
     check = Launched(cluster, ["env", f"PYTHONPATH={ROOT}", *script, *options], tmp_path)
     assert check.process.wait(120) == 0, check.output()
+    verdict = json.loads(check.output())
+    assert verdict["ok"]
+    assert set(verdict["instances"]) == {"P0", "P1", "D0", "D1", "D2"}
+    assert min(verdict["instances"].values()) > 0
+    assert len(verdict["pairs"]) == 6
 
 
 def test_requests_outlast_a_link_cut_that_is_shorter_than_the_deadlines(
@@ -160,7 +165,7 @@ def test_scancel_leaves_no_process_and_no_port(cluster: SlurmCluster, served: La
 def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
     log = tmp_path / "output.txt"
     script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, "--log-dir", str(tmp_path), *SETTINGS]
-    job = Launched(cluster, ["sbatch", "--wait", f"--output={log}", "--open-mode=append", *script], tmp_path)
+    job = Launched(cluster, ["sbatch", f"--output={log}", "--open-mode=append", *script], tmp_path)
     try:
         job.wait_ready()
         prefill = [
@@ -170,10 +175,11 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
         ]
         assert len(prefill) == 1, f"{cluster.own_processes(NODE1)}\n{job.output()}"
         cluster.machines.output(NODE1, ["kill", "-KILL", str(prefill[0])])
-        assert job.process.wait(60) != 0
+        job.wait_nothing_left()
+        record = cluster.output(["scontrol", "show", "job", job.output().split()[3]])  # "Submitted batch job 3"
+        assert "JobState=FAILED" in record, record
         assert "P0 ended (killed by SIGKILL)" in job.output()
         assert "P0 serves on port 29620" in job.output(), "the last lines of its log"
-        job.wait_nothing_left()
     finally:
         if left := cluster.jobs():
             cluster.output(["scancel", *left])
