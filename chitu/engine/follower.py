@@ -36,3 +36,5 @@ def run_follower(runner: ModelRunner, group: Listener, watch: ProcessWatch) -> N
             return
         runner.append_tokens(order.slots, order.tokens)
         runner.execute(order.plan)
+        if order.plan.offload:
+            group.barrier()  # as the main rank: see `TensorParallelExecutor.execute`
