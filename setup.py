@@ -31,6 +31,7 @@ setup(
         "uvloop>=0.21",
         "httptools>=0.6",
         "rich>=13",
+        "prometheus-client>=0.21",
     ],
     extras_require={
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13"],
@@ -52,6 +53,7 @@ setup(
             "msgpack>=1.1",
             "psutil>=6",
             "playwright>=1.50",
+            "schemathesis>=4",
             "pillow>=11",
         ],
     },

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -31,6 +31,7 @@ from chitu.errors import (
     TooManyRequests,
     from_code,
 )
+from chitu.generation import Attempt, GenerateRequest, Generation
 from chitu.log import CREATED_PD_REQUEST
 from chitu.messages import (
     CancelRequest,
@@ -41,7 +42,6 @@ from chitu.messages import (
     InstanceInfo,
     PrefillRequest,
     RequestFailed,
-    SamplingParams,
     TokenBatch,
     UnifiedRequest,
     encode,
@@ -49,91 +49,13 @@ from chitu.messages import (
 )
 from chitu.net.aio import Outbox
 from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
-from chitu.routing import Candidates, InstanceKey, PairSelector, Target, instance_key
+from chitu.routing import Candidates, InstanceKey, PairSelector, instance_key
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
 
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
-
-
-@dataclass(slots=True)
-class GenerateRequest:
-    """What one choice of one prompt asks for; every default resolved."""
-
-    request_id: str
-    """A label for logs; never a key."""
-    token_ids: bytes
-    """Prompt, int32 LE."""
-    num_tokens: int
-    """Prompt tokens."""
-    sampling: SamplingParams
-    wake_per_token: bool = True
-    """False: `wake` is called at the end only (nobody looks at tokens before)."""
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One try of a generation on one pair."""
-
-    room: bytes
-    target: Target
-    generation: Generation
-    prefill: InstanceKey | None
-    """None with a unified instance."""
-    decode: InstanceKey
-    created_s: float
-    first_token_s: float | None = None
-
-    def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
-        generation = self.generation
-        prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
-        return RequestSnapshot(
-            room=room_text(self.room),
-            request_id=generation.request.request_id,
-            prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
-            decode=instance_name(decode.role, decode.engine_rank),
-            state=state,
-            prompt_tokens=generation.request.num_tokens,
-            output_tokens=generation.num_taken + len(generation.tokens),
-            created_at_s=self.created_s,
-            first_token_at_s=self.first_token_s,
-            ended_at_s=ended_s,
-            kv_bytes=finish.kv_bytes if finish is not None else 0,
-            stages=finish.stages if finish is not None else None,
-            error=generation.error.code if generation.error is not None and state == "failed" else "",
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Generation:
-    """One request's output as it comes in. The HTTP layer reads it after each `wake`."""
-
-    request: GenerateRequest
-    wake: Callable[[], None]
-    deadline_s: float
-    tokens: list[int] = field(default_factory=list)
-    """Tokens not taken by the reader yet."""
-    num_taken: int = 0
-    finish: Finish | None = None
-    error: ChituError | None = None
-    attempt: Attempt | None = None
-    """None once it is over."""
-    dirty: bool = False
-    """`wake` is due at the next `flush`."""
-    noted: bool = False
-    """The next token needs nothing but to be appended: `wake` is due already, or is not asked for."""
-
-    @property
-    def done(self) -> bool:
-        return self.attempt is None
-
-    def take(self) -> list[int]:
-        """The tokens that came since the last call."""
-        taken, self.tokens = self.tokens, []
-        self.num_taken += len(taken)
-        return taken
 
 
 @dataclass(slots=True)

@@ -44,6 +44,8 @@ class CacheConfig(Section, frozen=True):
 
 
 class SchedulerConfig(Section, frozen=True):
+    max_waiting_requests: Positive = 1024
+    """Requests of an instance's queues that compute nothing yet; one more is refused with `capacity`."""
     max_running_requests: Positive = 64
     """Requests decoding at once on an instance; also its executor slots."""
     max_batched_tokens: Positive = 2048
@@ -74,6 +76,35 @@ class DeadlineConfig(Section, frozen=True):
     """How long a process that was told to end finishes what runs."""
 
 
+class RetryConfig(Section, frozen=True):
+    """What the router does with a request that its pair failed."""
+
+    max_attempts: Positive = 3
+    """Tries of one request at most, the first one included; 1: a failure reaches the client at once."""
+    continue_streams: bool = True
+    """Also after the first token: another pair computes prompt and emitted tokens again, and D goes on behind them."""
+
+
+class BreakerConfig(Section, frozen=True):
+    """Per instance: after failures in a row it gets no requests for a while, then one as a probe (half-open)."""
+
+    failures: Positive = 3
+    open_s: Seconds = 5.0
+    """Doubled by every probe that fails, up to `max_open_s`."""
+    max_open_s: Seconds = 60.0
+
+
+class AdmissionConfig(Section, frozen=True):
+    """Early rejection: a request that would wait too long is told so at once."""
+
+    max_queue_s: Seconds = 30.0
+    """Longest predicted wait before a prompt is computed; beyond it 503 with Retry-After."""
+    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Per API key (per client address where no keys are configured); 0: without limit. Beyond it 429."""
+    burst: Positive = 32
+    """Requests that may come at once within `requests_per_s`."""
+
+
 class FaultConfig(Section, frozen=True):
     """Transfers that are broken on purpose, to see what notices. For tests; everything is off by default."""
 
@@ -98,6 +129,12 @@ class PDDisaggregationConfig(Section, frozen=True):
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer_threads: Positive = 1
     """Transfer threads of P."""
+    cluster_key: str = ""
+    """Secret of the cluster, at least 16 characters: ZMQ is then encrypted and authenticated (CURVE), bootstrap and
+    admin calls need a token made of it. `CHITU_CLUSTER_KEY` goes before; keep it out of files that others can read."""
+    verify_kv: Literal["off", "sample", "all"] = "off"
+    """Checksums of the KV pages that arrived, against those of P: of none, of some pages a request, or of all. The
+    logits row always has one."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
@@ -141,6 +178,9 @@ class RouterConfig(Section, frozen=True):
     max_body_bytes: Positive = 16 << 20
     request_timeout_s: Seconds = 600.0
     api_keys: tuple[str, ...] = ()
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     pd_disaggregation: PDDisaggregationConfig = field(default_factory=PDDisaggregationConfig)
     prefill_schedulers: tuple[InstanceConfig, ...] = ()
     decode_schedulers: tuple[InstanceConfig, ...] = ()

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
+from chitu.generation import GenerateRequest, Generation
 from chitu.messages import SamplingParams, pack_i32
 from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, read_body, respond, respond_error
-from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
+from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.choice import ChoiceDecoder
 from chitu.serve.http_server import CONNECTION, Connection
 from chitu.serve.openai_protocol import (

@@ -8,6 +8,7 @@ import pytest
 
 from chitu.clock import FakeClock
 from chitu.errors import NoInstance, TooManyRequests
+from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
     CancelRequest,
     ClusterView,
@@ -26,7 +27,7 @@ from chitu.messages import (
     pack_i32,
     scheduler_codec,
 )
-from chitu.pd_request_router import GenerateRequest, Generation, PDRequestRouter
+from chitu.pd_request_router import PDRequestRouter
 from chitu.request_journal import KEPT_RECORDS
 from chitu.routing import InstanceKey, PairSelector, make_policy
 from chitu.types import Role

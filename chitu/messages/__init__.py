@@ -1,0 +1,123 @@
+"""Every wire message and its codec: MessagePack through msgspec; typed, frozen, unknown fields refused.
+
+One union per socket direction. A frame is decoded against the union of the socket that it came in on, so a message can
+never arrive where it has no business. Arrays of integers travel as raw little-endian bytes (`pack_i32`), because a list
+of Python ints costs an object per element.
+
+Version 1. `docs/protocol.md` is the prose; `test/unit/test_messages.py` holds golden frames that the reference
+`msgpack` package decodes too, so any language can speak this.
+"""
+
+from __future__ import annotations
+
+from chitu.messages.cluster import (
+    ClusterView,
+    CoordinationMessage,
+    CoordinationReply,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    Leave,
+    LoadReport,
+    RequestFailed,
+    RouteEntry,
+    StatsMessage,
+    coordination_codec,
+    coordination_reply_codec,
+    stats_codec,
+    view_codec,
+)
+from chitu.messages.peer import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    KVArgsRegisterInfo,
+    PeerMessage,
+    RankMemory,
+    RegisterReply,
+    StatusAck,
+    TransferInfo,
+    TransferStatus,
+    TransportSession,
+    peer_codec,
+    peer_frames,
+)
+from chitu.messages.requests import (
+    NO_TIMES,
+    CancelRequest,
+    DecodeRequest,
+    Finish,
+    PrefillRequest,
+    PrefillTimes,
+    SamplingParams,
+    SchedulerMessage,
+    StageTimes,
+    TokenBatch,
+    UnifiedRequest,
+    scheduler_codec,
+    token_codec,
+)
+from chitu.messages.wire import (
+    PROTOCOL_VERSION,
+    Codec,
+    Wire,
+    encode,
+    pack_i32,
+    unpack_i32,
+)
+
+__all__ = [
+    "NO_TIMES",
+    "PROTOCOL_VERSION",
+    "AbortAck",
+    "AbortTransfer",
+    "AuxReady",
+    "CancelRequest",
+    "ClusterView",
+    "Codec",
+    "CoordinationMessage",
+    "CoordinationReply",
+    "DecodeRequest",
+    "Drain",
+    "Finish",
+    "Heartbeat",
+    "InstanceInfo",
+    "Join",
+    "JoinReply",
+    "KVArgsRegisterInfo",
+    "KVLayout",
+    "Leave",
+    "LoadReport",
+    "PeerMessage",
+    "PrefillRequest",
+    "PrefillTimes",
+    "RankMemory",
+    "RegisterReply",
+    "RequestFailed",
+    "RouteEntry",
+    "SamplingParams",
+    "SchedulerMessage",
+    "StageTimes",
+    "StatsMessage",
+    "StatusAck",
+    "TokenBatch",
+    "TransferInfo",
+    "TransferStatus",
+    "TransportSession",
+    "UnifiedRequest",
+    "Wire",
+    "coordination_codec",
+    "coordination_reply_codec",
+    "encode",
+    "pack_i32",
+    "peer_codec",
+    "peer_frames",
+    "scheduler_codec",
+    "stats_codec",
+    "token_codec",
+    "unpack_i32",
+    "view_codec",
+]

@@ -1,0 +1,177 @@
+"""Who is alive and how it fares: stats port (29600), coordination (29800), the view (29801), bootstrap (8080, JSON)."""
+
+from __future__ import annotations
+
+from typing import Union
+
+from chitu.messages.wire import Codec, Wire
+from chitu.types import Role
+
+# ------------------------------------------------------------------------------------------------- stats port (29600)
+
+
+class LoadReport(Wire, frozen=True, omit_defaults=False):
+    """What routing and metrics see of an instance. Pages: free + used + quarantined + cached == total."""
+
+    waiting: int = 0
+    """Requests not yet computing: P's bootstrap and waiting queues; D's prealloc queue."""
+    transferring: int = 0
+    """P: inflight; D: pages announced, KV not landed."""
+    running: int = 0
+    retracted: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens still to compute on P."""
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_quarantined: int = 0
+    aux_total: int = 0
+    aux_free: int = 0
+    steps: int = 0
+    tokens: int = 0
+    """Since start: prompt tokens computed (P), tokens emitted (D)."""
+    bytes_moved: int = 0
+    retractions: int = 0
+    unknown_frames: int = 0
+
+
+class Heartbeat(Wire, frozen=True, tag="heartbeat"):
+    """Stats port, every `heartbeat_interval_s`. Renews the lease of this incarnation."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    load: LoadReport
+
+
+class RequestFailed(Wire, frozen=True, tag="request_failed"):
+    """P's failures (stats port): P never connects to the token port."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    room: bytes
+    code: str
+    message: str
+
+
+StatsMessage = Union[Heartbeat, RequestFailed]
+
+# --------------------------------------------------------------------------- coordination (29800) and the view (29801)
+
+
+class KVLayout(Wire, frozen=True):
+    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
+
+    Only `tp_size` may differ: ranks write the heads that the other side's ranks hold (`kv_transfer/head_plan.py`).
+    """
+
+    model_hash: str
+    """Of the config and the weight index: the same checkpoint gives the same hash."""
+    num_layers: int
+    num_kv_heads: int
+    """Of the whole model; a TP rank holds `num_kv_heads / tp_size` of them (at least 1)."""
+    head_dim: int
+    page_size: int
+    """Tokens a page."""
+    dtype: str
+    """`float32`, `bfloat16`, `float16`."""
+    vocab_size: int
+    """Length of a logits row."""
+    tp_size: int = 1
+
+    def mismatches(self, other: KVLayout) -> list[str]:
+        """Fields that keep the two from exchanging pages, as `name: mine != theirs`."""
+        return [
+            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
+            for name in self.__struct_fields__
+            if name != "tp_size" and getattr(self, name) != getattr(other, name)
+        ]
+
+
+class InstanceInfo(Wire, frozen=True):
+    """One member of the cluster view."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    host: str
+    """Address at which the router and peers reach it."""
+    port: int
+    """Its request port (29620+k, 29630+m)."""
+    control_port: int
+    """P<->D control port of its main rank; 0 on a unified instance."""
+    layout: KVLayout
+    max_model_len: int
+    """Prompt plus output tokens that one request may have here."""
+    pid: int = 0
+    draining: bool = False
+    follower_pids: tuple[int, ...] = ()
+    """Of TP ranks 1, 2, ...: they write too, so only when they are gone nothing of the instance can."""
+
+
+class Join(Wire, frozen=True, tag="join"):
+    """Instance -> router. Repeated until the instance sees itself in the view; idempotent per incarnation."""
+
+    protocol_version: int
+    instance: InstanceInfo
+
+
+class JoinReply(Wire, frozen=True, tag="join_reply"):
+    """Router -> instance. `code` empty: accepted; the lease ends `lease_s` after the last heartbeat."""
+
+    incarnation: int
+    lease_s: float = 0.0
+    code: str = ""
+    message: str = ""
+
+
+class Leave(Wire, frozen=True, tag="leave"):
+    """Instance -> router, or router -> itself when a lease ends. No new requests; its rooms fail."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    reason: str = ""
+
+
+class Drain(Wire, frozen=True, tag="drain"):
+    """Router -> instance and back: no new requests, finish what runs."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+
+
+class ClusterView(Wire, frozen=True, tag="cluster_view"):
+    """Who is alive. Published on every change and at least every `heartbeat_interval_s` (PUB drops are healed so)."""
+
+    router_incarnation: int
+    version: int
+    instances: tuple[InstanceInfo, ...]
+    workers: tuple[int, ...] = ()
+    """Incarnations of the router's API processes (`router.workers`). One that was here and is not any more is dead:
+    its rooms are nobody's."""
+
+
+CoordinationMessage = Union[Join, Leave, Drain]
+CoordinationReply = Union[JoinReply, Drain]
+
+# --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
+
+
+class RouteEntry(Wire, frozen=True):
+    """`PUT /route` body and `GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
+
+    role: Role
+    engine_rank: int
+    rank_ip: str
+    rank_port: int
+    tp_size: int
+    incarnation: int
+    layout: KVLayout
+
+
+stats_codec: Codec[StatsMessage] = Codec(StatsMessage)
+coordination_codec: Codec[CoordinationMessage] = Codec(CoordinationMessage)
+coordination_reply_codec: Codec[CoordinationReply] = Codec(CoordinationReply)
+view_codec: Codec[ClusterView] = Codec(ClusterView)

@@ -1,0 +1,136 @@
+"""P <-> D control: multipart `[room: 16 bytes][payload: one of these]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+from chitu.messages.cluster import KVLayout
+from chitu.messages.requests import NO_TIMES, PrefillTimes
+from chitu.messages.wire import Codec, Wire, encode
+
+
+class TransportSession(Wire, frozen=True):
+    """One way to reach a rank's memory. A rank offers several; the writer picks the best that it can use."""
+
+    transport: str
+    """`shm`, `mooncake`, `nixl`, `cuda_ipc`, `fake`."""
+    session_id: str
+    """Mooncake: `host:rpc_port`. shm: `host_id/pid/fd`. Unique per process incarnation."""
+    attributes: dict[str, str] = {}
+
+
+class RankMemory(Wire, frozen=True):
+    """Addresses of one TP rank's registered memory, in the address space of that rank."""
+
+    tp_rank: int
+    sessions: tuple[TransportSession, ...]
+    arena_base: int
+    """All regions and aux rows lie in one allocation of `arena_bytes` from here."""
+    arena_bytes: int
+    region_bases: tuple[int, ...]
+    """K of layer 0, V of layer 0, K of layer 1, ..."""
+    page_bytes: int
+    """Bytes of one page of one region on this rank."""
+    num_pages: int
+    aux_base: int
+    aux_row_bytes: int
+    num_aux_slots: int
+
+
+class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
+    """D -> P, room 0, once per (P incarnation, D incarnation); idempotent."""
+
+    protocol_version: int
+    engine_rank: int
+    incarnation: int
+    endpoint: str
+    """D's address as P reaches it."""
+    dst_port: int
+    """D's control port: status messages go there."""
+    layout: KVLayout
+    ranks: tuple[RankMemory, ...]
+
+
+class RegisterReply(Wire, frozen=True, tag="register_reply"):
+    """P -> D, room 0. `code` empty: accepted; else `incompatible_layout` with both layouts in the message."""
+
+    engine_rank: int
+    incarnation: int
+    """P's."""
+    peer_incarnation: int
+    """D's, as registered: an answer to an older D is dropped."""
+    code: str = ""
+    message: str = ""
+
+
+class TransferInfo(Wire, frozen=True, tag="transfer_info"):
+    """D -> P, per request: where the pages and the logits row go."""
+
+    incarnation: int
+    """D's; names the registration that the indices belong to."""
+    dst_kv_indices: bytes
+    """Page indices, int32 LE, in token order."""
+    dst_aux_index: int
+    num_tokens: int
+    """Prompt tokens; P refuses a room whose prompt has another length."""
+    prefix_pages: int = 0
+    """Leading pages that D holds already; P skips them."""
+    state_indices: bytes = b""
+
+
+class TransferStatus(Wire, frozen=True, tag="transfer_status"):
+    """P -> D, repeated until acknowledged."""
+
+    incarnation: int
+    """P's."""
+    poll: int
+    """`KVPoll`: Success or Failed."""
+    settled: bool = True
+    """False: a failed write may still land; keep the pages quarantined until an AbortAck says it cannot."""
+    code: str = ""
+    message: str = ""
+    bytes_per_rank: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    times: PrefillTimes = NO_TIMES
+    """With Success."""
+
+
+class StatusAck(Wire, frozen=True, tag="status_ack"):
+    """D -> P: stop repeating that status."""
+
+    incarnation: int
+    poll: int
+
+
+class AuxReady(Wire, frozen=True, tag="aux_ready"):
+    """P -> D: the aux row is complete, before Success. Lost ones are healed by Success."""
+
+    incarnation: int
+
+
+class AbortTransfer(Wire, frozen=True, tag="abort_transfer"):
+    """Either side: the room is dead; stop writing and say when you have stopped. Repeated until acknowledged."""
+
+    incarnation: int
+    code: str = "cancelled"
+    message: str = ""
+
+
+class AbortAck(Wire, frozen=True, tag="abort_ack"):
+    """The sender's last write of this room is over (or there never was one)."""
+
+    incarnation: int
+
+
+PeerMessage = Union[
+    KVArgsRegisterInfo, RegisterReply, TransferInfo, TransferStatus, StatusAck, AuxReady, AbortTransfer, AbortAck
+]
+
+
+peer_codec: Codec[PeerMessage] = Codec(PeerMessage)
+
+
+def peer_frames(room: bytes, message: Wire) -> Sequence[bytes]:
+    """A P<->D control message as its two frames."""
+    return (room, encode(message))
