@@ -8,7 +8,7 @@ ChituError
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   `-- UnknownInstance  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
-|   |-- Capacity (TooManyRequests)  QueueTimeout  RequestTimeout  NoInstance
+|   |-- Capacity (TooManyRequests)  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal
@@ -28,6 +28,8 @@ class ChituError(Exception):
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    retry_after_s: float | None = None
+    """When another try can help, where that is known."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -105,6 +107,16 @@ class TooManyRequests(Capacity):
     """The router's own admission bound; same wire code, but the client is asked to slow down."""
 
     http_status = 429
+
+
+class Overloaded(ServiceError):
+    """The router's prediction: the request would wait too long. Nobody was asked, so nobody is asked again."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class QueueTimeout(ServiceError):

@@ -32,6 +32,11 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     bytes_moved: int = 0
     retractions: int = 0
     unknown_frames: int = 0
+    backlog_s: float = 0.0
+    """Seconds, since start, in which work waited that the step could not take: P's full steps, D's prealloc queue."""
+    backlog_work: int = 0
+    """What was worked off in them: prompt tokens computed (P), requests admitted (D, unified). By `backlog_s`: how fast
+    a queue moves here."""
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):
@@ -107,6 +112,10 @@ class InstanceInfo(Wire, frozen=True):
     draining: bool = False
     follower_pids: tuple[int, ...] = ()
     """Of TP ranks 1, 2, ...: they write too, so only when they are gone nothing of the instance can."""
+    pid_namespace: str = ""
+    """Where `pid` means something (`net/process_deaths.py`): a reader of another one can tell nothing by it."""
+    start_ticks: int = 0
+    """Start time of `pid`, since pids are used again."""
 
 
 class Join(Wire, frozen=True, tag="join"):

@@ -5,6 +5,7 @@ Used on the router's loop. The error object is OpenAI's: `{"error": {"message", 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -19,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 RETRY_AFTER_S = 1
+"""Where an error does not say when."""
 _JSON = (b"content-type", b"application/json")
 
 
@@ -80,9 +82,10 @@ def error_body(error: ChituError) -> bytes:
 
 
 def error_headers(error: ChituError) -> Headers:
-    """`Retry-After` where another try can help."""
+    """`Retry-After` where another try can help: whole seconds, at least one."""
     if isinstance(error, ServiceError) and error.retryable:
-        return [(b"retry-after", b"%d" % RETRY_AFTER_S)]
+        seconds = RETRY_AFTER_S if error.retry_after_s is None else max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
+        return [(b"retry-after", b"%d" % seconds)]
     return []
 
 
