@@ -43,6 +43,8 @@ class DecodeManager:
         self._offload_keys = itertools.count()
         self._dropped_keys: list[int] = []
         self.retractions = 0
+        self.admissions = 0
+        """Requests that D announced since the start."""
         self.waiting: dict[bytes, Sequence] = {}
         self.transfer: dict[bytes, Sequence] = {}
         self.running: dict[bytes, Sequence] = {}
@@ -137,6 +139,7 @@ class DecodeManager:
             sequence.state = SequenceState.TRANSFER
             sequence.announced_s = self._clock.monotonic()
             self.transfer[sequence.room] = sequence
+            self.admissions += 1
             self._receiver.announce(
                 sequence.room,
                 sequence.request_id,

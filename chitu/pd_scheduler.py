@@ -30,6 +30,7 @@ from chitu.messages import (
     UnifiedRequest,
 )
 from chitu.prefill_manager import AuxSlots, PrefillManager
+from chitu.scheduling.backlog import BacklogMeter
 from chitu.scheduling.prefill import Chunk
 from chitu.scheduling.sequence import Sequence
 from chitu.scheduling.slots import SlotPool
@@ -84,6 +85,7 @@ class PDScheduler:
         self._prompt_tokens = 0
         self._bytes_moved = 0
         self._is_checked = True
+        self._backlog = BacklogMeter(parts.clock.monotonic())
         self.load = self._load_report()
         """Snapshot after the newest step; any thread may read the attribute."""
 
@@ -136,8 +138,18 @@ class PDScheduler:
         plan = StepPlan()
         self._decode.schedule(plan)
         chunks = self._prefill.schedule(plan)
+        self._note_backlog(chunks)
         plan.release.extend(self._slots.take_releases())
         return plan, chunks
+
+    def _note_backlog(self, chunks: list[Chunk]) -> None:
+        """D's queue moves by admissions, the others' by prompt tokens; after a full step more waits."""
+        if self._parts.receiver is not None:
+            waits, work = bool(self._decode.waiting), self._decode.admissions
+        else:
+            is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
+            waits, work = is_full or bool(self._prefill.waiting), self._prompt_tokens
+        self._backlog.update(self._clock.monotonic(), work, waits)
 
     @staticmethod
     def _has_work(plan: StepPlan) -> bool:
@@ -227,6 +239,9 @@ class PDScheduler:
             return Capacity(
                 f"{total} tokens need {self._cache.pages_for(total)} pages, this instance has {self._cache.num_pages}"
             )
+        waiting = len(self._prefill.waiting) + len(self._decode.waiting)
+        if waiting >= self._parts.config.max_waiting_requests:
+            return Capacity(f"{waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
@@ -351,4 +366,6 @@ class PDScheduler:
             tokens=self._prompt_tokens if self._parts.sender is not None else self._tokens.tokens_sent,
             bytes_moved=self._bytes_moved,
             retractions=decode.retractions,
+            backlog_s=self._backlog.seconds,
+            backlog_work=self._backlog.work,
         )

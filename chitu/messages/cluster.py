@@ -35,7 +35,7 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     backlog_s: float = 0.0
     """Seconds, since start, in which work waited that the step could not take: P's full steps, D's prealloc queue."""
     backlog_work: int = 0
-    """What was worked off in them: prompt tokens computed (P), requests admitted (D, unified). By `backlog_s`: how fast
+    """What was worked off in them: requests admitted (D), prompt tokens computed (the others). By `backlog_s`: how fast
     a queue moves here."""
 
 

@@ -63,6 +63,7 @@ class Instance:
         chunk: int = 5,
         aux_slots: int = 4,
         clock: FakeClock | None = None,
+        config: SchedulerConfig | None = None,
     ) -> None:
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
@@ -73,7 +74,8 @@ class Instance:
         self.executor = FakeExecutor(INFO, num_pages, PAGE_SIZE, aux_slots)
         self.scheduler = PDScheduler(
             PDSchedulerParts(
-                config=SchedulerConfig(
+                config=config
+                or SchedulerConfig(
                     max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
                 ),
                 deadlines=DeadlineConfig(),
