@@ -70,6 +70,11 @@ class Generation:
     request: GenerateRequest
     wake: Callable[[], None]
     deadline_s: float
+    created_s: float
+    first_token_s: float | None = None
+    num_woken: int = 1
+    """Of the tokens that came so far, how many the reader was woken for, and when; the first is `first_token_s`'s."""
+    woken_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     """Tokens not taken by the reader yet."""
     num_taken: int = 0

@@ -15,11 +15,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from chitu.clock import Clock
+from chitu.config.schema import RouterConfig
 from chitu.errors import (
     ChituError,
     DecodeLost,
@@ -42,11 +43,13 @@ from chitu.messages import (
     InstanceInfo,
     PrefillRequest,
     RequestFailed,
+    StageTimes,
     TokenBatch,
     UnifiedRequest,
     encode,
     token_codec,
 )
+from chitu.metrics import RouterMetrics
 from chitu.net.aio import Outbox
 from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
 from chitu.routing import Candidates, InstanceKey, PairSelector, instance_key
@@ -58,16 +61,16 @@ _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
 
 
-@dataclass(slots=True)
-class RouterCounters:
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    tokens: int = 0
-    stale_tokens: int = 0
-    """Tokens and ends of rooms that are over (cancelled, timed out) or were never ours."""
-    bad_token_messages: int = 0
+class ReplyAddress(NamedTuple):
+    """Where P and D answer to: goes with every request."""
+
+    worker: int = 0
+    """Incarnation of the API process (`router.workers`); 0 where the router is one process."""
+    token_port: int = 0
+    """Its token port; 0: the router's `token_port`."""
+
+
+THE_ROUTER = ReplyAddress()
 
 
 class PDRequestRouter:
@@ -76,20 +79,28 @@ class PDRequestRouter:
         selector: PairSelector,
         outbox: Outbox[InstanceKey],
         clock: Clock,
-        max_in_flight: int,
-        request_timeout_s: float,
+        config: RouterConfig,
+        reply: ReplyAddress = THE_ROUTER,
     ) -> None:
+        """`reply`: which API process this is, where the router is several (`router.workers`)."""
         self._selector = selector
         self._outbox = outbox
         self._clock = clock
-        self._max_in_flight = max_in_flight
-        self._timeout_s = request_timeout_s
+        self._reply = reply
+        self._max_in_flight = config.max_in_flight
+        self._timeout_s = config.request_timeout_s
         self._attempts: dict[bytes, Attempt] = {}
         """In order of creation: with one time-out for all, the first one is the next to run out."""
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self.counters = RouterCounters()
+        self.counters = RouterMetrics()
         self.journal = RequestJournal()
+
+    def metrics(self) -> RouterMetrics:
+        """The counters, with what is true at this moment; not to be kept, but to be encoded or added up."""
+        started = sum(attempt.first_token_s is not None for attempt in self._attempts.values())
+        in_flight = {"prefill": len(self._attempts) - started, "decode": started}
+        return msgspec.structs.replace(self.counters, in_flight=in_flight)
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
 
@@ -108,6 +119,13 @@ class PDRequestRouter:
 
     def require_room_for(self, count: int) -> None:
         """TooManyRequests where so many more requests are over the bound; NoInstance where nothing can serve."""
+        try:
+            self._require_room_for(count)
+        except ChituError as error:
+            self.counters.count(self.counters.rejected, error.code, count)
+            raise
+
+    def _require_room_for(self, count: int) -> None:
         if not self.candidates.usable:
             raise NoInstance(self.candidates.why_unusable())
         if len(self._attempts) + count > self._max_in_flight:
@@ -120,7 +138,10 @@ class PDRequestRouter:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
         at most once per turn. TooManyRequests, NoInstance."""
         self.require_room_for(1)
-        generation = Generation(request, wake, self._clock.monotonic() + self._timeout_s)
+        now_s = self._clock.monotonic()
+        generation = Generation(request, wake, now_s + self._timeout_s, now_s)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += request.num_tokens
         self._start_attempt(generation)
         return generation
 
@@ -129,7 +150,10 @@ class PDRequestRouter:
         attempt = generation.attempt
         if attempt is None:
             return
-        self.counters.cancelled += 1
+        if is_complete:
+            self._count_finished(generation, "stop")
+        else:
+            self.counters.cancelled += 1
         generation.error = RequestCancelled("the request was cancelled")
         self._cancel_on_both(attempt)
         self._forget(attempt, "finished" if is_complete else "cancelled")
@@ -197,7 +221,15 @@ class PDRequestRouter:
     def flush(self) -> None:
         """Wake the readers of what changed."""
         dirty, self._dirty = self._dirty, []
+        now_s, observe = self._clock.monotonic(), self.counters.inter_token.observe
         for generation in dirty:
+            # What a reader waits from token to token; tokens that came at once share the wait. A reader that is woken
+            # at the end only sees the mean of its request. So this costs a step of a wake, and nothing per token.
+            num_tokens = generation.num_taken + len(generation.tokens)
+            num_new = num_tokens - generation.num_woken
+            if num_new > 0:
+                observe((now_s - generation.woken_s) / num_new, num_new)
+                generation.num_woken, generation.woken_s = num_tokens, now_s
             generation.dirty = False
             generation.noted = not generation.request.wake_per_token
             generation.wake()
@@ -257,7 +289,7 @@ class PDRequestRouter:
     def _start_attempt(self, generation: Generation) -> None:
         request = generation.request
         target = self._selector.select(request.token_ids)
-        self.counters.requests += 1
+        self.counters.attempts += 1
         prefill, decode = target.prefill, target.decode
         prefill_key = None if prefill is None else instance_key(prefill)
         now_s = self._clock.monotonic()
@@ -272,6 +304,7 @@ class PDRequestRouter:
         if not self._dispatch(attempt):
             self._cancel_on_both(attempt)
             generation.error = NoInstance("an instance does not take requests (its queue is full)")
+            self.counters.count(self.counters.failed, generation.error.code)
             self._forget(attempt, "failed")
             raise generation.error
 
@@ -280,13 +313,32 @@ class PDRequestRouter:
         request, room = attempt.generation.request, attempt.room
         prefill, decode = attempt.target.prefill, attempt.target.decode
         if prefill is None:
-            whole = UnifiedRequest(room, request.request_id, request.token_ids, request.sampling)
+            whole = UnifiedRequest(
+                room,
+                request.request_id,
+                request.token_ids,
+                request.sampling,
+                router_worker=self._reply.worker,
+                reply_port=self._reply.token_port,
+            )
             return self._outbox.send(attempt.decode, encode(whole))
         decode_half = DecodeRequest(
-            room, request.request_id, request.token_ids, request.sampling, prefill.engine_rank, prefill.incarnation
+            room,
+            request.request_id,
+            request.token_ids,
+            request.sampling,
+            prefill.engine_rank,
+            prefill.incarnation,
+            router_worker=self._reply.worker,
+            reply_port=self._reply.token_port,
         )
         prefill_half = PrefillRequest(
-            room, request.request_id, request.token_ids, decode.engine_rank, decode.incarnation
+            room,
+            request.request_id,
+            request.token_ids,
+            decode.engine_rank,
+            decode.incarnation,
+            router_worker=self._reply.worker,
         )
         send, prefill_key = self._outbox.send, instance_key(prefill)
         return send(attempt.decode, encode(decode_half)) and send(prefill_key, encode(prefill_half))
@@ -301,14 +353,19 @@ class PDRequestRouter:
             self._dirty.append(generation)
 
     def _on_first_token(self, attempt: Attempt) -> None:
+        generation = attempt.generation
         attempt.first_token_s = self._clock.monotonic()
+        if generation.first_token_s is None:
+            generation.first_token_s = generation.woken_s = attempt.first_token_s
+            self.counters.ttft.observe(generation.first_token_s - generation.created_s)
         self.journal.note_change()
         if attempt.prefill is not None:
-            self._selector.count(attempt.prefill, -1, -attempt.generation.request.num_tokens)
+            self._selector.count(attempt.prefill, -1, -generation.request.num_tokens)
 
     def _on_finish(self, attempt: Attempt, finish: Finish) -> None:
         if finish.reason in ("stop", "length"):
-            self.counters.finished += 1
+            self._count_finished(attempt.generation, finish.reason)
+            self._observe_stages(attempt, finish.stages)
             attempt.generation.finish = finish
             self._end(attempt, "finished")
             return
@@ -320,8 +377,23 @@ class PDRequestRouter:
             name = instance_name(attempt.target.decode.role, attempt.target.decode.engine_rank)
             self._fail(attempt, Internal(f"{name} ended the request as {finish.reason!r} on its own"))
 
+    def _count_finished(self, generation: Generation, reason: str) -> None:
+        self.counters.count(self.counters.finished, reason)
+        self.counters.e2e.observe(self._clock.monotonic() - generation.created_s)
+
+    def _observe_stages(self, attempt: Attempt, stages: StageTimes) -> None:
+        counters, target = self.counters, attempt.target
+        decode = instance_name(target.decode.role, target.decode.engine_rank)
+        prefill = decode
+        if target.prefill is not None:
+            prefill = instance_name(target.prefill.role, target.prefill.engine_rank)
+            counters.observe(counters.admission, decode, stages.admission_s)
+            counters.observe(counters.transfer, prefill, stages.prefill.transfer_s)
+        counters.observe(counters.queue, prefill, stages.prefill.queue_s)
+        counters.observe(counters.prefill, prefill, stages.prefill.compute_s)
+
     def _fail(self, attempt: Attempt, error: ChituError) -> None:
-        self.counters.failed += 1
+        self.counters.count(self.counters.failed, error.code)
         log.warning(
             "request %s (room %s) failed: %s: %s",
             attempt.generation.request.request_id,

@@ -69,9 +69,7 @@ class RouterProcess:
         self._clock = RealClock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._outbox: Outbox[InstanceKey] = Outbox(self._context)
-        self.router = PDRequestRouter(
-            make_selector(config), self._outbox, self._clock, config.max_in_flight, config.request_timeout_s
-        )
+        self.router = PDRequestRouter(make_selector(config), self._outbox, self._clock, config)
         self._bootstrap = BootstrapServer(self._clock, pd.deadlines.lease_s)
         try:
             self._ports = CoordinationPorts(

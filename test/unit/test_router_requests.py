@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from chitu.clock import FakeClock
+from chitu.config.schema import RouterConfig
 from chitu.errors import NoInstance, TooManyRequests
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
@@ -59,7 +60,8 @@ class World:
         self.outbox = RecordingOutbox()
         in_turn = make_policy("round_robin")
         selector = PairSelector(in_turn, in_turn)
-        self.router = PDRequestRouter(selector, self.outbox, self.clock, max_in_flight, 60.0)
+        config = RouterConfig(max_in_flight=max_in_flight, request_timeout_s=60.0)
+        self.router = PDRequestRouter(selector, self.outbox, self.clock, config)
         layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
         self.instances = [InstanceInfo(role, 0, 1, "127.0.0.1", 1, 2, layout, 512) for role in roles]
         for instance in self.instances:
