@@ -4,8 +4,9 @@
 loop thread: ROUTER coordination, PUB metadata sync, PULL stats. Only the loop thread calls either.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank), the newest that joined; all live P and D
-have one KV layout; an instance is in the view exactly while its lease runs. A lost instance is reported once through
-`on_lost`, after it left the view. Nothing here knows of requests.
+have one KV layout; an instance is in the view exactly while its lease runs, or until its death is known sooner (by
+its pid on this machine, by the word of its launcher on another). A lost instance is reported once through `on_lost`,
+after it left the view. Nothing here knows of requests.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from chitu.messages import (
     stats_codec,
 )
 from chitu.net.aio import FrameReader
+from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import bind
 from chitu.types import Role, instance_name
 
@@ -120,6 +122,12 @@ class PDCoordination:
                 member.lease_end_s += stall_s
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
+
+    def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
+        """The process has ended: there is nothing to wait for."""
+        member = self._live(role, engine_rank, incarnation)
+        if member is not None:
+            self._remove(member, f"its process (pid {member.info.pid}) has ended")
 
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """The last report of each member."""
@@ -208,6 +216,10 @@ def _name(info: InstanceInfo) -> str:
     return instance_name(info.role, info.engine_rank)
 
 
+def _process(info: InstanceInfo) -> ProcessName:
+    return ProcessName(info.pid_namespace, info.pid, info.start_ticks)
+
+
 def _layout_text(layout: KVLayout) -> str:
     return ", ".join(f"{name}={getattr(layout, name)}" for name in layout.__struct_fields__)
 
@@ -231,6 +243,7 @@ class CoordinationPorts:
         self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1])
         self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2])
         self._readers: list[FrameReader] = []
+        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(loop, self._on_death)
 
     def start(self, core: PDCoordination) -> None:
         """From now on messages reach `core`."""
@@ -241,6 +254,8 @@ class CoordinationPorts:
         ]
 
     def publish(self, view: ClusterView) -> None:
+        """Tell everyone, and watch the processes of those who are in it."""
+        self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
         self._pub.send(encode(view), zmq.NOBLOCK)
 
     def request_drain(self, role: Role, engine_rank: int) -> bool:
@@ -261,10 +276,15 @@ class CoordinationPorts:
         return sum(reader.bad_messages for reader in self._readers)
 
     def close(self) -> None:
+        self._deaths.close()
         for reader in self._readers:
             reader.close()
         for socket in (self._router, self._pub, self._stats):
             socket.close(linger=0)
+
+    def _on_death(self, instance: tuple[Role, int, int]) -> None:
+        if self._core is not None:
+            self._core.on_death(*instance)
 
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:

@@ -36,6 +36,7 @@ from chitu.messages import (
     SchedulerMessage,
     encode,
 )
+from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import connect
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_comm import CommCallbacks, CommLoop
@@ -135,6 +136,8 @@ class PDSchedulerService:
             max_model_len=engine.executor.info.max_model_len,
             pid=os.getpid(),
             follower_pids=engine.follower_pids,
+            pid_namespace=pid_namespace(),
+            start_ticks=start_ticks(os.getpid()),
         )
 
     # ----------------------------------------------------------------------------------------------------- main thread

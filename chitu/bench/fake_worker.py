@@ -48,6 +48,7 @@ from chitu.messages import (
     unpack_i32,
     view_codec,
 )
+from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
@@ -163,6 +164,8 @@ class FakeWorker:
             *(role, rank, self._incarnation, options.host, port, control_port, layout),
             max_model_len=options.max_model_len,
             pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+            start_ticks=start_ticks(os.getpid()),
         )
         return _Instance(info, requests, connect(self._context, zmq.DEALER, options.host, options.coordination_port))
 

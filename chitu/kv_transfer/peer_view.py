@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu.messages import ClusterView, InstanceInfo
+from chitu.net.process_deaths import pid_namespace
 from chitu.types import Role
 
 PidAlive = Callable[[int], bool]
@@ -43,6 +44,7 @@ class PeerView:
         self._role = role
         self._host = host
         self._is_pid_alive = is_pid_alive
+        self._pid_namespace = pid_namespace()
         self._router_incarnation = 0
         self._version = -1
         self._members: dict[int, _Member] = {}
@@ -69,9 +71,13 @@ class PeerView:
         self.note(rank, instance.incarnation)
         old = self._members.get(rank)
         was_alive = old is not None and old.instance.incarnation == instance.incarnation and old.was_alive_here
-        if not was_alive and instance.host == self._host and instance.pid > 0:
+        if not was_alive and instance.host == self._host and instance.pid > 0 and self._shares_pids(instance):
             was_alive = all(self._is_pid_alive(pid) for pid in _pids(instance))
         self._members[rank] = _Member(instance, self._router_incarnation, True, was_alive)
+
+    def _shares_pids(self, instance: InstanceInfo) -> bool:
+        """Whether its pid is the same process for us. One that does not say where its pid counts is believed."""
+        return not instance.pid_namespace or instance.pid_namespace == self._pid_namespace
 
     def note(self, rank: int, incarnation: int) -> None:
         """An incarnation spoke to us or was found in the directory: older ones of its rank are dead."""

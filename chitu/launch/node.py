@@ -25,10 +25,12 @@ from chitu.config.topology import check, host_names, instances
 from chitu.errors import ConfigError
 from chitu.launch.display import greeting, make_display
 from chitu.launch.health import ask_health
+from chitu.launch.leave import send_leaves
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor, make_log_dir
+from chitu.messages import Leave
 
 POLL_S = 0.1
 READY_POLL_S = 0.25
@@ -78,7 +80,8 @@ class Node:
         self.host = host_names(topology)[options.index]
         self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
         self.supervisor = Supervisor(list(self._specs), self._spec, self.log_dir, restart=False, on_event=on_event)
-        self._joined: set[str] = set()
+        self._joined: dict[str, int] = {}
+        """Incarnation by name, of those that this node can have started or that other nodes did."""
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +116,9 @@ class Node:
         health = ask_health(router.host, router.port)
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
-        self._joined = {name for name, incarnation in health.joined.items() if incarnation >= self._started_ns(name)}
+        self._joined = {
+            name: incarnation for name, incarnation in health.joined.items() if incarnation >= self._started_ns(name)
+        }
         words += [
             f"{instance.name} on {instance.config.host} has not joined the router"
             for instance in instances(self.topology)
@@ -135,6 +140,17 @@ class Node:
             for instance in instances(self.topology):
                 states.setdefault(instance.name, Progress("ready" if instance.name in self._joined else "starting"))
         return states
+
+    def report_deaths(self) -> None:
+        """Tell a router on another machine at once what it would only know when a lease ends: which instances died."""
+        dead = {member.name for member in self.supervisor.dead()}
+        leaves = [
+            Leave(i.role, i.engine_rank, self._joined[i.name], "its launcher saw its process end")
+            for i in instances(self.topology)
+            if i.name in dead and i.name in self._joined
+        ]
+        if leaves:
+            send_leaves(self.topology, leaves)
 
     def stop(self) -> None:
         self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
@@ -174,6 +190,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         while not stop.wait(POLL_S):
             node.supervisor.poll()
             if dead := node.supervisor.dead():
+                node.report_deaths()
                 raise StartFailed(f"node {options.index} ends because {dead[0].name} ended")
         print(f"node {options.index} ends: running requests finish first", file=sys.stderr, flush=True)
         return 0

@@ -11,7 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import zmq
 from serve_process import ServeProcess, wait_until
+
+from chitu.messages import Leave, coordination_codec
+from chitu.net.sockets import bind
+from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"
 START = """
@@ -44,10 +49,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     overrides = [f"dp_config.router.{name}={port}" for name, port in zip(names, free_ports(6), strict=True)]
     with ExitStack() as stack:
 
-        def start(behaviour: str = "good", timeout_s: float = 90.0) -> ServeProcess:
+        def start(behaviour: str = "good", timeout_s: float = 90.0, *more: str) -> ServeProcess:
             told = f"touch {tmp_path / 'told'}"
             argv = [sys.executable, "-c", START, str(timeout_s), str(tmp_path / "logs"), told, f"model.path={tmp_path}"]
-            process = ServeProcess([*argv, f"model.served_name={behaviour}", *overrides], {"PYTHONPATH": str(STANDINS)})
+            process = ServeProcess(
+                [*argv, f"model.served_name={behaviour}", *overrides, *more], {"PYTHONPATH": str(STANDINS)}
+            )
             return stack.enter_context(process)
 
         yield start
@@ -73,6 +80,21 @@ def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start:
     assert node.process.wait(10) == 1
     assert (tmp_path / "told").exists()
     assert node.offspring() == {}
+
+
+def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    coordination, port = bind(context, zmq.ROUTER, "127.0.0.1", 0)
+    node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}")
+    node.wait_line("Ctrl-C ends it")
+    os.kill(node.pids_of("decode")[0], signal.SIGKILL)
+    assert coordination.poll(20_000), "no word came"
+    leave = coordination_codec.decode(coordination.recv_multipart()[-1])
+    assert isinstance(leave, Leave)
+    assert (leave.role, leave.engine_rank) == (Role.DECODE, 0)
+    assert leave.incarnation > 0
+    assert node.process.wait(10) == 1
+    context.destroy(linger=0)
 
 
 def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: Start, tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""A launcher's word to the router on behalf of instances that died and cannot say it themselves.
+
+Called by `launch/node.py`, in its main thread, before it ends. A Leave names the incarnation, so it can never hit an
+instance that was started again meanwhile. Best effort within `LINGER_MS`: without it the lease tells, later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zmq
+
+from chitu.config.load import router_host
+from chitu.config.schema import Topology
+from chitu.messages import Leave, encode
+from chitu.net.sockets import connect
+
+LINGER_MS = 500
+
+
+def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
+    """Returns once they are handed to the network, or after `LINGER_MS`."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    port = topology.dp_config.router.pd_disaggregation.coordination_port
+    socket = connect(context, zmq.DEALER, router_host(topology), port)
+    for leave in leaves:
+        socket.send(encode(leave), zmq.NOBLOCK)
+    socket.close(LINGER_MS)
+    context.term()

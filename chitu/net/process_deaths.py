@@ -1,0 +1,103 @@
+"""Deaths of processes of this machine, known in the moment they happen: a pidfd per process, watched by the loop.
+
+Owned by `CoordinationPorts`; loop thread. A pid alone proves nothing: it may be a process of another machine or of
+another pid namespace (a container behind the same address), or one that took the number of a dead one. So a process
+says where its pid means something (`pid_namespace`) and when it started (`start_ticks`), and it is watched only where
+both are what is found here. Everything else is left to the leases, and so is a process that is only stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+
+
+class ProcessName(NamedTuple):
+    """One process of one machine, for all time."""
+
+    pid_namespace: str
+    """As `pid_namespace()` of that process says; empty: unknown."""
+    pid: int
+    start_ticks: int
+    """As `start_ticks(pid)` says."""
+
+
+def pid_namespace() -> str:
+    """Equal for two processes that know each other by the same pids: same boot, same pid namespace. Empty: unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since the boot (field 22 of /proc/PID/stat); 0 where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The command's name, in brackets, may hold spaces and brackets itself.
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class ProcessDeaths(Generic[K]):
+    """Calls `on_death(key)` once for each followed process that ends, at the earliest in the loop's next turn."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[K], None]) -> None:
+        self._loop = loop
+        self._on_death = on_death
+        self._namespace = pid_namespace()
+        self._pidfds: dict[K, int] = {}
+        self._followed: set[K] = set()
+
+    def follow(self, processes: Mapping[K, ProcessName]) -> None:
+        """From now on exactly these. A key means the same process for ever."""
+        for key in self._followed - processes.keys():
+            self._forget(key)
+        for key in processes.keys() - self._followed:
+            self._followed.add(key)
+            self._watch(key, processes[key])
+
+    def close(self) -> None:
+        self.follow({})
+
+    def _watch(self, key: K, process: ProcessName) -> None:
+        if not self._namespace or process.pid_namespace != self._namespace or process.pid <= 0:
+            return
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._died, key)
+            return
+        except OSError as error:
+            log.warning("pid %d cannot be watched (%s): its death is known by its lease", process.pid, error)
+            return
+        # After the pidfd is open the number cannot change hands any more, so the answer is about what is watched.
+        if start_ticks(process.pid) != process.start_ticks:
+            os.close(pidfd)
+            self._loop.call_soon(self._died, key)
+            return
+        self._pidfds[key] = pidfd
+        self._loop.add_reader(pidfd, self._died, key)
+
+    def _died(self, key: K) -> None:
+        if key in self._followed:
+            self._forget(key)
+            # It is still in the list of whoever follows it, and must not be reported again.
+            self._followed.add(key)
+            self._on_death(key)
+
+    def _forget(self, key: K) -> None:
+        self._followed.discard(key)
+        pidfd = self._pidfds.pop(key, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)

@@ -1,0 +1,104 @@
+"""A death on the router's own machine is known at once, long before a lease ends; a pid of elsewhere means nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from chitu.bench.router_process import RouterUnderTest, wait_until
+from chitu.launch.make_model import make_model
+from chitu.net.process_deaths import ProcessDeaths, ProcessName, pid_namespace, start_ticks
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def name_of(child: subprocess.Popen[bytes]) -> ProcessName:
+    return ProcessName(pid_namespace(), child.pid, start_ticks(child.pid))
+
+
+Act = Callable[[ProcessDeaths[str]], None]
+
+
+def deaths_of(processes: Mapping[str, ProcessName], act: Act, wait_for: int) -> list[str]:
+    """Who is reported dead, once so many are (or at once with 0), after `act`."""
+
+    async def run() -> list[str]:
+        reported: list[str] = []
+        enough = asyncio.Event()
+
+        def on_death(key: str) -> None:
+            reported.append(key)
+            if len(reported) >= wait_for:
+                enough.set()
+
+        deaths = ProcessDeaths(asyncio.get_running_loop(), on_death)
+        deaths.follow(processes)
+        act(deaths)
+        if wait_for:
+            await asyncio.wait_for(enough.wait(), PATIENCE_S)
+        for _ in range(20):  # what lies ready would come now
+            await asyncio.sleep(0)
+        deaths.close()
+        return reported
+
+    return asyncio.run(run())
+
+
+def test_a_process_that_is_killed_is_reported_once_and_only_while_it_is_followed(
+    child: subprocess.Popen[bytes],
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    name = name_of(child)
+    assert deaths_of({"a": name}, lambda deaths: None, wait_for=0) == []
+
+    def forget_and_kill(deaths: ProcessDeaths[str]) -> None:
+        deaths.follow({})
+        deaths.follow({"a": name, "b": name})
+        deaths.follow({"b": name})
+        child.kill()
+
+    assert deaths_of({"a": name}, forget_and_kill, wait_for=1) == ["b"]
+    assert len(os.listdir("/proc/self/fd")) == fds
+    child.wait()
+    assert deaths_of({"a": name}, lambda deaths: deaths.follow({"a": name}), wait_for=1) == ["a"], "dead from the start"
+
+
+def test_a_pid_that_another_process_has_by_now_is_a_death_and_one_of_elsewhere_tells_nothing(
+    child: subprocess.Popen[bytes],
+) -> None:
+    name = name_of(child)
+    used_again = name._replace(start_ticks=name.start_ticks - 1)
+    assert deaths_of({"a": used_again}, lambda deaths: None, wait_for=1) == ["a"]
+    elsewhere = {"a": name._replace(pid_namespace="another machine"), "b": name._replace(pid_namespace="")}
+
+    def kill(deaths: ProcessDeaths[str]) -> None:
+        child.kill()
+        child.wait()
+
+    assert deaths_of(elsewhere, kill, wait_for=0) == []
+    assert deaths_of({**elsewhere, "c": name}, lambda deaths: None, wait_for=1) == ["c"]
+
+
+def test_the_router_knows_of_a_killed_instance_though_its_lease_goes_on(tmp_path: Path) -> None:
+    lease = "dp_config.router.pd_disaggregation.deadlines.lease_s=600"
+    with RouterUnderTest(tmp_path, make_model(tmp_path / "tiny"), [lease]) as router:
+        router.start_worker("P0,D0")
+        second = router.start_worker("D1")
+        assert router.members() == {"P0", "D0", "D1"}
+        second.kill()
+        wait_until(lambda: router.members() == {"P0", "D0"}, PATIENCE_S, "D1 to be gone")
+        wait_until(lambda: f"its process (pid {second.pid}) has ended" in router.log, PATIENCE_S, "the reason")
