@@ -1,8 +1,11 @@
-"""Every state, event and transition. Pure tables; the code that walks them is `kv_transfer/transfer_table.py`.
+"""Every state, event, transition and deadline: of a room on P and on D, of a request on its instance and on the router.
 
-Invariants (checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never
-changes again; from every state a terminal one can be reached; every state that is not terminal either has a deadline of
-`DeadlineConfig` or waits for an event that the protocol repeats until it comes.
+Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
+deadlines; `pd_scheduler.py` and `pd_request_router.py` keep theirs by the queues that a request stands in. Invariants
+(checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never changes again;
+from every state a terminal one can be reached; every state that is not terminal either has a deadline by the clock or
+waits for an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which
+are the text of its error.
 """
 
 from __future__ import annotations
@@ -26,18 +29,35 @@ class KVPoll(IntEnum):
 
 
 class Deadline(Enum):
-    """What ends a stay in a state when nothing else does."""
+    """What ends a stay in a state when nothing else does. It runs from the first of the neighbouring states that have
+    the same one: a later state of the same room does not extend it."""
 
     BOOTSTRAP = auto()
     """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
     TRANSFER = auto()
-    """`transfer_s` from the announcement; a later state of the same room does not extend it."""
+    """`transfer_s` from TransferInfo, on either side."""
     REPEAT = auto()
     """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
+    QUEUE = auto()
+    """`queue_s` from the arrival on the instance."""
+    REQUEST = auto()
+    """`router.request_timeout_s` from the arrival, wherever the request stands. The router's ends first and cancels; an
+    instance keeps it too, for requests whose cancellation was lost."""
+    ROOM = auto()
+    """Of the same room in the transfer layer, which ends it by an event."""
     HANDSHAKE = auto()
     """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
     TERMINAL = auto()
     """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
+
+
+NO_CLOCK: Final = frozenset({Deadline.ROOM, Deadline.HANDSHAKE, Deadline.TERMINAL})
+"""Deadlines that no clock of their own ends."""
+
+
+def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
+    """The text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
+    return f"{who} waited {waited_s:.1f} s in {state.name} for {what}"
 
 
 # ------------------------------------------------------------------------------------------------------- P: the sender
@@ -134,6 +154,16 @@ SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
     SenderState.FORGOTTEN: Deadline.TERMINAL,
 }
 
+SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
+    SenderState.REQUESTED: "{peer}'s announcement",
+    SenderState.ANNOUNCED: "the router's half of what {peer} announced",
+    SenderState.WAITING: "its own computing of {peer}'s pages",
+    SenderState.TRANSFERRING: "the last byte to reach {peer}",
+    SenderState.SUCCEEDED: "{peer}'s acknowledgement",
+    SenderState.RELEASED: "{peer}'s acknowledgement",
+}
+"""What is missing in a state that a clock ends."""
+
 SENDER_POLL: Final[Mapping[SenderState, frozenset[KVPoll]]] = {
     SenderState.REQUESTED: frozenset({KVPoll.Bootstrapping}),
     SenderState.ANNOUNCED: frozenset({KVPoll.Bootstrapping}),
@@ -213,6 +243,12 @@ RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
     ReceiverState.RELEASED: Deadline.TERMINAL,
 }
 
+RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
+    ReceiverState.BOOTSTRAPPING: "{peer} to take its registration",
+    ReceiverState.WAITING: "{peer}'s logits",
+    ReceiverState.LOGITS: "{peer}'s last KV",
+}
+
 RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
     ReceiverState.BOOTSTRAPPING: frozenset({KVPoll.Bootstrapping}),
     ReceiverState.WAITING: frozenset({KVPoll.WaitingForInput}),
@@ -237,3 +273,49 @@ class SequenceState(Enum):
     RUNNING = auto()
     RETRACTED = auto()
     CLOSING = auto()
+
+
+SEQUENCE_DEADLINES: Final[Mapping[SequenceState, frozenset[Deadline]]] = {
+    SequenceState.WAITING: frozenset({Deadline.QUEUE, Deadline.REQUEST}),
+    SequenceState.COMPUTING: frozenset({Deadline.ROOM, Deadline.REQUEST}),
+    SequenceState.INFLIGHT: frozenset({Deadline.ROOM, Deadline.REQUEST}),
+    SequenceState.TRANSFER: frozenset({Deadline.ROOM, Deadline.REQUEST}),
+    SequenceState.RUNNING: frozenset({Deadline.REQUEST}),
+    SequenceState.RETRACTED: frozenset({Deadline.REQUEST}),
+    SequenceState.CLOSING: frozenset({Deadline.HANDSHAKE}),
+}
+"""The first of them ends the state. A router that is silent for `router_s` ends every request, in whichever state."""
+
+SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
+    SequenceState.WAITING: "pages or a slot",
+    SequenceState.COMPUTING: "the end of its prompt",
+    SequenceState.INFLIGHT: "its KV to reach the other side",
+    SequenceState.TRANSFER: "its KV",
+    SequenceState.RUNNING: "its last token",
+    SequenceState.RETRACTED: "pages to come back to",
+}
+
+
+# ------------------------------------------------------------------------------------------ a request on the router
+
+
+class AttemptState(Enum):
+    """One try of a request on one pair."""
+
+    PREFILL = auto()
+    """Dispatched; no token came yet."""
+    DECODE = auto()
+    """Tokens come."""
+    ENDED = auto()
+
+
+ATTEMPT_DEADLINES: Final[Mapping[AttemptState, Deadline]] = {
+    AttemptState.PREFILL: Deadline.REQUEST,
+    AttemptState.DECODE: Deadline.REQUEST,
+    AttemptState.ENDED: Deadline.TERMINAL,
+}
+
+ATTEMPT_AWAITS: Final[Mapping[AttemptState, str]] = {
+    AttemptState.PREFILL: "the first token of {peer}",
+    AttemptState.DECODE: "the last token of {peer}",
+}

@@ -29,7 +29,6 @@ class Announcements:
         self, config: KVManagerConfig, clock: Clock, view: PeerView, rooms: SendRooms, feed: ChunkFeed, out: Outbox
     ) -> None:
         self._config = config
-        self._deadlines = config.deadlines
         self._clock = clock
         self._view = view
         self._rooms = rooms
@@ -64,7 +63,6 @@ class Announcements:
             else:
                 self._go_on(room, entry)
             return
-        entry.deadline_s = self._clock.monotonic() + self._deadlines.queue_s + self._deadlines.bootstrap_s
         if self._view.is_lost(rank, incarnation):
             self._rooms.fail(room, SenderEvent.PEER_LOST, DecodeLost(f"D{rank} is gone"))
 
@@ -115,7 +113,6 @@ class Announcements:
         entry, record = transition.entry, transition.entry.data
         record.info, record.peer, record.dst_pages = info, peer, dst_pages
         record.units_left = self._config.layout.num_layers * (len(dst_pages) - info.prefix_pages)
-        entry.deadline_s = self._clock.monotonic() + self._deadlines.transfer_s
         if entry.state is SenderState.WAITING:
             self._go_on(room, entry)
 

@@ -27,9 +27,16 @@ from chitu.kv_transfer.parts import KVManagerConfig, Outbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
-from chitu.lifecycle import RECEIVER_DEADLINES, RECEIVER_TRANSITIONS, ReceiverEvent, ReceiverState
+from chitu.lifecycle import (
+    RECEIVER_AWAITS,
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    Deadline,
+    ReceiverEvent,
+    ReceiverState,
+)
 from chitu.messages import AbortAck, AbortTransfer, PrefillTimes, StatusAck, TransferInfo, TransferStatus
-from chitu.types import room_text
+from chitu.types import Role, instance_name, room_text
 
 
 @dataclass(slots=True)
@@ -63,8 +70,13 @@ class ReceiveRooms:
         self._view = view
         self._directory = directory
         self._out = out
+        self._name = instance_name(Role.DECODE, config.engine_rank)
+        limits_s = {
+            Deadline.BOOTSTRAP: config.deadlines.bootstrap_s,
+            Deadline.TRANSFER: config.deadlines.transfer_s,
+        }
         self.table: TransferTable[ReceiverState, ReceiverEvent, ReceiveRoom] = TransferTable(
-            RECEIVER_TRANSITIONS, RECEIVER_DEADLINES
+            RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, limits_s, clock
         )
         self.bytes_moved = 0
         self.stale_frames = 0
@@ -81,7 +93,6 @@ class ReceiveRooms:
         transition = self.table.apply(room, ReceiverEvent.ANNOUNCE, record)
         if transition is None:
             raise ValueError(f"room {room_text(room)} was announced already")
-        transition.entry.deadline_s = record.announced_s + self._deadlines.bootstrap_s
         if self._view.is_lost(record.prefill_rank, record.prefill_incarnation):
             self.fail(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{record.prefill_rank} is gone"))
         else:
@@ -115,7 +126,6 @@ class ReceiveRooms:
             self.fail(room, ReceiverEvent.PEER_FAILED, peer.refusal)
         elif peer.is_registered:
             self.table.apply(room, ReceiverEvent.SENT)
-            entry.deadline_s = record.announced_s + self._deadlines.transfer_s
             record.host, record.port = peer.host, peer.port
             self._send_repeated(room, record, record.info)
 
@@ -141,11 +151,9 @@ class ReceiveRooms:
     def _expire(self, room: bytes) -> None:
         entry = self.table.get(room)
         assert entry is not None
-        rank = entry.data.prefill_rank
-        if entry.state is ReceiverState.BOOTSTRAPPING:
-            error: ChituError = BootstrapTimeout(f"P{rank} was not reachable for {self._deadlines.bootstrap_s:g} s")
-        else:
-            error = TransferTimeout(f"P{rank} did not deliver within {self._deadlines.transfer_s:g} s")
+        peer = instance_name(Role.PREFILL, entry.data.prefill_rank)
+        text = self.table.overdue_text(entry, self._name, peer, RECEIVER_AWAITS)
+        error = BootstrapTimeout(text) if entry.state is ReceiverState.BOOTSTRAPPING else TransferTimeout(text)
         self.fail(room, ReceiverEvent.DEADLINE, error)
 
     # ----------------------------------------------------------------------------------------------------- hearing of P

@@ -20,8 +20,17 @@ from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.registration import DecodePeer
 from chitu.kv_transfer.transfer_queue import TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
-from chitu.lifecycle import SENDER_DEADLINES, SENDER_TRANSITIONS, KVPoll, SenderEvent, SenderState
+from chitu.lifecycle import (
+    SENDER_AWAITS,
+    SENDER_DEADLINES,
+    SENDER_TRANSITIONS,
+    Deadline,
+    KVPoll,
+    SenderEvent,
+    SenderState,
+)
 from chitu.messages import AbortAck, AbortTransfer, PrefillTimes, StatusAck, TransferInfo, TransferStatus
+from chitu.types import Role, instance_name
 
 
 @dataclass(slots=True)
@@ -98,8 +107,15 @@ class SendRooms:
         self._view = view
         self._out = out
         self._queue = queue
+        self._name = instance_name(Role.PREFILL, config.engine_rank)
+        deadlines = config.deadlines
+        limits_s = {
+            Deadline.BOOTSTRAP: deadlines.queue_s + deadlines.bootstrap_s,
+            Deadline.TRANSFER: deadlines.transfer_s,
+            Deadline.REPEAT: deadlines.transfer_s,
+        }
         self.table: TransferTable[SenderState, SenderEvent, SendRoom] = TransferTable(
-            SENDER_TRANSITIONS, SENDER_DEADLINES
+            SENDER_TRANSITIONS, SENDER_DEADLINES, limits_s, clock
         )
 
     # -------------------------------------------------------------------------------------------------- how a room ends
@@ -133,7 +149,6 @@ class SendRooms:
         """The last byte landed."""
         self.table.apply(room, SenderEvent.LANDED)
         entry.data.landed_s = self._clock.monotonic()
-        entry.deadline_s = entry.data.landed_s + self._deadlines.transfer_s
         self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=sum(entry.data.bytes_per_rank))
         self._send_status(room, entry)
 
@@ -155,7 +170,6 @@ class SendRooms:
         self._queue.drop(room)
         if record.num_tokens:
             self._out.event(TransferEventKind.RELEASED, room)
-        entry.deadline_s = self._clock.monotonic() + self._deadlines.transfer_s
         if peer is None:
             self._forget(room, SenderEvent.ACKNOWLEDGED)
         elif self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
@@ -197,12 +211,10 @@ class SendRooms:
         assert entry is not None
         if entry.state in (SenderState.SUCCEEDED, SenderState.RELEASED):
             self._forget(room, SenderEvent.GIVEN_UP)
-        elif entry.state is SenderState.REQUESTED:
-            limit_s = self._deadlines.queue_s + self._deadlines.bootstrap_s
-            error: ChituError = BootstrapTimeout(f"D{entry.data.decode_rank} did not announce within {limit_s:g} s")
-            self.fail(room, SenderEvent.DEADLINE, error)
         else:
-            error = TransferTimeout(f"not transferred within {self._deadlines.transfer_s:g} s ({entry.state.name})")
+            peer = instance_name(Role.DECODE, entry.data.decode[0])
+            text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS)
+            error = BootstrapTimeout(text) if entry.state is SenderState.REQUESTED else TransferTimeout(text)
             self.fail(room, SenderEvent.DEADLINE, error)
 
     # --------------------------------------------------------------------------------------- what D is told and answers

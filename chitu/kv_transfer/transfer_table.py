@@ -2,6 +2,7 @@
 
 Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
 Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
+no state is entered without its deadline, which runs on where the state before had the same one;
 a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
 are bounded: the oldest goes first, long after the last frame of its room could arrive.
 """
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-from chitu.lifecycle import Deadline
+from chitu.clock import Clock
+from chitu.lifecycle import NO_CLOCK, Deadline, waited_text
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -30,8 +32,12 @@ class Entry(Generic[S, T]):
 
     state: S
     data: T
-    deadline_s: float = NEVER_S
-    """Moment (monotonic seconds) at which the owner applies its DEADLINE event."""
+    since_s: float
+    """Moment (monotonic seconds) at which it came into this state."""
+    deadline_since_s: float
+    """Moment from which its deadline runs."""
+    deadline_s: float
+    """Moment at which the owner applies its DEADLINE event."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +60,9 @@ class Transition(Generic[S, T]):
 class TransferTable(Generic[S, E, T]):
     transitions: Mapping[tuple[S | None, E], S]
     deadlines: Mapping[S, Deadline]
+    limits_s: Mapping[Deadline, float]
+    """Of every deadline in `deadlines` that a clock ends."""
+    clock: Clock
     max_tombstones: int = MAX_TOMBSTONES
     _entries: dict[bytes, Entry[S, T]] = field(default_factory=dict)
     _tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)
@@ -81,11 +90,24 @@ class TransferTable(Generic[S, E, T]):
         if entry is None:
             if new is None or room in self._tombstones:
                 return None
-            entry = self._entries[room] = Entry(target, new)
-        entry.state = target
-        if self.deadlines[target] in (Deadline.HANDSHAKE, Deadline.TERMINAL):
-            entry.deadline_s = NEVER_S
+            entry = self._entries[room] = Entry(target, new, NEVER_S, NEVER_S, NEVER_S)
+        self._enter(entry, target, None if before is None else self.deadlines[before])
         return Transition(room, before, entry)
+
+    def _enter(self, entry: Entry[S, T], state: S, last: Deadline | None) -> None:
+        entry.state, entry.since_s = state, self.clock.monotonic()
+        deadline = self.deadlines[state]
+        if deadline is not last:
+            entry.deadline_since_s = entry.since_s
+            entry.deadline_s = NEVER_S if deadline in NO_CLOCK else entry.since_s + self.limits_s[deadline]
+
+    def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str]) -> str:
+        """Why a room whose deadline passed ends: state, peer and seconds. `awaits`: what is missing, by state."""
+        now_s = self.clock.monotonic()
+        text = waited_text(who, now_s - entry.since_s, entry.state, awaits[entry.state].format(peer=peer))
+        if entry.deadline_since_s == entry.since_s:
+            return text
+        return f"{text} ({now_s - entry.deadline_since_s:.1f} s since the announcement)"
 
     def bury(self, room: bytes, tombstone: Tombstone) -> None:
         """Drop the entry (if any) and remember the room, so that no late frame brings it back."""

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import threading
 
+from chitu.clock import FakeClock
 from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
-from chitu.lifecycle import RECEIVER_DEADLINES, RECEIVER_TRANSITIONS, ReceiverEvent, ReceiverState
+from chitu.lifecycle import (
+    RECEIVER_AWAITS,
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    Deadline,
+    ReceiverEvent,
+    ReceiverState,
+)
 
 ROOM, OTHER = b"r" * 16, b"o" * 16
+LIMITS_S = {Deadline.BOOTSTRAP: 5.0, Deadline.TRANSFER: 7.0}
 
 
 def make_table(max_tombstones: int = 10) -> TransferTable[ReceiverState, ReceiverEvent, str]:
-    return TransferTable(RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, max_tombstones)
+    return TransferTable(RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, FakeClock(), max_tombstones)
 
 
 def test_an_event_moves_a_room_and_one_without_a_transition_is_absorbed() -> None:
@@ -36,18 +45,27 @@ def test_a_room_that_ended_is_never_created_again_until_its_tombstone_is_pushed_
     assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, "y") is not None
 
 
-def test_deadlines_expire_and_a_handshake_state_has_none() -> None:
-    table = make_table()
+def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() -> None:
+    clock = FakeClock(100.0)
+    table: TransferTable[ReceiverState, ReceiverEvent, str] = TransferTable(
+        RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, clock
+    )
     transition = table.apply(ROOM, ReceiverEvent.ANNOUNCE, "x")
     assert transition is not None
-    transition.entry.deadline_s = 5.0
-    assert table.expired(4.9) == []
-    assert table.expired(5.0) == [ROOM]
+    entry = transition.entry
+    assert table.expired(104.9) == [] and table.expired(105.0) == [ROOM]
+    clock.advance(4.0)
     table.apply(ROOM, ReceiverEvent.SENT)
+    assert table.expired(110.9) == [] and table.expired(111.0) == [ROOM]
+    clock.advance(4.5)
+    table.apply(ROOM, ReceiverEvent.LOGITS)
+    assert entry.since_s == 108.5 and table.expired(111.0) == [ROOM], "logits do not buy time for the rest"
+    clock.advance(2.5)
+    text = table.overdue_text(entry, "D1", "P0", RECEIVER_AWAITS)
+    assert text == "D1 waited 2.5 s in LOGITS for P0's last KV (7.0 s since the announcement)"
     table.apply(ROOM, ReceiverEvent.DEADLINE)
-    assert transition.entry.state is ReceiverState.QUARANTINED
-    assert transition.entry.deadline_s == NEVER_S
-    assert table.expired(1e9) == []
+    assert entry.state is ReceiverState.QUARANTINED
+    assert entry.deadline_s == NEVER_S and table.expired(1e9) == []
 
 
 def chunk(layer: int, pages: int = 2) -> TransferKVChunk:
