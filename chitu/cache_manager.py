@@ -54,6 +54,10 @@ class PagedKVCacheManager:
         return self._allocator.num_free
 
     @property
+    def num_used_pages(self) -> int:
+        return self._allocator.num_used
+
+    @property
     def num_quarantined_pages(self) -> int:
         return self._allocator.num_quarantined
 

@@ -1,6 +1,6 @@
 """`PDScheduler` (S3): the step loop of an instance. A step reads as take events, schedule, run, post-process.
 
-Runs on the step thread; `submit` and `cancel_all` may be called by any thread, everything else by the step thread
+Runs on the step thread; `submit`, `cancel_all` and `end_all` may be called by any thread, everything else by the step thread
 alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing
 is behind `Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or torch.
 """
@@ -8,6 +8,7 @@ is behind `Executor`, peers are behind the transfer roles. So a whole P or D run
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,19 @@ from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.decode_manager import DecodeManager
 from chitu.engine.executor import Executor, StepPlan, StepResult
-from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, QueueTimeout, RequestCancelled
+from chitu.errors import (
+    Capacity,
+    ChituError,
+    DecodeLost,
+    Internal,
+    InvalidRequest,
+    PrefillLost,
+    QueueTimeout,
+    RequestCancelled,
+    RequestTimeout,
+)
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.lifecycle import SEQUENCE_AWAITS, waited_text
 from chitu.messages import (
     CancelRequest,
     DecodeRequest,
@@ -51,6 +63,9 @@ class PDSchedulerParts:
     report_failure: Callable[[bytes, ChituError], None]
     """Tells the router that P failed a room."""
     clock: Clock
+    name: str = "this instance"
+    """As its errors call it."""
+    request_timeout_s: float = math.inf
     aux: AuxSlots | None = None
     num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
@@ -79,7 +94,8 @@ class PDScheduler:
             parts.aux if is_prefill else None,
             None if is_prefill else self._may_start,
         )
-        self._inbox: deque[SchedulerMessage | None] = deque()
+        self._inbox: deque[SchedulerMessage | float | None] = deque()
+        self._next_expire_s = 0.0
         self._arrivals = 0
         self._steps = 0
         self._prompt_tokens = 0
@@ -98,6 +114,10 @@ class PDScheduler:
     def cancel_all(self) -> None:
         """The router that sent the present requests is gone: nobody reads their tokens."""
         self._inbox.append(None)
+
+    def end_all(self, silence_s: float) -> None:
+        """The router was silent for so long that it counts as gone: end every request, with an error for it."""
+        self._inbox.append(silence_s)
 
     # ----------------------------------------------------------------------------------------------------- the step
 
@@ -200,6 +220,8 @@ class PDScheduler:
             message = self._inbox.popleft()
             if message is None:
                 self._cancel_all_now()
+            elif isinstance(message, float):
+                self._end_without_router(message)
             elif isinstance(message, CancelRequest):
                 self._cancel(message.room)
             elif isinstance(message, PrefillRequest):
@@ -227,7 +249,7 @@ class PDScheduler:
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
         """Why a request can never run here, found before it takes anything."""
-        if self._prefill.find(sequence.room) or self._decode.find(sequence.room):
+        if self._prefill.find(sequence.room) or self._decode.find(sequence.room) or self._is_closing(sequence.room):
             return InvalidRequest("this room is in use already")
         info = self._executor.info
         if not sequence.prompt or len(sequence.prompt) % 4:
@@ -243,6 +265,10 @@ class PDScheduler:
         if waiting >= self._parts.config.max_waiting_requests:
             return Capacity(f"{waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
+
+    def _is_closing(self, room: bytes) -> bool:
+        """Over, but a peer may still touch its pages."""
+        return room in self._prefill.closing or room in self._decode.closing
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
         sequence = self._new_sequence(message)
@@ -328,37 +354,66 @@ class PDScheduler:
             self._decode.cancel(sequence, gone)
 
     def _cancel_all_now(self) -> None:
+        for sequence in self._open():
+            self._cancel(sequence.room)
+
+    def _open(self) -> list[Sequence]:
+        """Every request that is not over for its client."""
         prefill, decode = self._prefill, self._decode
         queues = (prefill.waiting, prefill.computing, prefill.inflight)
-        for room in [room for queue in queues for room in queue]:
-            self._cancel(room)
-        for room in [r for q in (decode.waiting, decode.transfer, decode.running, decode.retracted) for r in q]:
-            self._cancel(room)
+        queues += (decode.waiting, decode.transfer, decode.running, decode.retracted)
+        return [sequence for queue in queues for sequence in queue.values()]
 
     def _expire(self) -> None:
-        """Nobody waits for pages longer than `queue_s`."""
-        deadline_s = self._parts.deadlines.queue_s
-        oldest_s = self._clock.monotonic() - deadline_s
+        """Nobody waits for pages longer than `queue_s`, and nothing lasts longer than a request may: the router cancels
+        it before, unless that word is lost or the router is. The states between have the transfer layer's deadlines."""
+        now_s = self._clock.monotonic()
+        oldest_s = now_s - self._parts.deadlines.queue_s
         for queue in (self._prefill.waiting, self._decode.waiting):
             for sequence in [s for s in queue.values() if s.arrival_s < oldest_s]:
-                error = QueueTimeout(f"no pages or slot became free within {deadline_s:g} s")
-                if self._parts.sender is not None:
-                    self._parts.report_failure(sequence.room, error)
-                    self._prefill.cancel(sequence, error)
-                else:
-                    self._finish(sequence, "error", error)
-                    (self._prefill if queue is self._prefill.waiting else self._decode).cancel(sequence, error)
+                what = SEQUENCE_AWAITS[sequence.state]
+                self._give_up(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+        if now_s >= self._next_expire_s:
+            self._next_expire_s = now_s + 1.0
+            oldest_s = now_s - self._parts.request_timeout_s
+            for sequence in [s for s in self._open() if s.arrival_s < oldest_s]:
+                what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
+                self._give_up(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+
+    def _end_without_router(self, silence_s: float) -> None:
+        """The router may come back (a stopped process, a cut line), so each request ends with a word that reaches it
+        then."""
+        lost = DecodeLost if self._parts.sender is None else PrefillLost
+        for sequence in self._open():
+            self._give_up(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
+
+    def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
+        return waited_text(self._parts.name, waited_s, sequence.state, what)
+
+    def _give_up(self, sequence: Sequence, error: ChituError) -> None:
+        """End an open request here, and say so."""
+        logger.warning("request %s failed: %s", sequence.request_id, error.message)
+        if self._parts.sender is not None:
+            self._parts.report_failure(sequence.room, error)
+            self._prefill.cancel(sequence, error)
+        else:
+            self._finish(sequence, "error", error)
+            (self._prefill if self._prefill.find(sequence.room) else self._decode).cancel(sequence, error)
 
     def _load_report(self) -> LoadReport:
         prefill, decode, cache = self._prefill, self._decode, self._cache
         return LoadReport(
             waiting=len(prefill.waiting) + len(decode.waiting),
+            unannounced=sum(not s.announced for s in prefill.waiting.values()),
             transferring=len(prefill.inflight) + len(decode.transfer),
+            landed=sum(s.kv_ready for s in decode.transfer.values()),
             running=len(prefill.computing) + len(decode.running),
             retracted=len(decode.retracted),
+            closing=len(prefill.closing) + len(decode.closing),
             waiting_tokens=sum(s.remaining_prompt for q in (prefill.waiting, prefill.computing) for s in q.values()),
             pages_total=cache.num_pages,
             pages_free=cache.num_free_pages,
+            pages_used=cache.num_used_pages,
             pages_quarantined=cache.num_quarantined_pages,
             aux_total=self._parts.num_aux_slots,
             aux_free=self._parts.aux.num_free if self._parts.aux is not None else 0,

@@ -15,15 +15,25 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
 
     waiting: int = 0
     """Requests not yet computing: P's bootstrap and waiting queues; D's prealloc queue."""
+    unannounced: int = 0
+    """P: those of `waiting` that no D has announced yet, which is the bootstrap queue."""
     transferring: int = 0
-    """P: inflight; D: pages announced, KV not landed."""
+    """P: inflight; D: pages announced, not decoding yet."""
+    landed: int = 0
+    """D: those of `transferring` whose KV is here, so that only token 1 is waited for."""
     running: int = 0
+    """In the batch: prompts (P), outputs (D), both (unified)."""
     retracted: int = 0
+    closing: int = 0
+    """Over, but a peer may still touch their pages."""
     waiting_tokens: int = 0
     """Prompt tokens still to compute on P."""
     pages_total: int = 0
     pages_free: int = 0
+    pages_used: int = 0
     pages_quarantined: int = 0
+    pages_cached: int = 0
+    """Kept for later prompts; none so far."""
     aux_total: int = 0
     aux_free: int = 0
     steps: int = 0
