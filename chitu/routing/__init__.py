@@ -45,9 +45,12 @@ def make_policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-def make_selector(config: RouterConfig) -> PairSelector:
-    """What `policy`, `prefill_policy` and `decode_policy` ask for. D keeps no prefixes: it is the least loaded then."""
+def make_selector(config: RouterConfig, first_turn: int = 0) -> PairSelector:
+    """What `policy`, `prefill_policy` and `decode_policy` ask for. D keeps no prefixes: it is the least loaded then.
+
+    `first_turn`: where round robin begins; several routers that begin apart do not all send to the same instance.
+    """
     of_both = config.policy
     prefill = config.prefill_policy or of_both
     decode = config.decode_policy or ("least_loaded" if of_both == "prefix_affinity" else of_both)
-    return PairSelector(make_policy(prefill), make_policy(decode))
+    return PairSelector(make_policy(prefill), make_policy(decode), first_turn=first_turn)

@@ -26,13 +26,19 @@ ENTROPY_BITS = 64
 class PairSelector:
     """`prefill` chooses P, and the unified instance where there is no pair; `decode` chooses D."""
 
-    def __init__(self, prefill: Policy, decode: Policy, random_bits: Callable[[int], int] = random.getrandbits) -> None:
+    def __init__(
+        self,
+        prefill: Policy,
+        decode: Policy,
+        random_bits: Callable[[int], int] = random.getrandbits,
+        first_turn: int = 0,
+    ) -> None:
         self._prefill_policy = prefill
         self._decode_policy = decode
         self._random_bits = random_bits
         self._prefixes = PrefixIndex() if prefill is prefix_affinity else None
         self._loads = LoadTable()
-        self._requests = 0
+        self._requests = first_turn
         self.candidates = Candidates()
         self.on_view(ClusterView(0, 0, ()))
 
