@@ -1,8 +1,9 @@
 """`PDScheduler` (S3): the step loop of an instance. A step reads as take events, schedule, run, post-process.
 
-Runs on the step thread; `submit`, `cancel_all` and `end_all` may be called by any thread, everything else by the step thread
-alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing
-is behind `Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or torch.
+Runs on the step thread; `submit`, `cancel_all` and `end_all` may be called by any thread, everything else by the step
+thread alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`,
+computing is behind `Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or
+torch.
 """
 
 from __future__ import annotations
@@ -224,12 +225,19 @@ class PDScheduler:
                 self._end_without_router(message)
             elif isinstance(message, CancelRequest):
                 self._cancel(message.room)
+            elif self._is_here(message.room):  # a refusal would end the first one at the router, which knows rooms only
+                logger.warning("request %s came twice", message.request_id)
             elif isinstance(message, PrefillRequest):
                 self._process_prefill_request(message)
             elif isinstance(message, DecodeRequest):
                 self._process_decode_request(message)
             else:
                 self._process_unified_request(message)
+
+    def _is_here(self, room: bytes) -> bool:
+        """Also where it is over, but a peer may still touch its pages."""
+        closing = room in self._prefill.closing or room in self._decode.closing
+        return closing or bool(self._prefill.find(room) or self._decode.find(room))
 
     def _new_sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
         self._arrivals += 1
@@ -249,8 +257,6 @@ class PDScheduler:
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
         """Why a request can never run here, found before it takes anything."""
-        if self._prefill.find(sequence.room) or self._decode.find(sequence.room) or self._is_closing(sequence.room):
-            return InvalidRequest("this room is in use already")
         info = self._executor.info
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
@@ -265,10 +271,6 @@ class PDScheduler:
         if waiting >= self._parts.config.max_waiting_requests:
             return Capacity(f"{waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
-
-    def _is_closing(self, room: bytes) -> bool:
-        """Over, but a peer may still touch its pages."""
-        return room in self._prefill.closing or room in self._decode.closing
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
         sequence = self._new_sequence(message)
@@ -360,8 +362,8 @@ class PDScheduler:
     def _open(self) -> list[Sequence]:
         """Every request that is not over for its client."""
         prefill, decode = self._prefill, self._decode
-        queues = (prefill.waiting, prefill.computing, prefill.inflight)
-        queues += (decode.waiting, decode.transfer, decode.running, decode.retracted)
+        queues = [prefill.waiting, prefill.computing, prefill.inflight]
+        queues += [decode.waiting, decode.transfer, decode.running, decode.retracted]
         return [sequence for queue in queues for sequence in queue.values()]
 
     def _expire(self) -> None:
