@@ -17,6 +17,22 @@ class RealClock:
         return time.monotonic()
 
 
+class Silence:
+    """How long a counter has stood still, counted in the caller's own turns of `interval_s`: a process that was stopped
+    itself blames nobody for it."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._count: int | None = None
+        self._turns = 0
+
+    def seconds(self, count: int) -> float:
+        """To be called every `interval_s` with the counter."""
+        self._turns = self._turns + 1 if count == self._count else 0
+        self._count = count
+        return self._turns * self._interval_s
+
+
 class FakeClock:
     """Stands still until it is moved."""
 

@@ -89,6 +89,8 @@ class CommLoop:
         self._view_version = -1
         self._joined = False
         self._next_join_s = 0.0
+        self.num_views = 0
+        """Views of the router so far, repeated ones too; any thread may read it."""
         self.bad_frames = 0
         self.unknown_frames = 0
 
@@ -227,6 +229,7 @@ class CommLoop:
                 logger.warning("view: bad frame: %s", error)
         if view is None:
             return
+        self.num_views += 1
         assert self._instance is not None
         incarnation = self._instance.incarnation
         own = next((member for member in view.instances if member.incarnation == incarnation), None)

@@ -99,6 +99,8 @@ class PDScheduler:
         self._next_expire_s = 0.0
         self._arrivals = 0
         self._steps = 0
+        self.turns = 0
+        """Of `step`, idle ones too; any thread may read it."""
         self._prompt_tokens = 0
         self._bytes_moved = 0
         self._is_checked = True
@@ -124,6 +126,7 @@ class PDScheduler:
 
     def step(self) -> bool:
         """One turn; False where there was nothing to compute, and the caller may wait for the next event."""
+        self.turns += 1
         self._take_messages()
         self._take_transfer_events()
         self._expire()

@@ -19,10 +19,10 @@ import msgspec
 import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import RealClock
+from chitu.clock import RealClock, Silence
 from chitu.config.schema import InstanceConfig, Topology
 from chitu.engine.executor import Executor
-from chitu.errors import ChituError, ConfigError
+from chitu.errors import ChituError, ConfigError, Internal
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.messages import (
@@ -119,6 +119,8 @@ class PDSchedulerService:
                 tokens=TokenManager(identity.incarnation, self._send_tokens),
                 report_failure=self._report_failure,
                 clock=RealClock(),
+                name=identity.name,
+                request_timeout_s=router.request_timeout_s,
                 aux=engine.aux,
                 num_aux_slots=engine.aux.num_slots if engine.aux is not None else 0,
                 sender=kv.sender if kv is not None else None,
@@ -264,7 +266,10 @@ class PDSchedulerService:
         socket = connect(self._comm.context, zmq.PUSH, self._router_host, self._stats_port)
         # Only the newest state is worth sending: a router that was away needs no history.
         socket.setsockopt(zmq.SNDHWM, 10)
-        while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
+        interval_s = self._deadlines.heartbeat_interval_s
+        router, step = Silence(interval_s), Silence(interval_s)
+        while not self._stop_step.wait(interval_s):
+            self._look_at_silence(router.seconds(self._comm.num_views), step.seconds(self._scheduler.turns))
             load = msgspec.structs.replace(self._scheduler.load, unknown_frames=self._unknown_frames())
             message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, load)
             try:
@@ -272,6 +277,17 @@ class PDSchedulerService:
             except zmq.Again:
                 logger.warning("the router does not take heartbeats")
         socket.close(0)
+
+    def _look_at_silence(self, router_s: float, step_s: float) -> None:
+        """Each is seen once, when it passes its deadline."""
+        deadlines = self._deadlines
+        if deadlines.router_s <= router_s < deadlines.router_s + deadlines.heartbeat_interval_s:
+            logger.error("no sign of the router for %.1f s: its requests end", router_s)
+            self._scheduler.end_all(router_s)
+            self._wake.wake()
+        if step_s >= deadlines.step_s:
+            # Heartbeats go on without it, so nobody else would see that no request advances. This ends the process.
+            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
 
     def _unknown_frames(self) -> int:
         kv = self._engine.kv

@@ -70,6 +70,10 @@ class DeadlineConfig(Section, frozen=True):
     heartbeat_interval_s: Seconds = 0.5
     lease_s: Seconds = 3.0
     """Silence after which an instance is dead."""
+    router_s: Seconds = 30.0
+    """Silence of the router after which P and D end what they run for it; it gets their errors if it comes back."""
+    step_s: Seconds = 60.0
+    """One step of computing. A step thread that stands still for longer ends its process."""
     retry_interval_s: Seconds = 0.5
     """Unacknowledged status, join and abort messages are repeated so often."""
     drain_s: Seconds = 4.0
