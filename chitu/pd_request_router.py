@@ -52,7 +52,7 @@ from chitu.messages import (
 from chitu.metrics import RouterMetrics
 from chitu.net.aio import Outbox
 from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
-from chitu.routing import Candidates, InstanceKey, PairSelector, instance_key
+from chitu.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class PDRequestRouter:
         self._reply = reply
         self._max_in_flight = config.max_in_flight
         self._timeout_s = config.request_timeout_s
+        self._admission = Admission(config, clock)
         self._attempts: dict[bytes, Attempt] = {}
         """In order of creation: with one time-out for all, the first one is the next to run out."""
         self._dirty: list[Generation] = []
@@ -117,8 +118,17 @@ class PDRequestRouter:
         newest = itertools.islice(reversed(self._attempts.values()), KEPT_RECORDS)
         return [a.snapshot("prefill" if a.first_token_s is None else "decode") for a in newest][::-1]
 
+    def require_admission(self) -> None:
+        """The cheap first look at a request that nobody has parsed yet: TooManyRequests or Overloaded."""
+        try:
+            self._require_admission(1)
+        except ChituError as error:
+            self.counters.count(self.counters.rejected, error.code)
+            raise
+
     def require_room_for(self, count: int) -> None:
-        """TooManyRequests where so many more requests are over the bound; NoInstance where nothing can serve."""
+        """TooManyRequests where so many more requests are over the bound, Overloaded where they would wait too long;
+        NoInstance where nothing can serve."""
         try:
             self._require_room_for(count)
         except ChituError as error:
@@ -128,11 +138,15 @@ class PDRequestRouter:
     def _require_room_for(self, count: int) -> None:
         if not self.candidates.usable:
             raise NoInstance(self.candidates.why_unusable())
+        self._require_admission(count)
+
+    def _require_admission(self, count: int) -> None:
         if len(self._attempts) + count > self._max_in_flight:
             raise TooManyRequests(
                 f"{len(self._attempts)} requests are running and {count} more would pass the limit of "
                 f"{self._max_in_flight} (router.max_in_flight); try again later"
             )
+        self._admission.require()
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
@@ -248,12 +262,14 @@ class PDRequestRouter:
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         key = InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
         self._selector.on_report(key, heartbeat.load)
+        self._admission.on_report(key, heartbeat.load)
 
     # --------------------------------------------------------------------------------------------------- membership
 
     def on_view(self, view: ClusterView) -> None:
         """The cluster changed: new requests see it at once."""
         self._selector.on_view(view)
+        self._admission.on_view(self._selector.candidates)
 
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
@@ -299,7 +315,9 @@ class PDRequestRouter:
         if prefill is not None:
             log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
             self._selector.count(instance_key(prefill), 1, request.num_tokens)
+            self._admission.on_sent(instance_key(prefill), request.num_tokens)
         self._selector.count(attempt.decode, 1, request.num_tokens)
+        self._admission.on_sent(attempt.decode, request.num_tokens)
         self.journal.note_change()
         if not self._dispatch(attempt):
             self._cancel_on_both(attempt)

@@ -1,7 +1,8 @@
-"""Which instances serve a request: pure policies, and the selector that feeds them."""
+"""Which instances serve a request, and whether any should: pure policies, the selector that feeds them, admission."""
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
+from chitu.routing.admission import Admission
 from chitu.routing.least_loaded import least_loaded
 from chitu.routing.policy import (
     Candidates,
@@ -18,6 +19,7 @@ from chitu.routing.round_robin import round_robin
 from chitu.routing.selector import PairSelector
 
 __all__ = [
+    "Admission",
     "Candidates",
     "Group",
     "InstanceKey",

@@ -141,6 +141,7 @@ class GenerationRoutes:
             raw = await read_body(scope, receive, self._max_body_bytes)
             if self.draining:
                 raise NoInstance("the server is shutting down")
+            self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             job = await parse(raw)
             self._start(job, request_id, wakeup, choices)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
