@@ -1,0 +1,187 @@
+"""Admission: what waits is predicted from reports, what was sent and a clock; nothing is rejected that has room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_router_requests import World, pair
+
+from chitu.clock import FakeClock
+from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
+from chitu.errors import Overloaded
+from chitu.messages import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport
+from chitu.net.http import error_headers
+from chitu.routing import Admission, Candidates, InstanceKey, instance_key
+from chitu.routing.admission import QueueEstimate
+from chitu.types import Role
+
+LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+P0, P1, D0 = (
+    InstanceInfo(role, rank, 1, "127.0.0.1", 1, 2, LAYOUT, 512)
+    for role, rank in ((Role.PREFILL, 0), (Role.PREFILL, 1), (Role.DECODE, 0))
+)
+FRESH = InstanceInfo(Role.PREFILL, 2, 7, "127.0.0.1", 1, 2, LAYOUT, 512)
+
+
+class Door:
+    """An admission over some instances, and the counters that their reports carry on."""
+
+    def __init__(self, *instances: InstanceInfo, max_queue_s: float = 10.0, queue_s: float = 600.0) -> None:
+        deadlines = DeadlineConfig(queue_s=queue_s, transfer_s=600.0)
+        config = RouterConfig(
+            admission=AdmissionConfig(max_queue_s=max_queue_s),
+            pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines),
+        )
+        self.clock = FakeClock(100.0)
+        self.admission = Admission(config, self.clock)
+        self.admission.on_view(Candidates.of(ClusterView(1, 1, instances)))
+        self._seconds: dict[InstanceKey, float] = {}
+        self._work: dict[InstanceKey, int] = {}
+
+    def report(self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0) -> None:
+        """So much waits; `work` of it was done in `seconds` more of backlog."""
+        key = instance_key(instance)
+        self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+        self._work[key] = self._work.get(key, 0) + work
+        is_decode = instance.role is Role.DECODE
+        load = LoadReport(
+            waiting=queue if is_decode else 1,
+            waiting_tokens=0 if is_decode else queue,
+            running=running,
+            backlog_s=self._seconds[key],
+            backlog_work=self._work[key],
+        )
+        self.admission.on_report(key, load)
+        self.clock.advance(0.03)  # past the moment for which an answer is kept
+
+    def refusal(self) -> Overloaded | None:
+        try:
+            self.admission.require()
+        except Overloaded as error:
+            return error
+        return None
+
+
+def test_without_a_measured_rate_everything_is_admitted() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=10**9)
+    door.report(D0, queue=10**6)
+    assert door.refusal() is None
+
+
+def test_a_queue_of_prompt_tokens_is_refused_with_the_time_until_there_is_room() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=9_000, seconds=2.0, work=2_000)  # 1000 tokens a second: 9 s
+    assert door.refusal() is None
+    door.report(P0, queue=12_500)
+    error = door.refusal()
+    assert error is not None and error.http_status == 503 and error.code == "overloaded"
+    assert error.retry_after_s == pytest.approx(2.5 - 0.03)
+    assert error_headers(error) == [(b"retry-after", b"3")]
+
+
+def test_what_was_sent_since_the_report_counts_at_once_and_what_was_worked_off_since_does_not() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=9_000, seconds=2.0, work=2_000)
+    assert door.refusal() is None
+    door.admission.on_sent(instance_key(P0), 1_500)
+    assert door.refusal() is not None
+    door.clock.advance(1.0)
+    assert door.refusal() is None, "a second later a thousand of them are done"
+
+
+def test_the_queue_of_decode_counts_in_requests_and_only_while_there_is_one() -> None:
+    door = Door(P0, D0)
+    door.report(D0, queue=50, seconds=10.0, work=40, running=64)  # 4 a second
+    error = door.refusal()
+    assert error is not None and "decode" in error.message and error.retry_after_s == pytest.approx(2.5, abs=0.1)
+    door.report(D0, queue=0)
+    for _ in range(1000):
+        door.admission.on_sent(instance_key(D0), 10)
+    assert door.refusal() is None, "D had room a moment ago"
+
+
+def test_a_wave_of_requests_that_end_together_is_no_slow_queue() -> None:
+    door = Door(D0, P0)
+    door.report(D0, queue=100, seconds=9.5, work=5, running=64)  # the first of 64 that began together are done
+    assert door.refusal() is None
+    door.report(D0, queue=41, seconds=0.5, work=59, running=64)  # 64 in 10 s: 6.4 a second
+    assert door.refusal() is None
+    door.report(D0, queue=80)
+    assert door.refusal() is not None
+
+
+def test_an_instance_that_never_had_a_queue_has_room() -> None:
+    door = Door(P0, P1, D0)
+    door.report(P0, queue=1_000_000, seconds=1.0, work=1_000)
+    assert door.refusal() is None
+    door.report(P1, queue=1_000_000, seconds=1.0, work=1_000)
+    assert door.refusal() is not None
+    door.admission.on_view(Candidates.of(ClusterView(1, 2, (P0, P1, D0, FRESH))))
+    assert door.refusal() is None, "a third one joined"
+
+
+def test_a_rate_follows_the_instance() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=0, seconds=30.0, work=300)
+    for _ in range(30):
+        door.report(P0, queue=5_000, seconds=1.0, work=1_000)
+    assert door.refusal() is None, "ten tokens a second were long ago"
+
+
+def test_what_is_admitted_does_not_die_in_the_queue_of_the_instance() -> None:
+    door = Door(P0, D0, max_queue_s=30.0, queue_s=30.0)
+    assert door.admission.max_wait_s == pytest.approx(20.0)
+
+
+numbers = st.integers(0, 10**6)
+
+
+@given(numbers, numbers, numbers, st.floats(0.001, 100.0), st.integers(1, 10**5), st.floats(0.0, 5.0))
+def test_more_ahead_never_predicts_less(
+    queue: int, more: int, sent: int, seconds: float, work: int, age_s: float
+) -> None:
+    def wait_s(reported: int, sent: int) -> float:
+        estimate = QueueEstimate(Role.PREFILL)
+        estimate.report(LoadReport(waiting_tokens=reported, backlog_s=seconds, backlog_work=work), 10.0)
+        estimate.sent += sent
+        assert estimate.rate is not None and estimate.rate > 0
+        return estimate.ahead(10.0 + age_s) / estimate.rate
+
+    base = wait_s(queue, sent)
+    assert wait_s(queue + more, sent) >= base >= 0.0
+    assert wait_s(queue, sent + more) >= base
+    assert wait_s(0, 0) == 0.0, "where nothing waits nobody is rejected"
+
+
+# ------------------------------------------------------------------------------------------------------ in the router
+
+
+def beat(world: World, role: Role, load: LoadReport) -> None:
+    world.router.on_heartbeat(Heartbeat(role, 0, 1, load))
+    world.clock.advance(0.03)
+
+
+def test_the_router_rejects_before_it_sends_anything_and_serves_again_when_the_queue_is_gone() -> None:
+    world = pair()
+    beat(world, Role.PREFILL, LoadReport(waiting_tokens=10**6, backlog_s=1.0, backlog_work=1000))
+    with pytest.raises(Overloaded):
+        world.router.require_admission()
+    with pytest.raises(Overloaded):
+        world.add()
+    assert world.outbox.sent == [] and world.router.in_flight == 0
+    beat(world, Role.PREFILL, LoadReport(backlog_s=2.0, backlog_work=10**6))
+    world.router.require_admission()
+    world.add()
+
+
+def test_what_the_router_itself_sends_fills_the_queue() -> None:
+    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))  # one token a second
+    admitted = 0
+    with pytest.raises(Overloaded):
+        for _ in range(100):
+            world.add()
+            admitted += 1
+    assert admitted == 7, "three tokens each: the eighth would wait more than 20 s"
