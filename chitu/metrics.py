@@ -57,7 +57,20 @@ def _histogram() -> Any:
     return msgspec.field(default_factory=TimeHistogram)
 
 
-class RouterMetrics(msgspec.Struct):
+class _Metrics(msgspec.Struct):
+    def count(self, counts: Counts, key: str, times: int = 1) -> None:
+        """So many more of `key` in one of the dicts."""
+        counts[key] = counts.get(key, 0) + times
+
+    def observe(self, histograms: Histograms, instance: str, span_s: float) -> None:
+        """One more span of an instance."""
+        histogram = histograms.get(instance)
+        if histogram is None:
+            histogram = histograms[instance] = TimeHistogram()
+        histogram.observe(span_s)
+
+
+class RouterMetrics(_Metrics):
     """One API process since its start. A request is one choice of one prompt; an attempt is one try of it on a pair."""
 
     requests: int = 0
@@ -85,7 +98,9 @@ class RouterMetrics(msgspec.Struct):
     tokens: int = 0
     """Received from decode instances, stale ones included."""
     stale_tokens: int = 0
-    """Tokens and ends of rooms that are over (cancelled, timed out) or were never ours."""
+    """Of rooms that are over (cancelled, timed out) or were never ours."""
+    stale_ends: int = 0
+    """Likewise."""
     bad_token_messages: int = 0
 
     ttft: TimeHistogram = _histogram()
@@ -110,23 +125,14 @@ class RouterMetrics(msgspec.Struct):
     breakers: dict[str, Counts] = _dict()
     """Now, by name of the instance and state of its breaker: 1; summed, how many API processes see it so."""
 
-    def count(self, counts: Counts, key: str, times: int = 1) -> None:
-        """More of `key` in one of the dicts."""
-        counts[key] = counts.get(key, 0) + times
 
-    def observe(self, histograms: Histograms, instance: str, span_s: float) -> None:
-        """One more span of an instance."""
-        histogram = histograms.get(instance)
-        if histogram is None:
-            histogram = histograms[instance] = TimeHistogram()
-        histogram.observe(span_s)
-
-
-class CoordinationMetrics(msgspec.Struct):
+class CoordinationMetrics(_Metrics):
     """What the one process that keeps the membership knows beyond the cluster view. Keys are names of instances."""
 
     expired_leases: Counts = _dict()
-    """Leases that ended without a goodbye."""
+    """Leases that ended because no heartbeat came."""
+    deaths: Counts = _dict()
+    """Processes that ended without a goodbye."""
     unknown_heartbeats: int = 0
     """Of incarnations that are not members."""
     bad_frames: Counts = _dict()

@@ -40,6 +40,7 @@ from chitu.messages import (
     encode,
     stats_codec,
 )
+from chitu.metrics import CoordinationMetrics
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import bind
@@ -57,6 +58,9 @@ class _Member:
     lease_end_s: float
     identity: bytes
     """ZMQ identity of the connection that it joined through: where a Drain goes."""
+    joined_s: float
+    heard_s: float
+    """When its last heartbeat came."""
     load: LoadReport = field(default_factory=LoadReport)
 
 
@@ -81,7 +85,7 @@ class PDCoordination:
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last_tick_s = clock.monotonic()
         self.view = ClusterView(router_incarnation, 0, ())
-        self.unknown_heartbeats = 0
+        self._metrics = CoordinationMetrics()
 
     def on_message(self, message: CoordinationMessage, identity: bytes = b"") -> CoordinationReply | None:
         """One message of an instance; the reply to it, if it has one."""
@@ -105,9 +109,10 @@ class PDCoordination:
         """Renew a lease. False (and nothing else) for an incarnation that is not a member: it will join again."""
         member = self._live(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
         if member is None:
-            self.unknown_heartbeats += 1
+            self._metrics.unknown_heartbeats += 1
             return False
-        member.lease_end_s = self._clock.monotonic() + self._deadlines.lease_s
+        member.heard_s = self._clock.monotonic()
+        member.lease_end_s = member.heard_s + self._deadlines.lease_s
         member.load = heartbeat.load
         self._events.on_heartbeat(heartbeat)
         return True
@@ -121,13 +126,24 @@ class PDCoordination:
             for member in self._members.values():
                 member.lease_end_s += stall_s
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
+            self._metrics.count(self._metrics.expired_leases, _name(member.info))
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
         """The process has ended: there is nothing to wait for."""
         member = self._live(role, engine_rank, incarnation)
         if member is not None:
+            self._metrics.count(self._metrics.deaths, _name(member.info))
             self._remove(member, f"its process (pid {member.info.pid}) has ended")
+
+    def metrics(self) -> CoordinationMetrics:
+        """What it counted since its start, and how old members and their loads are."""
+        now_s = self._clock.monotonic()
+        return msgspec.structs.replace(
+            self._metrics,
+            ages_s={_name(m.info): now_s - m.joined_s for m in self._members.values()},
+            heartbeat_ages_s={_name(m.info): now_s - m.heard_s for m in self._members.values()},
+        )
 
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """The last report of each member."""
@@ -160,7 +176,8 @@ class PDCoordination:
             )
         info = join.instance
         key = (info.role, info.engine_rank)
-        lease_end_s = self._clock.monotonic() + self._deadlines.lease_s
+        now_s = self._clock.monotonic()
+        lease_end_s = now_s + self._deadlines.lease_s
         present = self._members.get(key)
         if present is not None and present.info.incarnation > info.incarnation:
             raise ConfigError(
@@ -177,7 +194,7 @@ class PDCoordination:
             return
         if present is not None:
             self._remove(present, "a newer process took its place")
-        self._members[key] = _Member(info, lease_end_s, identity)
+        self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
         self._events.on_joined(info)
         self._publish()
@@ -271,9 +288,11 @@ class CoordinationPorts:
         self._readers[0].poke()
         return True
 
-    @property
-    def bad_messages(self) -> int:
-        return sum(reader.bad_messages for reader in self._readers)
+    def metrics(self) -> CoordinationMetrics:
+        """The core's, and which messages could not be read."""
+        assert self._core is not None
+        bad_frames = {name: r.bad_messages for name, r in zip(("coordination", "stats"), self._readers, strict=True)}
+        return msgspec.structs.replace(self._core.metrics(), bad_frames=bad_frames)
 
     def close(self) -> None:
         self._deaths.close()

@@ -228,7 +228,7 @@ class PDRequestRouter:
         for finish in batch.finished:
             attempt = attempt_of(finish.room)
             if attempt is None:
-                counters.stale_tokens += 1
+                counters.stale_ends += 1
             else:
                 self._on_finish(attempt, finish)
 

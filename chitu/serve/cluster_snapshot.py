@@ -121,11 +121,11 @@ class SnapshotSource:
             time_s=self._clock.monotonic(),
             router_incarnation=str(view.router_incarnation),
             in_flight=router.in_flight,
-            instances=self._instances(),
+            instances=self.instances(),
             requests=(*router.journal.ended, *router.running()),
         )
 
-    def _instances(self) -> tuple[InstanceSnapshot, ...]:
+    def instances(self) -> tuple[InstanceSnapshot, ...]:
         """Of the topology, and whoever joined beyond it."""
         members = {(info.role, info.engine_rank): info for info in self._coordination.view.instances}
         loads = self._coordination.loads()

@@ -22,7 +22,7 @@ from chitu.net.http import error_headers, error_object
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.cluster_snapshot import SnapshotSource
-from chitu.serve.metrics_text import render_metrics
+from chitu.serve.metrics_text import MetricsReport, render_metrics
 from chitu.serve.openai_protocol import ChatBody, ChatMessage, CompletionBody, chat_messages
 from chitu.serve.served_model import ServedModel
 from chitu.serve.web_routes import add_web_routes
@@ -64,6 +64,7 @@ def make_cold_app(
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
     _add_health_routes(app, router, coordination)
+    _add_metrics_route(app, router, coordination, source)
     add_web_routes(app, source)
     _add_openapi(app)
     return app
@@ -173,9 +174,15 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, coordination: PDCo
         }
         return JSONResponse(body, 200 if candidates.usable else 503)
 
+
+def _add_metrics_route(
+    app: FastAPI, router: PDRequestRouter, coordination: PDCoordination, source: SnapshotSource
+) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> str:
-        return render_metrics(router, coordination)
+    async def metrics(request: Request) -> Response:
+        report = MetricsReport(app.version, 1, [router.metrics()], coordination.metrics(), source.instances())
+        body, content_type = render_metrics(report, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
 
 def _add_openapi(app: FastAPI) -> None:

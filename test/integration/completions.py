@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -42,12 +41,9 @@ def complete_all(url: str, prompts: list[list[int]], options: list[dict[str, Any
 
 
 def instance_loads(url: str) -> dict[str, dict[str, int]]:
-    """Newest load report of each instance by name, as the router's /metrics has it."""
-    loads: dict[str, dict[str, int]] = {}
-    for line in httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False).text.splitlines():
-        if match := re.match(r'chitu_instance_(\w+)\{role="\w+",instance="(\w+)"\} (\d+)', line):
-            loads.setdefault(match[2], {})[match[1]] = int(match[3])
-    return loads
+    """Newest load report of each instance by name: the fields of `LoadReport`. None of an instance that is away."""
+    instances = httpx.get(f"{url}/cluster", timeout=5.0, trust_env=False).json()["instances"]
+    return {instance["name"]: instance["load"] for instance in instances if instance["load"] is not None}
 
 
 def is_whole(load: dict[str, int]) -> bool:

@@ -49,7 +49,7 @@ def test_the_bytes_moved_are_those_of_the_pages_and_the_logits_row(cluster: Loca
 
     def moved() -> list[int]:
         loads = instance_loads(cluster.url)
-        return [loads[name]["bytes_moved_total"] for name in ("P0", "D0")]
+        return [loads[name]["bytes_moved"] for name in ("P0", "D0")]
 
     wait_until(lambda: all(moved()), 5.0, moved)
     assert moved() == [pages + row, pages + row]

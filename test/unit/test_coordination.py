@@ -80,7 +80,7 @@ def test_heartbeats_renew_and_silence_ends_the_lease() -> None:
     assert not world.members
     assert world.lost == [(1, "no heartbeat for 3 s")]
     assert not world.beat(info())
-    assert world.core.unknown_heartbeats == 1
+    assert world.core.metrics().unknown_heartbeats == 1
     assert world.join(info()).code == ""
     assert world.members
 
