@@ -165,7 +165,14 @@ class DecodeManager:
         pages = tuple(self._cache.get_page_indices(sequence.room))
         sequence.admitted = True
         plan.admit.append(
-            Admit(sequence.slot, sequence.token_ids(), sequence.prompt_len, sequence.kv_len, pages, sequence.sampling)
+            Admit(
+                sequence.slot,
+                sequence.token_ids(),
+                sequence.client_prompt_len,
+                sequence.kv_len,
+                pages,
+                sequence.sampling,
+            )
         )
 
     # --------------------------------------------------------------------------------------------------------- events

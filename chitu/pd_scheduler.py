@@ -255,6 +255,7 @@ class PDScheduler:
             self._clock.monotonic(),
             message.token_ids,
             sampling,
+            0 if isinstance(message, PrefillRequest) else message.num_emitted,
             stop_ids=stop_ids,
         )
 
@@ -263,7 +264,11 @@ class PDScheduler:
         info = self._executor.info
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
-        total = sequence.prompt_len + (sequence.sampling.max_tokens if sequence.sampling else 0)
+        if not 0 <= sequence.num_continued < sequence.prompt_len:
+            return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
+        if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
+            return InvalidRequest(f"{sequence.num_continued} tokens are out already, all that were asked for")
+        total = sequence.final_len
         if total > info.max_model_len:
             return InvalidRequest(f"{total} tokens wanted, the context holds {info.max_model_len}")
         if self._cache.pages_for(total) > self._cache.num_pages:

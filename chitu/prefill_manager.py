@@ -140,7 +140,7 @@ class PrefillManager:
             sequence.admitted = True
             self.computing[sequence.room] = sequence
             plan.admit.append(
-                Admit(sequence.slot, sequence.prompt, sequence.prompt_len, 0, tuple(pages), sequence.sampling)
+                Admit(sequence.slot, sequence.prompt, sequence.client_prompt_len, 0, tuple(pages), sequence.sampling)
             )
 
     def _fits(self, sequence: Sequence) -> bool:

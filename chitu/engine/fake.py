@@ -43,9 +43,10 @@ def _extend(state: int, token: int) -> int:
     return zlib.crc32(token.to_bytes(4, "little"), state)
 
 
-def _next_token(state: int, sampling: SamplingParams, info: ExecutorInfo) -> int:
-    """Never an eos id: requests end when the test says so (max_tokens, stop ids)."""
-    salt = sampling.seed if sampling.temperature > 0 else 0
+def _next_token(state: int, num_emitted: int, sampling: SamplingParams, info: ExecutorInfo) -> int:
+    """Never an eos id: requests end when the test says so (max_tokens, stop ids). Drawn ones depend on the seed and on
+    their place in the output, as the sampler's do."""
+    salt = sampling.seed + num_emitted * 0x85EBCA6B & 0xFFFFFFFF if sampling.temperature > 0 else 0
     token = ((state ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % info.vocab_size
     while token in info.eos_token_ids:
         token = (token + 1) % info.vocab_size
@@ -61,8 +62,8 @@ def expected_tokens(
     for token in prompt:
         state = _extend(state, token)
     tokens = []
-    for _ in range(n):
-        tokens.append(_next_token(state, sampling, info))
+    for num_emitted in range(n):
+        tokens.append(_next_token(state, num_emitted, sampling, info))
         state = _extend(state, tokens[-1])
     return tokens
 
@@ -200,7 +201,7 @@ class FakeExecutor:
             kv_len=admit.kv_len,
             pages=[],
             sampling=admit.sampling,
-            lacks_restore=admit.kv_len > 0 and len(tokens) > admit.prompt_len,
+            lacks_restore=0 < admit.kv_len < len(tokens),
         )
         self._take_pages(slot, state, admit.pages)
         self._require_pages(slot, state, admit.kv_len)
@@ -259,8 +260,8 @@ class FakeExecutor:
         _check(mark == _ROW_MARK, f"slot {first.slot}: aux slot {first.aux_slot} holds no logits")
         _check(checksum == state.state, f"slot {first.slot}: aux slot {first.aux_slot} holds logits of other tokens")
         _check(
-            len(state.tokens) == state.prompt_len,
-            f"slot {first.slot}: first token after {len(state.tokens) - state.prompt_len} tokens",
+            len(state.tokens) == state.kv_len,
+            f"slot {first.slot}: first token after {len(state.tokens) - state.kv_len} tokens",
         )
         self._sample(first.slot, state, checksum, result)
 
@@ -296,7 +297,7 @@ class FakeExecutor:
         emitted = len(state.tokens) - state.prompt_len
         if emitted >= state.sampling.max_tokens:
             raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
-        token = _next_token(checksum, state.sampling, self._info)
+        token = _next_token(checksum, emitted, state.sampling, self._info)
         state.tokens.append(token)
         state.state = _extend(state.state, token)
         result.slots.append(slot)

@@ -25,11 +25,9 @@ def growth_reserve(
     total = 0
     neediest = 0
     for sequence in active:
-        assert sequence.sampling is not None
-        final_tokens = sequence.prompt_len + sequence.sampling.max_tokens
         held = pages_of[sequence.room]
-        to_the_end = max(0, -(-final_tokens // page_size) - held)
-        soon_tokens = min(final_tokens, sequence.kv_len + reserved_decode_tokens)
+        to_the_end = max(0, -(-sequence.final_len // page_size) - held)
+        soon_tokens = min(sequence.final_len, sequence.kv_len + reserved_decode_tokens)
         total += max(0, -(-soon_tokens // page_size) - held)
         neediest = max(neediest, to_the_end - _returned_by_retraction(sequence, pages_of))
     return max(total, neediest)

@@ -18,8 +18,10 @@ class Sequence:
     order: int
     arrival_s: float
     prompt: bytes
-    """int32 LE."""
+    """What is prefilled, int32 LE: the client's prompt, and behind it `num_continued` tokens of output."""
     sampling: SamplingParams | None = None
+    num_continued: int = 0
+    """Output that another D emitted before it was lost; this one goes on as if it had emitted them itself."""
     prefill_rank: int = -1
     prefill_incarnation: int = 0
     state: SequenceState = SequenceState.WAITING
@@ -54,11 +56,21 @@ class Sequence:
         return len(self.prompt) // 4
 
     @property
+    def client_prompt_len(self) -> int:
+        """Tokens of the client's prompt: what lies behind them counts as output."""
+        return self.prompt_len - self.num_continued
+
+    @property
+    def final_len(self) -> int:
+        """Prompt and output tokens in the end, at most. On P, which emits nothing, what is prefilled."""
+        return self.prompt_len if self.sampling is None else self.client_prompt_len + self.sampling.max_tokens
+
+    @property
     def remaining_prompt(self) -> int:
         return self.prompt_len - self.kv_len
 
     def token_ids(self) -> bytes:
-        """Prompt and emitted tokens, int32 LE."""
+        """Prompt and output so far, int32 LE."""
         return self.prompt + self.emitted.tobytes()
 
     def stage_times(self, now_s: float) -> StageTimes:
@@ -69,8 +81,8 @@ class Sequence:
         return StageTimes(self.prefill_times, announced, first, landed, now_s - self.arrival_s)
 
     def finish_reason(self, token: int) -> str:
-        """Why the request ends with `token`, just appended to `emitted`; empty where it goes on."""
+        """Why the request ends with `token`, its newest; empty where it goes on."""
         assert self.sampling is not None
         if token in self.stop_ids:
             return "stop"
-        return "length" if len(self.emitted) >= self.sampling.max_tokens else ""
+        return "length" if self.num_continued + len(self.emitted) >= self.sampling.max_tokens else ""

@@ -230,22 +230,34 @@ def prompt_of(index: int, length: int) -> list[int]:
     return [(index * 31 + position * 7) % INFO.vocab_size for position in range(length)]
 
 
-loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=20)
+loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(0, 23)), min_size=1, max_size=20)
+"""Prompt length, max_tokens, and how far another instance had come with the request before it was lost."""
+
+
+def continued(
+    index: int, prompt_len: int, max_tokens: int, progress: int
+) -> tuple[bytes, SamplingParams, int, list[int]]:
+    """Every other request goes on where another instance was lost: tokens to send, how they are sampled, how many of
+    them are output, and what is to come."""
+    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index)
+    prompt = prompt_of(index, prompt_len)
+    tokens = expected_tokens(prompt, max_tokens, INFO, sampling)
+    num_emitted = progress % max_tokens if index % 2 else 0
+    return pack_i32(prompt + tokens[:num_emitted]), sampling, num_emitted, tokens[num_emitted:]
 
 
 @settings(max_examples=150, deadline=None)
 @given(loads, st.integers(17, 60), st.integers(1, 16))
 def test_unified_tokens_are_right_and_every_page_comes_back(
-    load: list[tuple[int, int]], num_pages: int, chunk: int
+    load: list[tuple[int, int, int]], num_pages: int, chunk: int
 ) -> None:
     instance = Instance(num_pages, chunk=chunk)
-    for index, (prompt_len, max_tokens) in enumerate(load):
-        sampling = SamplingParams(max_tokens, temperature=0.0)
-        prompt = pack_i32(prompt_of(index, prompt_len))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling))
+    for index, one in enumerate(load):
+        token_ids, sampling, num_emitted, _ = continued(index, *one)
+        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
     instance.run()
-    for index, (prompt_len, max_tokens) in enumerate(load):
-        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, prompt_len), max_tokens, INFO)
+    for index, one in enumerate(load):
+        assert instance.tokens[room_of(index)] == continued(index, *one)[3]
         assert instance.finishes[room_of(index)].reason == "length"
     instance.check_empty()
 
@@ -253,7 +265,7 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
 @settings(max_examples=150, deadline=None)
 @given(loads, st.integers(17, 50), st.integers(17, 50), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
-    load: list[tuple[int, int]], pages_p: int, pages_d: int, aux_slots: int, rng: random.Random
+    load: list[tuple[int, int, int]], pages_p: int, pages_d: int, aux_slots: int, rng: random.Random
 ) -> None:
     wire = Wire()
     prefill = wire.prefill = Instance(pages_p, sender=PSide(wire), aux_slots=aux_slots)
@@ -262,10 +274,9 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
     pending = list(enumerate(load))
     for _ in range(4000):
         if pending and rng.random() < 0.7:
-            index, (prompt_len, max_tokens) = pending.pop(0)
-            prompt = pack_i32(prompt_of(index, prompt_len))
-            sampling = SamplingParams(max_tokens, temperature=0.0)
-            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1))
+            index, one = pending.pop(0)
+            prompt, sampling, num_emitted, _ = continued(index, *one)
+            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, num_emitted))
             prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1))
             fate = rng.random()
             if fate < 0.15:
@@ -284,9 +295,9 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
             break
     prefill.run()
     decode.run()
-    for index, (prompt_len, max_tokens) in enumerate(load):
+    for index, one in enumerate(load):
         room = room_of(index)
-        expected = expected_tokens(prompt_of(index, prompt_len), max_tokens, INFO)
+        expected = continued(index, *one)[3]
         tokens = decode.tokens.get(room, [])
         if room in cancelled or (room in wire.failing and decode.finishes[room].reason == "error"):
             assert tokens == expected[: len(tokens)]
@@ -316,9 +327,12 @@ def test_an_impossible_request_is_refused_and_the_next_one_served() -> None:
     instance.scheduler.submit(UnifiedRequest(room_of(2), "empty", b"", SamplingParams(10)))
     instance.scheduler.submit(UnifiedRequest(room_of(3), "long", pack_i32(prompt_of(1, 300)), SamplingParams(10)))
     instance.scheduler.submit(UnifiedRequest(room_of(4), "ok", pack_i32(prompt_of(1, 3)), SamplingParams(2)))
+    for room, num_emitted in ((5, 3), (6, 4), (7, 2)):  # nothing but output; more than that; all that was asked for
+        prompt = pack_i32(prompt_of(1, 3))
+        instance.scheduler.submit(UnifiedRequest(room_of(room), "bad", prompt, SamplingParams(2), num_emitted))
     instance.run()
-    codes = [instance.finishes[room_of(n)].code for n in (1, 2, 3, 4)]
-    assert codes == ["capacity", "invalid_request", "invalid_request", ""]
+    codes = [instance.finishes[room_of(n)].code for n in range(1, 8)]
+    assert codes == ["capacity", "invalid_request", "invalid_request", "", *["invalid_request"] * 3]
 
 
 def test_half_requests_on_the_wrong_role_are_refused() -> None:
