@@ -54,6 +54,7 @@ setup(
             "psutil>=6",
             "playwright>=1.50",
             "schemathesis>=4",
+            "triton>=3.5; platform_system == 'Linux'",
             "pillow>=11",
         ],
     },

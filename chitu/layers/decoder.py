@@ -77,8 +77,7 @@ class DecoderModel:
         x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
             attention = layer.attention
-            normed_TD = ops.rms_norm(x_TD, layer.input_norm_D, self.eps)
-            qkv_TC = ops.linear(normed_TD, attention.qkv)
+            qkv_TC = ops.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
             k_PKSN, v_PKSN = k_pages[index], v_pages[index]
             q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
             if on_layer is not None and self.shard is None:
@@ -87,13 +86,13 @@ class DecoderModel:
             x_TD = self._linear_add(mixed_TC, attention.output, x_TD)
             if on_layer is not None and self.shard is not None:
                 on_layer(index)
-            normed_TD = ops.rms_norm(x_TD, layer.post_attention_norm_D, self.eps)
-            x_TD = self._linear_add(ops.gate_up(normed_TD, layer.mlp.gate_up), layer.mlp.down, x_TD)
+            inner_TI = ops.norm_gate_up(x_TD, layer.post_attention_norm_D, self.eps, layer.mlp.gate_up)
+            x_TD = self._linear_add(inner_TI, layer.mlp.down, x_TD)
         return x_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """float32 logits `[R, V]` of the chosen rows of `forward`'s result; None on every rank but the main one."""
-        logits_RV = self.ops.linear(self.ops.rms_norm(hidden_RD, self.final_norm_D, self.eps), self.head).float()
+        logits_RV = self.ops.norm_linear(hidden_RD, self.final_norm_D, self.eps, self.head).float()
         if self.shard is None:
             return logits_RV
         return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])

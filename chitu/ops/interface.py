@@ -104,6 +104,14 @@ class Ops(Protocol):
         """`silu(gate) * up` `[T, I]` of a weight from `prepare_gate_up`."""
         ...
 
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        """`linear(rms_norm(x))`: a device where launches cost does both in one."""
+        ...
+
+    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        """`gate_up(rms_norm(x))`."""
+        ...
+
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension; statistics in float32."""
         ...

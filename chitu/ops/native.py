@@ -183,6 +183,12 @@ class NativeOps:
         )
         return result
 
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
+
+    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
+
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x_TD.shape
         x_TD = x_TD.contiguous()

@@ -41,6 +41,12 @@ class ReferenceOps:
         gate, up = self.linear(x_TD, weight).float().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x_TD.dtype)
 
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
+
+    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
+
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         x = x_TD.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)

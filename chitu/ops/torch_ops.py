@@ -59,6 +59,12 @@ class TorchOps:
         gate, up = self.linear(x_TD, weight).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
+
+    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
+
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
 

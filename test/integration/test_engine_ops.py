@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
+from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 
-from chitu.ops.interface import Batch, HeadSpec, Ops, RotaryTable, Span
+from chitu.ops.interface import HeadSpec, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.reference import ReferenceOps
 from chitu.ops.select import select_ops
 from chitu.ops.torch_ops import TorchOps
 
-NUM_PAGES, PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 96, 16, 14, 6
 REFERENCE = ReferenceOps()
 
 
@@ -33,39 +31,6 @@ def ops(request) -> Ops:
     if library is None:
         pytest.skip("no C compiler here")
     return NativeOps(library)
-
-
-def random_batch(seed: int) -> Batch:
-    """Slots with random page lists; some prefill a span (some behind a prefix), some decode, in random numbers."""
-    source = random.Random(seed)
-    pages = list(range(NUM_PAGES))
-    source.shuffle(pages)
-    table = torch.tensor(pages[: NUM_SLOTS * MAX_PAGES]).view(NUM_SLOTS, MAX_PAGES)
-    order = source.sample(range(NUM_SLOTS), NUM_SLOTS)
-    cut = source.randint(0, NUM_SLOTS)
-    slots: list[int] = []
-    positions: list[int] = []
-    spans: list[Span] = []
-    for slot in order[:cut]:
-        start = source.choice([0, 0, 5, 16, 70])
-        length = source.choice([1, 2, 13, 16, 63, 64, 65, 130])
-        spans.append(Span(len(slots), length, slot, start))
-        slots += [slot] * length
-        positions += range(start, start + length)
-    decode_row = len(slots)
-    for slot in order[cut:]:
-        slots.append(slot)
-        positions.append(source.choice([0, 1, 15, 16, 63, 64, 100, 200]))
-    return Batch(
-        slots_T=torch.tensor(slots),
-        positions_T=torch.tensor(positions),
-        page_table=table,
-        spans=tuple(spans),
-        spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
-        decode_row=decode_row,
-        decode_slots=tuple(order[cut:]),
-        max_decode_len=max(positions[decode_row:], default=-1) + 1,
-    )
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 64), (4, 4, 32), (7, 1, 128), (4, 2, 16)], ids=str)
@@ -131,6 +96,12 @@ def test_products_equal_the_reference(ops, rows, inner, out, biased):
     torch.testing.assert_close(ops.linear_add(x, fast, residual.clone()), expected, **close)
     plain, fast = REFERENCE.prepare_gate_up(weight, bias), ops.prepare_gate_up(weight, bias)
     torch.testing.assert_close(ops.gate_up(x, fast), REFERENCE.gate_up(x, plain), **close)
+    norm = torch.rand(inner) + 0.5
+    expected = REFERENCE.norm_gate_up(x, norm, 1e-6, plain)
+    torch.testing.assert_close(ops.norm_gate_up(x, norm, 1e-6, fast), expected, **close)
+    plain, fast = REFERENCE.prepare(weight, bias), ops.prepare(weight, bias)
+    expected = REFERENCE.norm_linear(x, norm, 1e-6, plain)
+    torch.testing.assert_close(ops.norm_linear(x, norm, 1e-6, fast), expected, **close)
 
 
 def test_norms_equal_the_reference(ops):

@@ -1,0 +1,274 @@
+"""Paged attention: decoding rows by split-KV with the query heads of a KV head packed together, spans by tiles of rows.
+
+Decoding reads every K and V of its sequence once, so it is bound by memory: a sequence is cut into splits until the
+device is full, each split leaves a partial result with its log-sum-exp, and a second kernel joins them. How many splits
+there are depends on the number of rows alone, never on lengths, so a CUDA graph stays valid while sequences grow.
+Lengths are `position + 1`, pages come from the slot's row of the page table; both are read on the device.
+
+Source of the method: Flash-Decoding (Dao et al., 2023) and FlashAttention-2 (Dao, 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from chitu.ops.interface import Span
+
+LOG2_E = math.log2(math.e)
+DECODE_BLOCK = 64
+"""Keys that a program of the decode kernel looks at at once."""
+MAX_SPLITS = 64
+PREFILL_ROWS, PREFILL_KEYS = 64, 64
+
+
+@triton.jit
+def _decode_split(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    positions_ptr,
+    table_ptr,
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    scale,
+    page_stride,
+    head_stride,
+    table_stride,
+    num_splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Program (row, KV head, split): GROUP query heads over the split's keys."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(positions_ptr + row) + 1
+    pages_ptr = table_ptr + tl.load(slots_ptr + row) * table_stride
+    per_split = tl.cdiv(tl.cdiv(length, BLOCK), num_splits) * BLOCK
+    first = split * per_split
+    end = tl.minimum(length, first + per_split)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, DIM_PAD)
+    keys = tl.arange(0, BLOCK)
+    out_row = (row * KV_HEADS + head) * GROUP + g
+    in_out = (g[:, None] < GROUP) & (d[None, :] < DIM)
+    q = tl.load(q_ptr + out_row[:, None] * DIM + d[None, :], mask=in_out, other=0.0)
+    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for start in range(first, end, BLOCK):
+        t = start + keys
+        is_key = t < end
+        page = tl.load(pages_ptr + t // PAGE, mask=is_key, other=0).to(tl.int64)
+        where = page * page_stride + head * head_stride + (t % PAGE) * DIM
+        in_kv = is_key[:, None] & (d[None, :] < DIM)
+        k = tl.load(k_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
+        v = tl.load(v_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = v.to(q.dtype)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    if IS_SPLIT:
+        # An empty split writes no partial result; its -inf tells the second kernel not to read one.
+        lse = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), -float("inf"))
+        tl.store(lse_ptr + out_row * num_splits + split, lse, mask=g < GROUP)
+        if end > first:
+            to = (out_row[:, None] * num_splits + split) * DIM + d[None, :]
+            tl.store(partial_ptr + to, acc / total[:, None], mask=in_out)
+    else:
+        tl.store(
+            out_ptr + out_row[:, None] * DIM + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), in_out
+        )
+
+
+@triton.jit
+def _join_splits(
+    partial_ptr, lse_ptr, out_ptr, num_splits, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr
+):
+    """Program (row x query head): the partial results, weighted by their share of the softmax's sum."""
+    row = tl.program_id(0)
+    splits = tl.arange(0, SPLITS_PAD)
+    d = tl.arange(0, DIM_PAD)
+    lse = tl.load(lse_ptr + row * num_splits + splits, mask=splits < num_splits, other=-float("inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    is_there = (lse > -float("inf"))[:, None] & (d[None, :] < DIM)
+    partial = tl.load(partial_ptr + (row * num_splits + splits)[:, None] * DIM + d[None, :], mask=is_there, other=0.0)
+    joined = tl.sum(partial * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row * DIM + d, joined.to(out_ptr.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _prefill_tiles(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    out_ptr,
+    scale,
+    page_stride,
+    head_stride,
+    num_rows,
+    start,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Program (tile of rows, query head): row r, at position `start + r`, over the keys 0 .. start + r."""
+    # The longest tiles first, so that the short ones fill the device's tail.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_PAD)
+    in_q = (rows[:, None] < num_rows) & (d[None, :] < DIM)
+    at = (rows[:, None] * HEADS + head) * DIM + d[None, :]
+    q = tl.load(q_ptr + at, mask=in_q, other=0.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    end = tl.minimum(start + tile * ROWS + ROWS, start + num_rows)
+    for first in range(0, end, KEYS):
+        t = first + tl.arange(0, KEYS)
+        page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
+        where = page * page_stride + (head // GROUP) * head_stride + (t % PAGE) * DIM
+        in_kv = (t < end)[:, None] & (d[None, :] < DIM)
+        k = tl.load(k_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
+        v = tl.load(v_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.where(t[None, :] <= start + rows[:, None], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = v.to(q.dtype)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
+
+
+def num_splits_for(num_rows: int, kv_heads: int, max_len: int, num_multiprocessors: int) -> int:
+    """Splits of a decode launch: enough programs to fill the device four times, none below two blocks of keys.
+
+    `max_len` is the longest that a sequence can ever get (not what it is now): the choice must hold for a graph's life.
+    """
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and num_rows * kv_heads * splits < 4 * num_multiprocessors
+        and max_len // (splits * 2) >= DECODE_BLOCK * 2
+    ):
+        splits *= 2
+    return splits
+
+
+def decode_scratch(num_rows: int, heads: int, dim: int, splits: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Partial results `[rows, heads, splits, dim]` and log-sum-exps `[rows, heads, splits]`, float32."""
+    partial = torch.empty(num_rows, heads, splits, dim, dtype=torch.float32, device=device)
+    return partial, torch.empty(num_rows, heads, splits, dtype=torch.float32, device=device)
+
+
+def decode_attention(
+    q_BHN: torch.Tensor,
+    k_PKSN: torch.Tensor,
+    v_PKSN: torch.Tensor,
+    slots_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    page_table: torch.Tensor,
+    out_BHN: torch.Tensor,
+    splits: int,
+) -> None:
+    """Row b attends to positions 0 .. `positions_B[b]` of its slot; result in `out_BHN`."""
+    num_rows, heads, dim = q_BHN.shape
+    kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
+    group = heads // kv_heads
+    partial, lse = decode_scratch(num_rows, heads, dim, splits, q_BHN.device) if splits > 1 else (q_BHN, q_BHN)
+    dim_pad = triton.next_power_of_2(dim)
+    _launch(_decode_split, (num_rows, kv_heads, splits))(
+        q_BHN,
+        k_PKSN,
+        v_PKSN,
+        slots_B,
+        positions_B,
+        page_table,
+        partial,
+        lse,
+        out_BHN,
+        dim**-0.5 * LOG2_E,
+        k_PKSN.stride(0),
+        k_PKSN.stride(1),
+        page_table.stride(0),
+        splits,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_PAD=dim_pad,
+        PAGE=page_size,
+        BLOCK=DECODE_BLOCK,
+        IS_SPLIT=splits > 1,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _launch(_join_splits, (num_rows * heads,))(
+            partial, lse, out_BHN, splits, DIM=dim, DIM_PAD=dim_pad, SPLITS_PAD=splits, num_warps=4
+        )
+
+
+def prefill_attention(
+    q_LHN: torch.Tensor,
+    k_PKSN: torch.Tensor,
+    v_PKSN: torch.Tensor,
+    page_table: torch.Tensor,
+    span: Span,
+    out_LHN: torch.Tensor,
+) -> None:
+    """The rows of one span (`[length, H, N]`) over all keys of its slot up to their own; result in `out_LHN`."""
+    length, heads, dim = q_LHN.shape
+    kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
+    _launch(_prefill_tiles, (triton.cdiv(length, PREFILL_ROWS), heads))(
+        q_LHN,
+        k_PKSN,
+        v_PKSN,
+        page_table[span.slot],
+        out_LHN,
+        dim**-0.5 * LOG2_E,
+        k_PKSN.stride(0),
+        k_PKSN.stride(1),
+        length,
+        span.start,
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        PAGE=page_size,
+        ROWS=PREFILL_ROWS,
+        KEYS=PREFILL_KEYS,
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def _launch(kernel: Any, grid: tuple[int, ...]) -> Any:
+    return kernel[grid]

@@ -1,0 +1,149 @@
+"""Matrix products of few rows, with what stands before and behind them in the same launch.
+
+A decode step of a small batch reads each weight once for a handful of rows: it is bound by memory and by the number of
+launches, not by arithmetic. So the RMS norm before a product (its factor is taken out of the sum and multiplied in at
+the end), the gate behind it and the residual are folded in: five launches a layer and one or two for attention.
+A row is computed in the same order of summation whatever else is in the batch of its size class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_ROWS = 64
+"""More rows are better served by a real matrix product."""
+
+
+@triton.jit
+def _small_linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    out_ptr,
+    eps,
+    num_rows,
+    num_out,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+):
+    """Program: OUT outputs of all rows. Gated: output o is `silu(gate_o) up_o`, the weight's rows o and num_out + o."""
+    o = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    r = tl.arange(0, ROWS)
+    is_out = o < num_out
+    row_of = o.to(tl.int64) * WIDTH
+    up_of = (o + num_out).to(tl.int64) * WIDTH
+    squares = tl.zeros([ROWS], tl.float32)
+    # One row: products are kept apart and summed once at the end; a tensor core would need 16 rows.
+    if ROWS == 1:
+        acc = tl.zeros([OUT, IN], tl.float32)
+        up_acc = tl.zeros([OUT, IN], tl.float32)
+    else:
+        acc = tl.zeros([OUT, ROWS], tl.float32)
+        up_acc = tl.zeros([OUT, ROWS], tl.float32)
+    for start in range(0, WIDTH, IN):
+        c = start + tl.arange(0, IN)
+        is_in = c < WIDTH
+        x = tl.load(x_ptr + r[:, None] * WIDTH + c[None, :], mask=(r[:, None] < num_rows) & is_in[None, :], other=0.0)
+        if HAS_NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            x = (wide * tl.load(norm_ptr + c, mask=is_in, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        in_weight = is_out[:, None] & is_in[None, :]
+        w = tl.load(weight_ptr + row_of[:, None] + c[None, :], mask=in_weight, other=0.0)
+        if ROWS == 1:
+            acc += w.to(tl.float32) * x.to(tl.float32)
+        else:
+            acc += tl.dot(w, tl.trans(x), input_precision="ieee")
+        if IS_GATED:
+            w = tl.load(weight_ptr + up_of[:, None] + c[None, :], mask=in_weight, other=0.0)
+            if ROWS == 1:
+                up_acc += w.to(tl.float32) * x.to(tl.float32)
+            else:
+                up_acc += tl.dot(w, tl.trans(x), input_precision="ieee")
+    if ROWS == 1:
+        y = tl.sum(acc, 1)[:, None]
+        up = tl.sum(up_acc, 1)[:, None]
+    else:
+        y = acc
+        up = up_acc
+    if HAS_NORM:
+        factor = tl.rsqrt(squares / WIDTH + eps)[None, :]
+        y = y * factor
+        up = up * factor
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + o, mask=is_out, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            up += tl.load(bias_ptr + num_out + o, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        y = y * tl.sigmoid(y) * up
+    to = out_ptr + r[None, :] * num_out + o[:, None]
+    mask = (r[None, :] < num_rows) & is_out[:, None]
+    if IS_ADDED:
+        y += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Shape of a program's work. Chosen by rows and outputs alone, so that equal batches compute equally."""
+
+    rows: int
+    out: int
+    width: int
+    warps: int
+
+
+def tiles_for(num_rows: int, num_out: int) -> Tiles:
+    """Few outputs a program where there are few outputs, so that all multiprocessors read."""
+    if num_rows == 1:
+        return Tiles(1, 4 if num_out <= 4096 else 8, 512, 4)
+    rows = max(16, triton.next_power_of_2(num_rows))
+    return Tiles(rows, 16 if num_out <= 4096 else 32, 128 if rows <= 32 else 64, 4)
+
+
+def small_linear(
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    *,
+    norm_I: torch.Tensor | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    is_added: bool = False,
+) -> None:
+    """`out = [norm](x) W^T + b`, gated or added to what `out` holds; at most `MAX_ROWS` rows."""
+    num_rows, num_out = out_TO.shape
+    tiles = tiles_for(num_rows, num_out)
+    kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
+    kernel(
+        x_TI,
+        weight,
+        bias if bias is not None else x_TI,
+        norm_I if norm_I is not None else x_TI,
+        out_TO,
+        eps,
+        num_rows,
+        num_out,
+        WIDTH=x_TI.shape[1],
+        ROWS=tiles.rows,
+        OUT=tiles.out,
+        IN=tiles.width,
+        HAS_NORM=norm_I is not None,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        IS_ADDED=is_added,
+        num_warps=tiles.warps,
+    )

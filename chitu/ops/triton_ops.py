@@ -1,0 +1,118 @@
+"""The operations on a CUDA device: own Triton kernels for what is bound by memory and launches, torch for the large
+matrix products. Everything can be captured in a CUDA graph as long as a batch has decoding rows only.
+
+Prefill rows attend span by span. A whole prompt that fills its span goes to torch's `scaled_dot_product_attention`
+(cuDNN's or FlashAttention's kernel); a later chunk, whose keys lie in pages, to the paged kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.kernels.attention import decode_attention, num_splits_for, prefill_attention
+from chitu.ops.kernels.rope import rope_append
+from chitu.ops.kernels.rows import rms_norm, silu_mul
+from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
+from chitu.ops.torch_ops import PlainWeight, plain
+
+
+class TritonOps:
+    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention."""
+
+    name = "triton"
+
+    def __init__(self, num_multiprocessors: int) -> None:
+        self._num_multiprocessors = num_multiprocessors
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight.contiguous(), bias)
+
+    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(weight.contiguous(), bias)
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        w = plain(weight)
+        if x_TI.shape[0] > MAX_ROWS:
+            return F.linear(x_TI, w.weight, w.bias)
+        out_TO = x_TI.new_empty(x_TI.shape[0], w.out_features)
+        small_linear(x_TI.contiguous(), w.weight, w.bias, out_TO)
+        return out_TO
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        w = plain(weight)
+        if x_TI.shape[0] > MAX_ROWS:
+            if w.bias is not None:
+                residual_TD.add_(w.bias)
+            return residual_TD.addmm_(x_TI, w.weight.T)
+        small_linear(x_TI.contiguous(), w.weight, w.bias, residual_TD, is_added=True)
+        return residual_TD
+
+    def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self._gate_up(x_TD, None, 0.0, weight)
+
+    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        if x_TD.shape[0] > MAX_ROWS:
+            return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
+        w = plain(weight)
+        out_TO = x_TD.new_empty(x_TD.shape[0], w.out_features)
+        small_linear(x_TD, w.weight, w.bias, out_TO, norm_I=norm_D, eps=eps)
+        return out_TO
+
+    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
+        return self._gate_up(x_TD, norm_D, eps, weight)
+
+    def _gate_up(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor | None, eps: float, weight: LinearWeight
+    ) -> torch.Tensor:
+        w = plain(weight)
+        out_TI = x_TD.new_empty(x_TD.shape[0], w.out_features // 2)
+        if x_TD.shape[0] <= MAX_ROWS:
+            small_linear(x_TD, w.weight, w.bias, out_TI, norm_I=norm_D, eps=eps, is_gated=True)
+        else:
+            normed_TD = x_TD if norm_D is None else self.rms_norm(x_TD, norm_D, eps)
+            silu_mul(F.linear(normed_TD, w.weight, w.bias), out_TI)
+        return out_TI
+
+    def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+        rms_norm(x_TD.contiguous(), weight_D, eps, out_TD)
+        return out_TD
+
+    def rope_append(
+        self,
+        qkv_TC: torch.Tensor,
+        heads: HeadSpec,
+        rotary: RotaryTable,
+        batch: Batch,
+        k_PKSN: torch.Tensor,
+        v_PKSN: torch.Tensor,
+    ) -> torch.Tensor:
+        q_THN = qkv_TC.new_empty(qkv_TC.shape[0], heads.num_heads, heads.head_dim)
+        rope_append(qkv_TC, heads, rotary, batch.slots_T, batch.positions_T, batch.page_table, k_PKSN, v_PKSN, q_THN)
+        return q_THN
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        out_THN = torch.empty_like(q_THN)
+        for span in batch.spans:
+            rows = slice(span.row, span.row + span.length)
+            prefill_attention(q_THN[rows], k_PKSN, v_PKSN, batch.page_table, span, out_THN[rows])
+        decode = slice(batch.decode_row, None)
+        num_decoding = q_THN.shape[0] - batch.decode_row
+        if num_decoding:
+            longest = batch.page_table.shape[1] * k_PKSN.shape[2]
+            splits = num_splits_for(num_decoding, heads.num_kv_heads, longest, self._num_multiprocessors)
+            decode_attention(
+                q_THN[decode],
+                k_PKSN,
+                v_PKSN,
+                batch.slots_T[decode],
+                batch.positions_T[decode],
+                batch.page_table,
+                out_THN[decode],
+                splits,
+            )
+        return out_THN.view(q_THN.shape[0], -1)

@@ -1,0 +1,83 @@
+"""Compiles every Triton kernel for an H100 (sm_90), without a GPU, as its launcher would for a bf16 Qwen3-0.6B.
+
+Prints JSON, a record a variant: name, constants, shared memory, and stack, which is where registers spill to. For
+tests and by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from chitu.ops.kernels import attention, rope, rows, small_linear
+
+TARGET = GPUTarget("cuda", 90, 32)
+WIDE, INT, FLOAT, HALF = "*fp32", "*i64", "fp32", "*bf16"
+HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER = 16, 8, 128, 16, 1024, 3072
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], **options: int) -> dict[str, object]:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
+    # What a launch would find out by itself: tensors begin at, and strides are, multiples of 16.
+    aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith("_stride")]
+    source = ASTSource(kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    result = triton.compile(source, target=TARGET, options=options)
+    return {
+        "name": kernel.__name__,
+        "constants": {name: value for name, value in constants.items()},
+        "shared_bytes": result.metadata.shared,
+        "stack_bytes": stack_bytes(result.asm["cubin"]),
+    }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Stack of a thread: none where nothing was spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(count) for count in re.findall(r"STACK:(\d+)", said))
+
+
+def main() -> None:
+    found = []
+    tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
+    tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "pages_ptr": INT}
+    shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
+    for is_split in (False, True):
+        split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
+        found.append(compiled(attention._decode_split, tensors, shape | split, num_warps=4, num_stages=3))
+    join = {"DIM": DIM, "DIM_PAD": DIM, "SPLITS_PAD": 32}
+    found.append(compiled(attention._join_splits, tensors, join, num_warps=4))
+    tiles = {"HEADS": HEADS, "ROWS": attention.PREFILL_ROWS, "KEYS": attention.PREFILL_KEYS}
+    found.append(compiled(attention._prefill_tiles, tensors, shape | tiles, num_warps=4, num_stages=3))
+    append = tensors | {"qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF}
+    append |= {"cos_ptr": WIDE, "sin_ptr": WIDE, "eps": FLOAT}
+    for has_norm in (False, True):
+        heads = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "HALF_PAD": DIM // 2, "PAGE": PAGE}
+        constants = heads | {"AT_ONCE": rope.HEADS_AT_ONCE, "HAS_NORM": has_norm}
+        found.append(compiled(rope._rope_append, append, constants, num_warps=4))
+    row = {"x_ptr": HALF, "weight_ptr": HALF, "out_ptr": HALF, "bias_ptr": HALF, "norm_ptr": HALF, "eps": FLOAT}
+    found.append(compiled(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
+    found.append(compiled(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
+    for count in (1, 16, small_linear.MAX_ROWS):
+        for is_gated in (False, True):
+            tiles_of = small_linear.tiles_for(count, INNER)
+            constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
+            constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
+            found.append(compiled(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The Triton kernels under Triton's interpreter, on a CPU: the same source that a GPU runs equals the reference twin.
+
+What the interpreter cannot show, that every kernel compiles for the GPU, is shown beside it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
+
+from chitu.ops.interface import Batch, HeadSpec, RotaryTable
+from chitu.ops.reference import ReferenceOps
+
+pytest.importorskip("triton", reason="triton is in the dev extra")
+
+from chitu.ops.kernels.attention import decode_attention, num_splits_for
+from chitu.ops.kernels.small_linear import MAX_ROWS
+from chitu.ops.triton_ops import TritonOps
+
+REFERENCE = ReferenceOps()
+OPS = TritonOps(num_multiprocessors=132)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within a few roundings of the dtype."""
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=8 * eps + 1e-5, atol=16 * eps + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "seed"),
+    [
+        ((8, 4, 64), torch.float32, 0),
+        ((7, 1, 128), torch.float32, 1),  # a group of query heads that is no power of two
+        ((4, 2, 16), torch.float32, 2),
+        ((6, 2, 80), torch.float16, 3),  # nor is the head
+    ],
+    ids=str,
+)
+def test_attention_equals_the_reference(heads, dtype, seed):
+    num_heads, kv_heads, head_dim = heads
+    spec, batch = HeadSpec(num_heads, kv_heads, head_dim, 1e-6), random_batch(seed)
+    torch.manual_seed(seed)
+    k, v = torch.randn(2, NUM_PAGES, kv_heads, PAGE_SIZE, head_dim, dtype=dtype)
+    q = torch.randn(len(batch.slots_T), num_heads, head_dim, dtype=dtype)
+    close(OPS.attention(q, spec, batch, k, v), REFERENCE.attention(q, spec, batch, k, v))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 64])
+def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits):
+    """Also shorter than the number of splits: those without a key add nothing."""
+    heads, kv_heads, dim = 4, 2, 32
+    torch.manual_seed(splits)
+    table = torch.randperm(NUM_PAGES)[: 6 * MAX_PAGES].view(6, MAX_PAGES)
+    positions = torch.tensor([0, 63, 64, 130, MAX_PAGES * PAGE_SIZE - 1])
+    slots = torch.tensor([4, 0, 5, 2, 1])
+    k, v = torch.randn(2, NUM_PAGES, kv_heads, PAGE_SIZE, dim)
+    q, out = torch.randn(5, heads, dim), torch.full((5, heads, dim), float("nan"))
+    decode_attention(q, k, v, slots, positions, table, out, splits)
+    batch = Batch(slots, positions, table, (), torch.zeros(0, 4, dtype=torch.int64), 0, tuple(slots.tolist()), 224)
+    close(out.view(5, -1), REFERENCE.attention(q, HeadSpec(heads, kv_heads, dim, 1e-6), batch, k, v))
+
+
+def test_attention_never_reads_past_the_end_of_a_sequence():
+    spec, batch = HeadSpec(4, 2, 64, 1e-6), random_batch(2)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, NUM_PAGES, 2, PAGE_SIZE, 64)
+    q = torch.randn(len(batch.slots_T), 4, 64)
+    expected = OPS.attention(q, spec, batch, k, v)
+    visible = torch.zeros(NUM_PAGES, PAGE_SIZE, dtype=torch.bool)
+    for slot, position in zip(batch.slots_T.tolist(), batch.positions_T.tolist(), strict=True):
+        for p in range(position + 1):
+            visible[batch.page_table[slot, p // PAGE_SIZE], p % PAGE_SIZE] = True
+    for region in (k, v):
+        region.transpose(1, 2)[~visible] = float("nan")
+    torch.testing.assert_close(OPS.attention(q, spec, batch, k, v), expected)
+
+
+def test_splits_fill_the_device_and_hold_for_the_life_of_a_graph():
+    assert num_splits_for(1, 8, 4096, 132) == 32, "two blocks of keys at least"
+    assert num_splits_for(1, 8, 1 << 20, 132) == 64, "with a bound"
+    assert num_splits_for(256, 8, 4096, 132) == 1, "the batch alone fills it"
+
+
+@pytest.mark.parametrize(("heads", "qk_norm"), [((4, 2, 32), True), ((9, 3, 16), False), ((2, 1, 48), True)], ids=str)
+def test_rotation_and_pages_equal_the_reference(heads, qk_norm):
+    num_heads, kv_heads, dim = heads
+    torch.manual_seed(dim)
+    batch = random_batch(dim)
+    norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if qk_norm else (None, None)
+    spec = HeadSpec(num_heads, kv_heads, dim, 1e-6, *norms)
+    angles = torch.rand(MAX_PAGES * PAGE_SIZE, dim // 2) * 6
+    rotary = RotaryTable(angles.cos(), angles.sin())
+    qkv = torch.randn(len(batch.slots_T), (num_heads + 2 * kv_heads) * dim)
+    pools = torch.zeros(4, NUM_PAGES, kv_heads, PAGE_SIZE, dim).unbind()
+    expected = REFERENCE.rope_append(qkv, spec, rotary, batch, pools[0], pools[1])
+    close(OPS.rope_append(qkv, spec, rotary, batch, pools[2], pools[3]), expected)
+    close(pools[2], pools[0])
+    assert torch.equal(pools[3], pools[1])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, MAX_ROWS + 1])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_equal_the_reference(rows, biased):
+    """One row, few, more than a tensor core's sixteen, and so many that torch takes over."""
+    inner, out = 150, 70
+    torch.manual_seed(rows)
+    x, weight, residual = torch.randn(rows, inner), torch.randn(out, inner), torch.randn(rows, out)
+    norm, bias = torch.rand(inner) + 0.5, torch.randn(out) if biased else None
+    loose = {"rtol": 1e-4, "atol": 1e-4}
+    plain, fast = REFERENCE.prepare(weight, bias), OPS.prepare(weight, bias)
+    torch.testing.assert_close(OPS.linear(x, fast), REFERENCE.linear(x, plain), **loose)
+    expected = REFERENCE.linear_add(x, plain, residual.clone())
+    torch.testing.assert_close(OPS.linear_add(x, fast, residual), expected, **loose)
+    found, expected = OPS.norm_linear(x, norm, 1e-6, fast), REFERENCE.norm_linear(x, norm, 1e-6, plain)
+    torch.testing.assert_close(found, expected, **loose)
+    plain, fast = REFERENCE.prepare_gate_up(weight, bias), OPS.prepare_gate_up(weight, bias)
+    torch.testing.assert_close(OPS.gate_up(x, fast), REFERENCE.gate_up(x, plain), **loose)
+    found, expected = OPS.norm_gate_up(x, norm, 1e-6, fast), REFERENCE.norm_gate_up(x, norm, 1e-6, plain)
+    torch.testing.assert_close(found, expected, **loose)
+
+
+def test_a_row_alone_equals_the_same_row_in_a_larger_batch_of_its_size_class():
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 96), OPS.prepare(torch.randn(40, 96), None)
+    assert torch.equal(OPS.linear(x[:2], weight), OPS.linear(x, weight)[:2])
+
+
+def test_norms_equal_the_reference():
+    for rows, width in ((1, 64), (3, 50)):
+        x, weight = torch.randn(rows, width) * 3, torch.rand(width)
+        close(OPS.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
+
+
+def test_a_strided_input_is_read_as_it_looks():
+    x, weight = torch.randn(64, 7).T, torch.randn(40, 64)
+    expected = REFERENCE.linear(x, REFERENCE.prepare(weight, None))
+    torch.testing.assert_close(OPS.linear(x, OPS.prepare(weight, None)), expected, rtol=1e-4, atol=1e-4)
+    close(OPS.rms_norm(x, weight[0], 1e-6), REFERENCE.rms_norm(x, weight[0], 1e-6))
+
+
+def test_every_kernel_compiles_for_the_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parent / "compile_kernels.py"
+    found = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    kernels = json.loads(found.stdout)
+    sources = (Path(__file__).parents[2] / "chitu" / "ops" / "kernels").glob("*.py")
+    defined = sum(source.read_text().count("@triton.jit") for source in sources)
+    assert len({kernel["name"] for kernel in kernels}) == defined, "a kernel is missing in compile_kernels.py"
+    assert all(kernel["shared_bytes"] <= 227 << 10 for kernel in kernels), kernels
+    assert not [kernel for kernel in kernels if kernel["stack_bytes"]], "registers are spilled"
