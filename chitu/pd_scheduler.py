@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from chitu import log
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
@@ -105,8 +107,7 @@ class PDScheduler:
         self._bytes_moved = 0
         self._is_checked = True
         self._backlog = BacklogMeter(parts.clock.monotonic())
-        self.load = self._load_report()
-        """Snapshot after the newest step; any thread may read the attribute."""
+        self._load = self._load_report()
 
     # ------------------------------------------------------------------------------------------------------ any thread
 
@@ -121,6 +122,17 @@ class PDScheduler:
     def end_all(self, silence_s: float) -> None:
         """The router was silent for so long that it counts as gone: end every request, with an error for it."""
         self._inbox.append(silence_s)
+
+    @property
+    def load(self) -> LoadReport:
+        """Snapshot after the newest step, with what came in since: a step may take seconds."""
+        new = [m for m in tuple(self._inbox) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
+        if not new:
+            return self._load
+        tokens = sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))
+        return msgspec.structs.replace(
+            self._load, waiting=self._load.waiting + len(new), waiting_tokens=self._load.waiting_tokens + tokens
+        )
 
     # ----------------------------------------------------------------------------------------------------- the step
 
@@ -142,7 +154,7 @@ class PDScheduler:
             self._is_checked = False
         elif not self._is_checked and self.is_idle:
             self._check_idle()
-        self.load = self._load_report()
+        self._load = self._load_report()
         return worked
 
     @property

@@ -82,3 +82,12 @@ def test_decode_reports_how_many_requests_its_queue_admits() -> None:
     instance.scheduler.step()
     load = instance.scheduler.load
     assert (load.waiting, load.backlog_s, load.backlog_work) == (2, 2.0, 1)
+
+
+def test_what_came_in_during_a_step_is_in_the_report_before_the_next_one() -> None:
+    instance = Instance(8, sender=PSide(Wire()), config=BOUND)
+    for number, length in enumerate((8, 9)):
+        instance.scheduler.submit(PrefillRequest(room_of(number), "r", pack_i32(prompt_of(number, length)), 0, 1))
+    assert (instance.scheduler.load.waiting, instance.scheduler.load.waiting_tokens) == (2, 17)
+    instance.scheduler.step()
+    assert (instance.scheduler.load.waiting, instance.scheduler.load.waiting_tokens) == (0, 1)
