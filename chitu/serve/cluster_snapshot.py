@@ -16,9 +16,9 @@ from chitu.clock import Clock
 from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.messages import InstanceInfo, KVLayout, LoadReport
-from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
-from chitu.request_journal import RequestSnapshot
+from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
+from chitu.serve.cluster_source import ClusterSource, RouterRecord
 from chitu.serve.served_model import ServedModel
 from chitu.types import Role, instance_name
 
@@ -43,6 +43,14 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     (`test/verify_xpyd_topology.py`). `tp_size` is left out where it is 1. None while down."""
 
 
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """One API process (`router.workers`)."""
+
+    index: int
+    pid: int
+    in_flight: int
+
+
 class ClusterSnapshot(msgspec.Struct, frozen=True):
     model: str
     version: str
@@ -58,7 +66,9 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     instances: tuple[InstanceSnapshot, ...]
     """All of the topology, P first, in rank order."""
     requests: tuple[RequestSnapshot, ...]
-    """Oldest first: those that run, and the last ones that ended."""
+    """Oldest first: the last ones that ended, and those that run."""
+    workers: tuple[WorkerSnapshot, ...] = ()
+    """API processes that serve; one is the router itself."""
 
 
 Change = tuple[int, int]
@@ -75,14 +85,14 @@ class SnapshotSource:
         topology: Topology,
         model: ServedModel,
         router: PDRequestRouter,
-        coordination: PDCoordination,
+        cluster: ClusterSource,
         clock: Clock,
         version: str,
     ) -> None:
         self._topology = topology
         self._model = model
         self._router = router
-        self._coordination = coordination
+        self._cluster = cluster
         self._clock = clock
         self._version = version
         self._shared: tuple[bytes, Change] = b"", (-1, -1)
@@ -94,24 +104,26 @@ class SnapshotSource:
     def model_name(self) -> str:
         return self._model.name
 
-    def fresh(self) -> bytes:
+    async def fresh(self) -> bytes:
         """JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
-        return msgspec.json.encode(self.snapshot())
+        return msgspec.json.encode(await self.snapshot())
 
-    def shared(self) -> tuple[bytes, Change]:
-        """JSON of a snapshot that is at most `MIN_AGE_S` old, and the change that it shows."""
+    async def shared(self) -> tuple[bytes, Change]:
+        """JSON of a snapshot that is at most `MIN_AGE_S` old, and a change that it shows."""
         now_s = self._clock.monotonic()
         if now_s - self._shared_at_s >= self.MIN_AGE_S:
-            self._shared = self.fresh(), self.change()
+            change = await self.change()
+            self._shared = await self.fresh(), change
             self._shared_at_s = now_s
         return self._shared
 
-    def change(self) -> Change:
-        return self._router.journal.version, self._coordination.view.version
+    async def change(self) -> Change:
+        """What has happened, up to a moment ago."""
+        return await self._cluster.version(), self._cluster.view.version
 
-    def snapshot(self) -> ClusterSnapshot:
-        router, view = self._router, self._coordination.view
-        limits = self._model.limits(router.candidates)
+    async def snapshot(self) -> ClusterSnapshot:
+        record = await self._cluster.record()
+        limits = self._model.limits(self._router.candidates)
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,
@@ -119,20 +131,28 @@ class SnapshotSource:
             page_size=self._topology.cache.page_size,
             transport=self._topology.dp_config.router.pd_disaggregation.transport,
             time_s=self._clock.monotonic(),
-            router_incarnation=str(view.router_incarnation),
-            in_flight=router.in_flight,
+            router_incarnation=str(self._cluster.view.router_incarnation),
+            in_flight=record.in_flight,
             instances=self.instances(),
-            requests=(*router.journal.ended, *router.running()),
+            requests=_requests(record),
+            workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers if w.index >= 0),
         )
 
     def instances(self) -> tuple[InstanceSnapshot, ...]:
         """Of the topology, and whoever joined beyond it."""
-        members = {(info.role, info.engine_rank): info for info in self._coordination.view.instances}
-        loads = self._coordination.loads()
+        members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
+        loads = self._cluster.loads()
         hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
         order = {role: position for position, role in enumerate(Role)}
         keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
         return tuple(_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+
+
+def _requests(record: RouterRecord) -> tuple[RequestSnapshot, ...]:
+    """The newest of all API processes. They share a machine and so its clock."""
+    ended = sorted((r for worker in record.workers for r in worker.ended), key=lambda r: r.ended_at_s or 0.0)
+    running = sorted((r for worker in record.workers for r in worker.running), key=lambda r: r.created_at_s)
+    return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])
 
 
 def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load: LoadReport | None) -> InstanceSnapshot:

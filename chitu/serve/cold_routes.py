@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 
 from chitu.errors import ChituError, InvalidRequest
 from chitu.net.http import error_headers, error_object
-from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.cluster_snapshot import SnapshotSource
+from chitu.serve.cluster_source import ClusterSource
 from chitu.serve.metrics_text import MetricsReport, render_metrics
 from chitu.serve.openai_protocol import ChatBody, ChatMessage, CompletionBody, chat_messages
 from chitu.serve.served_model import ServedModel
@@ -58,13 +58,13 @@ class _HTTPError(ChituError):
 
 
 def make_cold_app(
-    model: ServedModel, router: PDRequestRouter, coordination: PDCoordination, source: SnapshotSource, version: str
+    model: ServedModel, router: PDRequestRouter, cluster: ClusterSource, source: SnapshotSource, version: str
 ) -> FastAPI:
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
-    _add_health_routes(app, router, coordination)
-    _add_metrics_route(app, router, coordination, source)
+    _add_health_routes(app, router, cluster)
+    _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
     _add_openapi(app)
     return app
@@ -148,7 +148,7 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         return {"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)}
 
 
-def _add_health_routes(app: FastAPI, router: PDRequestRouter, coordination: PDCoordination) -> None:
+def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSource) -> None:
     @app.get("/livez")
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
@@ -156,11 +156,12 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, coordination: PDCo
     @app.get("/health")
     async def health() -> Response:
         """200 where a request can be served now; the death of one instance among several changes nothing."""
+        record = await cluster.record()
         candidates = router.candidates
         body = {
             "status": "ok" if candidates.usable else "unavailable",
             "reason": candidates.why_unusable(),
-            "in_flight": router.in_flight,
+            "in_flight": record.in_flight,
             "instances": [
                 {
                     "name": instance_name(i.role, i.engine_rank),
@@ -168,19 +169,19 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, coordination: PDCo
                     "incarnation": i.incarnation,
                     "draining": i.draining,
                 }
-                for i in coordination.view.instances
+                for i in cluster.view.instances
             ],
             "ready": {str(role): any(i.role is role for i in candidates.serving) for role in Role},
         }
         return JSONResponse(body, 200 if candidates.usable else 503)
 
 
-def _add_metrics_route(
-    app: FastAPI, router: PDRequestRouter, coordination: PDCoordination, source: SnapshotSource
-) -> None:
+def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSource) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        report = MetricsReport(app.version, 1, [router.metrics()], coordination.metrics(), source.instances())
+        record = await cluster.record()
+        counted = [worker.metrics for worker in record.workers]
+        report = MetricsReport(app.version, record.num_workers, counted, record.coordination, source.instances())
         body, content_type = render_metrics(report, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 

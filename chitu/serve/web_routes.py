@@ -54,7 +54,7 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
     @app.get("/cluster")
     async def cluster() -> Response:
         """Instances with their loads, and the requests that run or ended lately."""
-        return Response(source.fresh(), media_type="application/json", headers={"cache-control": "no-store"})
+        return Response(await source.fresh(), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/cluster/events")
     async def cluster_events(request: Request) -> Response:
@@ -88,11 +88,11 @@ class Watchers:
         self._count += 1
         try:
             while not self._source.is_closed:
-                encoded, shown = self._source.shared()
+                encoded, shown = await self._source.shared()
                 yield b"data: %b\n\n" % encoded
                 for _ in range(HEARTBEAT_TURNS):
                     await asyncio.sleep(SnapshotSource.MIN_AGE_S)
-                    if self._source.is_closed or self._source.change() != shown:
+                    if self._source.is_closed or await self._source.change() != shown:
                         break
         finally:
             self._count -= 1

@@ -1,0 +1,127 @@
+"""The router's half that clients talk to: HTTP, tokenising, pairing, tokens back.
+
+One per process: in the router process itself, or in each of its API processes (`router.workers`), which know of the
+cluster only through a `ClusterSource`. Everything runs on the loop thread. Whoever holds it feeds its `router` with
+what the membership hears (`MembershipListener`), calls `tick`, and `drain` and `close` at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+import chitu
+from chitu.clock import Clock
+from chitu.config.schema import RouterConfig, Topology
+from chitu.errors import ConfigError, NoInstance
+from chitu.net.aio import BulkReader, Outbox
+from chitu.net.sockets import bind
+from chitu.pd_request_router import PDRequestRouter, ReplyAddress
+from chitu.routing import InstanceKey, make_selector
+from chitu.serve.admin_routes import add_admin_routes
+from chitu.serve.app import RouterApp
+from chitu.serve.cluster_snapshot import SnapshotSource
+from chitu.serve.cluster_source import ClusterSource
+from chitu.serve.cold_routes import make_cold_app
+from chitu.serve.generate import GenerationRoutes
+from chitu.serve.served_model import ServedModel
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+GC_THRESHOLD = 20_000
+"""Container objects between two young collections; a request makes some hundred that all die by counting."""
+
+
+class ApiEndpoint:
+    """Binds the token port at construction (ConfigError where it cannot). `app` is served by its holder."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        model: ServedModel,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        make_cluster: Callable[[PDRequestRouter], ClusterSource],
+        worker: tuple[int, int] | None = None,
+    ) -> None:
+        """`worker`: index and incarnation of this API process, where there are several."""
+        config = topology.dp_config.router
+        self._clock = clock
+        self._outbox: Outbox[InstanceKey] = Outbox(context)
+        port = config.token_port
+        try:
+            socket, self.token_port = bind(context, zmq.PULL, config.host, port)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
+        self._token_socket = socket
+        index, reply = 0, ReplyAddress()
+        if worker is not None:
+            index, reply = worker[0], ReplyAddress(worker[1], self.token_port)
+        self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply)
+        cluster = make_cluster(self.router)
+        self._routes = GenerationRoutes(model, self.router, config.max_body_bytes)
+        hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
+        self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
+        cold = make_cold_app(model, self.router, cluster, self._snapshots, chitu.__version__)
+        add_admin_routes(cold, cluster)
+        self.app = RouterApp(hot, cold, config.api_keys)
+        self._token_reader: BulkReader | None = None
+        self._next_tick_s = clock.monotonic()
+
+    def start(self) -> None:
+        """From now on tokens are read."""
+        loop = asyncio.get_running_loop()
+        self._token_reader = BulkReader(loop, self._token_socket, self.router.on_token_frames)
+
+    def tick(self) -> None:
+        """Request time-outs. Every `TICK_S`; how late it came is what a token may have to wait here."""
+        now_s = self._clock.monotonic()
+        self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
+        self._next_tick_s = now_s + TICK_S
+        self.router.tick()
+
+    async def drain(self, drain_s: float, hurry: asyncio.Event) -> None:
+        """Take nothing new; let what runs finish within `drain_s` or until `hurry` is set, then fail the rest."""
+        self._routes.draining = True
+        self._snapshots.is_closed = True
+        log.info("draining: %d requests run; at most %g s", self.router.in_flight, drain_s)
+        idle = asyncio.ensure_future(self.router.idle())
+        again = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait({idle, again}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (idle, again):
+            task.cancel()
+        if self.router.in_flight:
+            log.warning("%d requests did not finish in time", self.router.in_flight)
+            self.router.fail_all(NoInstance("the server is shutting down"))
+
+    def close(self) -> None:
+        if self._token_reader is not None:
+            self._token_reader.close()
+        self._outbox.close()
+
+
+def share_of(config: RouterConfig, index: int) -> RouterConfig:
+    """What one of `config.workers` API processes may take of what counts for the whole router."""
+    workers = config.workers
+    limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
+    admission = msgspec.structs.replace(
+        config.admission,
+        requests_per_s=config.admission.requests_per_s / workers,
+        burst=max(1, config.admission.burst // workers),
+    )
+    # A fixed token port means it and the ones behind it.
+    token_port = config.token_port + index if config.token_port else 0
+    return msgspec.structs.replace(config, max_in_flight=limit, admission=admission, token_port=token_port)
+
+
+def settle_memory() -> None:
+    """Call once ready: what lives as long as the process is nothing for the collector to walk through every time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)

@@ -1,0 +1,118 @@
+"""The router's half that keeps the cluster together: coordination, stats, metadata sync, bootstrap.
+
+Owned by the process that was started as the router, on its loop thread, also where the API is in processes of its own
+(`router.workers`): none of them can delay a heartbeat. It tells what happens to a `MembershipListener`: the request
+router of the same process, or the feeds of the API processes. No HTTP API and no requests here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import zmq
+
+from chitu.clock import Clock
+from chitu.config.schema import RouterConfig
+from chitu.errors import ConfigError
+from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed
+from chitu.metrics import CoordinationMetrics
+from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
+from chitu.serve.http_server import HTTPServer, listen
+from chitu.types import Role, new_incarnation
+
+
+class MembershipListener(Protocol):
+    """Who hears of the cluster. All are called on the loop thread and return at once; `PDRequestRouter` is one."""
+
+    def on_joined(self, instance: InstanceInfo) -> None:
+        """Before the view that has it."""
+
+    def on_lost(self, instance: InstanceInfo, reason: str) -> None:
+        """After the view that has it no more."""
+
+    def on_view(self, view: ClusterView) -> None: ...
+
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None: ...
+
+    def on_request_failed(self, failed: RequestFailed) -> None: ...
+
+
+class Membership:
+    """Binds at construction (ConfigError where it cannot); `start`, then `tick` every 50 ms or so."""
+
+    def __init__(
+        self, config: RouterConfig, context: zmq.Context[zmq.Socket[bytes]], clock: Clock, listener: MembershipListener
+    ) -> None:
+        pd = config.pd_disaggregation
+        self._interval_s = pd.deadlines.heartbeat_interval_s
+        self._clock = clock
+        self._listener = listener
+        self._bootstrap = BootstrapServer(clock, pd.deadlines.lease_s)
+        try:
+            self.ports = CoordinationPorts(
+                asyncio.get_running_loop(),
+                context,
+                config.host,
+                (pd.coordination_port, pd.metadata_sync_port, config.stats_port),
+                listener.on_request_failed,
+            )
+        except zmq.ZMQError as error:
+            raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
+        events = CoordinationEvents(
+            on_joined=listener.on_joined,
+            on_lost=self._on_lost,
+            on_change=self._on_view,
+            on_heartbeat=self._on_heartbeat,
+        )
+        self.coordination = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
+        self._bootstrap_http = HTTPServer(
+            self._bootstrap.app,
+            listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
+        )
+        self._next_publish_s = 0.0
+
+    async def start(self) -> None:
+        """Returns once every port takes connections."""
+        self.ports.start(self.coordination)
+        await self._bootstrap_http.start()
+
+    def port_table(self) -> dict[str, int]:
+        return {
+            "stats_port": self.ports.stats_port,
+            "coordination_port": self.ports.coordination_port,
+            "metadata_sync_port": self.ports.metadata_sync_port,
+            "bootstrap_port": self._bootstrap_http.port,
+        }
+
+    def tick(self) -> None:
+        """Leases, and the view's repetition."""
+        self.coordination.tick()
+        self._bootstrap.expire()
+        if self._clock.monotonic() >= self._next_publish_s:
+            self._publish(self.coordination.view)
+
+    def metrics(self) -> CoordinationMetrics:
+        return self.ports.metrics()
+
+    async def stop(self, timeout_s: float) -> None:
+        await self._bootstrap_http.stop(timeout_s)
+        self.ports.close()
+
+    def _publish(self, view: ClusterView) -> None:
+        self._next_publish_s = self._clock.monotonic() + self._interval_s
+        self.ports.publish(view)
+
+    def _on_view(self, view: ClusterView) -> None:
+        self._listener.on_view(view)
+        self._publish(view)
+
+    def _on_lost(self, instance: InstanceInfo, reason: str) -> None:
+        if instance.role is Role.PREFILL:
+            self._bootstrap.forget(instance.engine_rank, instance.incarnation)
+        self._listener.on_lost(instance, reason)
+
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._listener.on_heartbeat(heartbeat)
+        self._bootstrap.renew(heartbeat.engine_rank, heartbeat.incarnation)
