@@ -101,9 +101,10 @@ class BreakerConfig(Section, frozen=True):
 class AdmissionConfig(Section, frozen=True):
     """Early rejection: a request that would wait too long is told so at once."""
 
-    max_queue_s: Seconds = 20.0
-    """Longest predicted wait before a prompt is computed; beyond it 503 with Retry-After. Of `deadlines.queue_s` and
-    `deadlines.transfer_s`, in which the wait passes, two thirds at most count."""
+    max_queue_s: Seconds | None = None
+    """Longest predicted wait before a prompt is computed; beyond it 503 with Retry-After. Unset, and at most: two
+    thirds of `deadlines.queue_s` and `deadlines.transfer_s`, in which the wait passes. With an aim for the first token
+    (2 s, say), about half of that."""
     requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
     """Per API key (per client address where no keys are configured); 0: without limit. Beyond it 429."""
     burst: Positive = 32

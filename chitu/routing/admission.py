@@ -108,12 +108,9 @@ class Admission:
     """`require` before a request is sent (and, cheaply, before it is even parsed); the rest keeps it informed."""
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
-        deadlines = config.pd_disaggregation.deadlines
-        self.max_wait_s = min(
-            config.admission.max_queue_s,
-            MARGIN * min(deadlines.queue_s, deadlines.transfer_s),
-            config.request_timeout_s,
-        )
+        deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
+        survivable_s = min(MARGIN * min(deadlines.queue_s, deadlines.transfer_s), config.request_timeout_s)
+        self.max_wait_s = survivable_s if wanted_s is None else min(wanted_s, survivable_s)
         self._clock = clock
         self._queues: dict[InstanceKey, QueueEstimate] = {}
         self._prefill = self._decode = RoleQueue(())

@@ -27,7 +27,7 @@ FRESH = InstanceInfo(Role.PREFILL, 2, 7, "127.0.0.1", 1, 2, LAYOUT, 512)
 class Door:
     """An admission over some instances, and the counters that their reports carry on."""
 
-    def __init__(self, *instances: InstanceInfo, max_queue_s: float = 10.0, queue_s: float = 600.0) -> None:
+    def __init__(self, *instances: InstanceInfo, max_queue_s: float | None = 10.0, queue_s: float = 600.0) -> None:
         deadlines = DeadlineConfig(queue_s=queue_s, transfer_s=600.0)
         config = RouterConfig(
             admission=AdmissionConfig(max_queue_s=max_queue_s),
@@ -131,8 +131,9 @@ def test_a_rate_follows_the_instance() -> None:
 
 
 def test_what_is_admitted_does_not_die_in_the_queue_of_the_instance() -> None:
-    door = Door(P0, D0, max_queue_s=30.0, queue_s=30.0)
-    assert door.admission.max_wait_s == pytest.approx(20.0)
+    assert Door(P0, D0, max_queue_s=None, queue_s=30.0).admission.max_wait_s == pytest.approx(20.0)
+    assert Door(P0, D0, max_queue_s=30.0, queue_s=30.0).admission.max_wait_s == pytest.approx(20.0)
+    assert Door(P0, D0, max_queue_s=1.5, queue_s=30.0).admission.max_wait_s == 1.5
 
 
 numbers = st.integers(0, 10**6)
