@@ -1,10 +1,11 @@
 """D's half of the transfer protocol: announce pages to P, verify what arrives, and never give a page back too early.
 
 `DecodeReceiver` is the facade of two nouns and owns the one lock that guards both: `PrefillDirectory` (where P is and
-who took our registration) and `ReceiveRooms`. Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`,
-`tick`; a helper thread of the service brings the bootstrap directory (`on_routes`). Invariants: the lock is never held
-across `link`, `wake`, logging or a checksum; LOGITS_READY only after the aux row verified, SUCCESS only after that and
-with the byte count that was announced; once TransferInfo was sent, RELEASED only when the writer is known to have
+who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread.
+Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`; a helper thread of the service brings the
+bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`, logging or a checksum;
+LOGITS_READY only after the aux row verified, SUCCESS only after that, with the byte count that was announced and with
+KV that was verified (where it has to be); once TransferInfo was sent, RELEASED only when the writer is known to have
 stopped. Time alone never frees an announced page: a late one-sided write must not land in a page that another request
 owns.
 """
@@ -16,11 +17,13 @@ import threading
 from collections.abc import Sequence
 
 from chitu.errors import BadFrame, ChituError, Integrity, ProtocolError, from_code
+from chitu.kv_transfer.checksums import read_sums
 from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.kv_verifier import Arrival, KVVerifier
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
-from chitu.kv_transfer.receive_rooms import ReceiveRoom, ReceiveRooms
+from chitu.kv_transfer.receive_rooms import ReceiveEntry, ReceiveRoom, ReceiveRooms
 from chitu.lifecycle import KVPoll, ReceiverEvent, ReceiverState
 from chitu.messages import (
     AbortAck,
@@ -33,7 +36,9 @@ from chitu.messages import (
     TransferStatus,
     pack_i32,
     peer_codec,
+    unpack_i32,
 )
+from chitu.net.threads import ServiceThread
 from chitu.types import REGISTRATION_ROOM, Role, room_text
 
 logger = logging.getLogger(__name__)
@@ -51,6 +56,11 @@ class DecodeReceiver:
         self._directory = PrefillDirectory(config, parts, self._view, self._out)
         self._rooms = ReceiveRooms(config, parts.clock, self._view, self._directory, self._out)
         self._table = self._rooms.table
+        self.verifier: KVVerifier | None = None
+        """None where `verify_kv` is off."""
+        if config.verify_kv != "off":
+            assert parts.page_sums is not None
+            self.verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
         self._next_tick_s = 0.0
         self._stale_replies = 0
         self.unknown_frames = 0
@@ -58,8 +68,15 @@ class DecodeReceiver:
 
     # ------------------------------------------------------------------------------------------------------ life, state
 
+    def start(self) -> None:
+        """Start the verifying thread, where KV is verified; without it `verifier.run_one()` pumps by hand."""
+        if self.verifier is not None:
+            self.verifier.start(ServiceThread)
+
     def close(self) -> None:
-        """Nothing to end: D has no transfer threads."""
+        """Stop verifying; D has no transfer threads."""
+        if self.verifier is not None:
+            self.verifier.close()
 
     def state(self, room: bytes) -> ReceiverState | None:
         """For tests, logs and metrics; None for a room that is unknown or over."""
@@ -190,6 +207,8 @@ class DecodeReceiver:
                 if message.settled:
                     self._rooms.writer_stopped(room)
                 return
+            if entry.data.is_written:  # P repeats what is being verified
+                return
             is_logits_missing = entry.state is ReceiverState.WAITING  # AuxReady was lost
         error: ChituError | None = None
         moved_bytes = sum(message.bytes_per_rank)
@@ -197,12 +216,29 @@ class DecodeReceiver:
             error = Integrity(f"P moved {moved_bytes} bytes, {entry.data.expected_bytes} were expected")
         elif is_logits_missing:
             error = self._verify_logits(room, entry.data)
+        arrival: Arrival | None = None
+        if error is None and self.verifier is not None:
+            try:
+                arrival = self._arrival(room, entry, message)
+            except Integrity as failure:
+                error = failure
         with self._lock:
+            self._rooms.written(room, entry)
             if error is not None:
                 self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
+            elif arrival is not None:
+                self._rooms.logits_arrived(room)
             else:
                 self._rooms.succeed(room, entry, moved_bytes, message.times)
-            self._rooms.writer_stopped(room)
+        if arrival is not None and self.verifier is not None:
+            self.verifier.put(arrival)
+
+    def _arrival(self, room: bytes, entry: ReceiveEntry, message: TransferStatus) -> Arrival:
+        """Raises Integrity where P did not send the checksums that we need."""
+        pages = unpack_i32(entry.data.info.dst_kv_indices)
+        expected = read_sums(message.kv_sums, self._config.verify_kv, entry.data.info.prefix_pages, len(pages))
+        own_pages = [pages[position] for position in expected.positions.tolist()]
+        return Arrival(room, entry, own_pages, expected, sum(message.bytes_per_rank), message.times)
 
     def _verify_logits(self, room: bytes, record: ReceiveRoom) -> ChituError | None:
         """Without the lock: it reads half a megabyte. The slot is the room's until RELEASED or after SUCCESS."""
@@ -211,6 +247,23 @@ class DecodeReceiver:
         except Integrity as error:
             return error
         return None
+
+    # ---------------------------------------------------------------------------------------------------- verify thread
+
+    def _on_verified(self, arrival: Arrival, error: ChituError | None) -> None:
+        room, record = arrival.room, arrival.entry.data
+        with self._lock:
+            if self._table.get(room) is arrival.entry:  # it may have ended meanwhile
+                if error is None:
+                    self._rooms.succeed(room, arrival.entry, arrival.moved_bytes, arrival.times)
+                else:
+                    text = "D%d refuses what P%d sent of %s: %s"
+                    names = (self._config.engine_rank, record.prefill_rank, record.request_id)
+                    self._out.log(logging.ERROR, text, *names, error.message)
+                    self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
+        self._empty_outbox()
+
+    # ------------------------------------------------------------------------------------------------------ comm thread
 
     def on_view(self, view: ClusterView) -> None:
         with self._lock:

@@ -1,10 +1,12 @@
-"""P's main rank makes all ranks write: an order to every follower, the own part meanwhile, then wait for all answers.
+"""A main rank makes all ranks work: an order to every follower, the own part meanwhile, then wait for all answers.
+
+On P all write and sum up pages; on D, where nobody writes, they sum up (`verify_kv`).
 
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
 its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
-(comm thread), the others write and settle (transfer threads). Invariant: all writes and settles of one D go through the
-same lane, which a follower works off in order, so a settle that was answered comes after every earlier write, also
-after one whose answer the main rank did not wait for.
+(comm thread), lane 1 sums up (transfer threads, D's verifying thread), the others write and settle (transfer threads).
+Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
+that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
+import numpy as np
 import zmq
 
 from chitu.errors import ChituError, TransferFailed, from_code
+from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.orders import (
     Answer,
     ClosePeer,
@@ -29,6 +33,7 @@ from chitu.kv_transfer.orders import (
     OpenPeer,
     Order,
     Settle,
+    SumPages,
     WritePages,
     answer_decoder,
     encoder,
@@ -36,12 +41,12 @@ from chitu.kv_transfer.orders import (
 )
 from chitu.kv_transfer.shard_writer import PageMove, ShardWriter
 from chitu.kv_transfer.transport import WriteError
-from chitu.messages import KVArgsRegisterInfo
+from chitu.messages import KVArgsRegisterInfo, pack_i32
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
-
+SUM_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 SEND_TIMEOUT_MS = 1000
 """A socket without its follower blocks the sender so long."""
@@ -153,6 +158,10 @@ class FannedWriter:
         self._lane = lane
         self._incarnation = incarnation
 
+    @property
+    def transport(self) -> str:
+        return self._own.transport
+
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
         order = WritePages(self._fan_out.next_number(), self._incarnation, timeout_s, pack_moves(moves))
         wait_s = timeout_s + self._fan_out.answer_grace_s
@@ -182,19 +191,45 @@ class FannedWriter:
         self._fan_out.forget(self._incarnation)
 
 
+class FannedPageSums:
+    """Implements `PageSums` for the main rank of several: the sums of all ranks, added up.
+
+    `copies`: how many ranks hold the same KV head. `count_all`: D looks at every copy; P (False) counts each head once.
+    """
+
+    def __init__(self, fan_out: FanOut, own: PageSums, copies: int, count_all: bool) -> None:
+        self._fan_out = fan_out
+        self._own = own
+        self._step = 1 if count_all else copies
+
+    def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
+        order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
+        result = self._fan_out.sum_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
+        failures = result.failures()
+        if failures:
+            raise TransferFailed("; ".join(error.message for error in failures))
+        assert not isinstance(result.mine, ChituError)
+        theirs = [np.frombuffer(answer.sums, dtype=np.int64) for answer in result.answers if answer is not None]
+        if any(len(sums_N) != len(pages) for sums_N in theirs):
+            raise TransferFailed(f"sums of {[len(sums_N) for sums_N in theirs]} pages for {len(pages)}")
+        totals_N: Int64s = np.sum([result.mine, *theirs][:: self._step], axis=0, dtype=np.int64)
+        return totals_N
+
+
 class FanOut:
     """Built by the main rank before its followers start; they need `base` and `num_lanes` to connect.
 
-    `answer_grace_s`: an answer may come so much later than the time that its work is given.
+    `transfer_threads`: of P; 0 on D. `answer_grace_s`: an answer may come so much later than the time that its work is
+    given.
     """
 
     def __init__(self, num_followers: int, transfer_threads: int, answer_grace_s: float = 1.0) -> None:
         self.answer_grace_s = answer_grace_s
-        self.num_lanes = 1 + transfer_threads
+        self.num_lanes = 2 + transfer_threads
         self.base = f"chitu-{uuid.uuid4().hex}"
         self.num_followers = num_followers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control, *self._data = (
+        self._control, self.sum_lane, *self._data = (
             Lane(self._context, self.base, number, num_followers) for number in range(self.num_lanes)
         )
         self._numbers = itertools.count(1)
@@ -223,5 +258,5 @@ class FanOut:
 
     def close(self) -> None:
         """End the followers' lane threads. No transfer thread runs any more."""
-        if all([lane.close() for lane in (self._control, *self._data)]):
+        if all([lane.close() for lane in (self._control, self.sum_lane, *self._data)]):
             self._context.term()

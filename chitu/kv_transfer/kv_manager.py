@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from chitu.clock import Clock
 from chitu.errors import ChituError, ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient
+from chitu.kv_transfer.checksums import PageSums, head_copies
 from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import CommSide, PeerLink, TransferEvent, Wake
-from chitu.kv_transfer.fan_out import FanOut
+from chitu.kv_transfer.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import AuxRows, KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
@@ -31,7 +32,8 @@ class KVManager:
     """`transports` in order of preference; those that cannot register the memory are left out with a warning.
 
     On an instance of several TP ranks this lives on the main rank: D needs the memory of its followers, P a way to make
-    its followers write.
+    its followers write, and both a way to make them sum up pages where `verify_kv` is not off. `page_sums`: of the main
+    rank's own pages.
     """
 
     def __init__(
@@ -49,12 +51,17 @@ class KVManager:
         is_pid_alive: PidAlive = pid_alive,
         follower_memories: Sequence[RankMemory] = (),
         fan_out: FanOut | None = None,
+        page_sums: PageSums | None = None,
     ) -> None:
         if role is Role.UNIFIED:
             raise ConfigError("a unified instance transfers nothing and has no KVManager")
         num_followers = len(follower_memories) if role is Role.DECODE else fan_out.num_followers if fan_out else 0
         if num_followers != config.layout.tp_size - 1:
             raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
+        if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
+            raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
+        if page_sums is not None and fan_out is not None:
+            page_sums = FannedPageSums(fan_out, page_sums, head_copies(config.layout), role is Role.DECODE)
         self._role = role
         self._config = config
         self._memory = memory
@@ -63,7 +70,7 @@ class KVManager:
         self._transports = list(transports)
         sessions = self.register_buffer_to_engine()
         parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
-        parts.follower_memories, parts.fan_out = follower_memories, fan_out
+        parts.follower_memories, parts.fan_out, parts.page_sums = follower_memories, fan_out, page_sums
         self.sender = PrefillSender(config, parts) if role is Role.PREFILL else None
         self.receiver = DecodeReceiver(config, parts) if role is Role.DECODE else None
 
@@ -85,9 +92,11 @@ class KVManager:
         return role.unknown_frames + role.stale_frames
 
     def start(self) -> None:
-        """Start P's transfer threads; D has none."""
+        """Start P's transfer threads, D's verifying thread."""
         if self.sender is not None:
             self.sender.start()
+        if self.receiver is not None:
+            self.receiver.start()
 
     def close(self) -> None:
         """After the step and comm threads ended: join the transfer threads, then close the transports."""

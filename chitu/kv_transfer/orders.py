@@ -1,7 +1,8 @@
-"""What P's main rank tells its followers to transfer, and their answers. Inside one instance, over `ipc` sockets.
+"""What a main rank tells its followers to transfer and to sum up, and their answers.
 
-Both ends are the same build, so this is no part of the wire protocol and has no version. MessagePack arrays; page lists
-as int32. Each order carries a number that its answer repeats: an answer that came too late is known by it and dropped.
+Inside one instance, over `ipc` sockets. Both ends are the same build, so this is no part of the wire protocol and has
+no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats: an answer that
+came too late is known by it and dropped.
 """
 
 from __future__ import annotations
@@ -57,11 +58,19 @@ class Settle(Order, frozen=True, tag="settle"):
     timeout_s: float
 
 
+class SumPages(Order, frozen=True, tag="sum"):
+    """Checksums of our heads of these pages, over K and V of layers `[first_layer, end_layer)`."""
+
+    first_layer: int
+    end_layer: int
+    pages: bytes
+
+
 class End(Order, frozen=True, tag="end"):
     """The instance stops: the lane's thread ends. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, End]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, End]
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -69,6 +78,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     number: int
     nbytes: int = 0
+    sums: bytes = b""
+    """To `SumPages`: int64, native order."""
     is_settled: bool = True
     """Of a failed write: nothing of it can land any more. Of a settle order: its result."""
     code: str = ""

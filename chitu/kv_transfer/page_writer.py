@@ -1,9 +1,10 @@
 """The one-sided writes of P: what a transfer thread does with one batch of the queue.
 
-Owned by `PrefillSender`. A visit has three parts: `begin` (under the sender's lock: may this batch still be written?),
-`run` (without it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room).
-The queue gives a room to one thread at most, so there are never two visits to a room at once. Invariants: Success
-follows the last byte; a write that failed and may still land suspends its D until a settle succeeded, and keeps the
+Owned by `PrefillSender`. With `verify_kv` the pages of a batch are summed up here, from our own memory, once they are
+written. A visit has three parts: `begin` (under the sender's lock: may this batch still be written?), `run` (without
+it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room). The queue gives
+a room to one thread at most, so there are never two visits to a room at once. Invariants: Success follows the last byte
+and the last checksum; a write that failed and may still land suspends its D until a settle succeeded, and keeps the
 room SETTLING until then.
 """
 
@@ -14,8 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
+
 from chitu import log
 from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.send_rooms import SendEntry, SendRoom, SendRooms
 from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove
@@ -40,6 +44,8 @@ class Outcome:
     """Of a write: bytes written by each TP rank, or the `error`. Of a settle attempt: whether it `is_settled`."""
 
     bytes_per_rank: tuple[int, ...] = ()
+    sums: Int64s | None = None
+    """What this batch adds to the room's checksums."""
     is_settled: bool = False
     error: ChituError | None = None
 
@@ -71,7 +77,11 @@ class PageWriter:
             return None
         if writer is None:
             return None
-        entry.data.is_in_flight = True
+        record, verify_kv = entry.data, self._config.verify_kv
+        if verify_kv != "off" and record.kv_sums is None and record.info is not None:
+            chosen = choose_pages(verify_kv, record.info.prefix_pages, len(record.dst_pages))
+            record.kv_sums = RoomSums.of(chosen, writer.transport)
+        record.is_in_flight = True
         return Visit(batch, entry, writer)
 
     # ----------------------------------------------------------------------------------------------- run (no lock held)
@@ -87,9 +97,25 @@ class PageWriter:
                 assert record.info is not None
                 self._parts.aux.seal(record.aux_slot, batch.room)
                 return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
-            return Outcome(writer.write_pages(_moves(batch, record), timeout_s))
+            chunks = _merged(batch.chunks)
+            written = writer.write_pages(_moves(chunks, record), timeout_s)
+            return Outcome(written, self._sums(chunks, record))
         except ChituError as error:
             return Outcome(error=error)
+
+    def _sums(self, chunks: Sequence[TransferKVChunk], record: SendRoom) -> Int64s | None:
+        """What the chosen pages of these chunks hold here; zero for the others."""
+        room_sums, page_sums = record.kv_sums, self._parts.page_sums
+        if room_sums is None:
+            return None
+        assert page_sums is not None
+        added_N = np.zeros_like(room_sums.sums)
+        for chunk in chunks:
+            chosen = room_sums.within(chunk.first_page, chunk.end_page)
+            pages = [record.pages[position] for position in room_sums.positions[chosen].tolist()]
+            if pages:
+                added_N[chosen] += page_sums.sums(range(chunk.first_layer, chunk.end_layer), pages)
+        return added_N
 
     # -------------------------------------------------------------------------------------------------------------- end
 
@@ -100,7 +126,7 @@ class PageWriter:
         elif outcome.error is not None:
             self._write_failed(visit.batch.room, visit.entry.data, outcome.error)
         else:
-            self._written(visit.batch, visit.entry, outcome.bytes_per_rank)
+            self._written(visit.batch, visit.entry, outcome)
         self._rooms.release_if_settled(visit.batch.room)
 
     def _settle_tried(self, room: bytes, record: SendRoom, outcome: Outcome) -> None:
@@ -120,11 +146,13 @@ class PageWriter:
         self._out.log(logging.WARNING, "transfer of %s failed: %s", record.request_id, failure.message)
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
-    def _written(self, batch: Batch, entry: SendEntry, bytes_per_rank: tuple[int, ...]) -> None:
+    def _written(self, batch: Batch, entry: SendEntry, outcome: Outcome) -> None:
         record = entry.data
-        sums = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
-        record.bytes_per_rank = tuple(before + now for before, now in sums)
-        self.bytes_moved += sum(bytes_per_rank)
+        totals = zip_longest(record.bytes_per_rank, outcome.bytes_per_rank, fillvalue=0)
+        record.bytes_per_rank = tuple(before + now for before, now in totals)
+        self.bytes_moved += sum(outcome.bytes_per_rank)
+        if outcome.sums is not None and record.kv_sums is not None:
+            record.kv_sums.sums += outcome.sums
         if entry.state is not SenderState.TRANSFERRING:  # it failed meanwhile
             return
         assert record.peer is not None
@@ -142,9 +170,9 @@ class PageWriter:
             self._rooms.succeed(batch.room, entry)
 
 
-def _moves(batch: Batch, record: SendRoom) -> list[PageMove]:
+def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove]:
     moves = []
-    for chunk in _merged(batch.chunks):
+    for chunk in chunks:
         pages = slice(chunk.first_page, chunk.end_page)
         moves.append(PageMove(chunk.first_layer, chunk.end_layer, record.pages[pages], record.dst_pages[pages]))
     return moves

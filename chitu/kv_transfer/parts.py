@@ -14,6 +14,7 @@ from typing import Protocol
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import ChituError
+from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.layout import PagedMemory
@@ -52,6 +53,8 @@ class KVManagerConfig:
     """Of one settle attempt, which keeps a transfer thread; it is repeated every `retry_interval_s`."""
     max_batch_bytes: int = 16 << 20
     """KV bytes of one write at most (one layer of a chunk is never split)."""
+    verify_kv: VerifyKV = "off"
+    """Of both sides: P sends checksums of the KV pages, D insists on them."""
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)
@@ -72,7 +75,9 @@ class RoleParts:
     follower_memories: Sequence[RankMemory] = ()
     """D of several TP ranks: the memory of ranks 1, 2, ..."""
     fan_out: FanOut | None = None
-    """P of several TP ranks: the way to make the followers write."""
+    """Of several TP ranks. P: the way to make the followers write. Both: to make them look at their pages."""
+    page_sums: PageSums | None = None
+    """Of the pages of all our ranks; needed where `verify_kv` is not off."""
 
 
 class Outbox:

@@ -53,6 +53,8 @@ class ReceiveRoom:
     port: int = 0
     has_heard: bool = False
     """P gave a sign for this room: no need to repeat TransferInfo."""
+    is_written: bool = False
+    """P said Success: nothing writes here any more, whatever becomes of the room."""
     repeat_due_s: float = NEVER_S
     error: ChituError | None = None
 
@@ -215,7 +217,9 @@ class ReceiveRooms:
         record.error = error
         if event is not ReceiverEvent.ABORT:
             self._out.event(TransferEventKind.FAILED, room, error)
-        if transition.entry.state is ReceiverState.QUARANTINED:
+        if transition.entry.state is ReceiverState.QUARANTINED and record.is_written:
+            self.writer_stopped(room)
+        elif transition.entry.state is ReceiverState.QUARANTINED:
             self._send_abort(room, record)
         else:
             self._release(room, error)
@@ -224,10 +228,15 @@ class ReceiveRooms:
         """Rooms whose P left the view or was replaced; their pages stay quarantined while it may only be frozen."""
         for room, entry in self.table.items():
             rank, incarnation = entry.data.prefill_rank, entry.data.prefill_incarnation
-            if self._view.is_lost(rank, incarnation):
+            if self._view.is_lost(rank, incarnation) and not entry.data.is_written:
                 self.fail(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{rank} is gone"))
                 if self._view.is_dead(rank, incarnation):
                     self.writer_stopped(room)
+
+    def written(self, room: bytes, entry: ReceiveEntry) -> None:
+        """P said Success: its last byte is here."""
+        entry.data.is_written = True
+        self.writer_stopped(room)
 
     def writer_stopped(self, room: bytes) -> None:
         """Nothing of P can write to the room's pages any more. Absorbed by a room that is not quarantined."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from chitu.clock import Clock
 from chitu.errors import BootstrapTimeout, ChituError, DecodeLost, TransferTimeout, from_code
+from chitu.kv_transfer.checksums import RoomSums
 from chitu.kv_transfer.events import TransferEventKind
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox
 from chitu.kv_transfer.peer_view import PeerView
@@ -56,6 +57,8 @@ class SendRoom:
     """Layer pages that have not landed yet; known from the announcement on."""
     bytes_per_rank: tuple[int, ...] = ()
     """Moved by each of our TP ranks."""
+    kv_sums: RoomSums | None = None
+    """Checksums of what was written; None until the first write, and where `verify_kv` is off."""
     is_kv_logged: bool = False
     is_in_flight: bool = False
     """A transfer thread is inside a transport call for this room."""
@@ -265,7 +268,11 @@ class SendRooms:
         info = record.peer.info
         if entry.state is SenderState.SUCCEEDED:
             status = TransferStatus(
-                self._incarnation, KVPoll.Success, bytes_per_rank=record.bytes_per_rank, times=record.times
+                self._incarnation,
+                KVPoll.Success,
+                bytes_per_rank=record.bytes_per_rank,
+                times=record.times,
+                kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
             )
         else:
             assert record.error is not None

@@ -1,8 +1,9 @@
-"""A TP follower of P as a writer: it writes its shard when the main rank says so, and says how that went.
+"""A TP follower in the transfer layer: it writes its shard of P, and sums up its pages, when the main rank says so.
 
 One thread per lane of the main rank (`fan_out.py`); each owns its socket and works its orders off one after the other.
-A follower knows no room and no request: an order names pages, layers and the incarnation of D. Whatever goes wrong with
-an order is its answer; only an unreadable order, which our own main rank cannot send, ends the process.
+A follower knows no room and no request: an order names pages, layers and the incarnation of D. On D there is nothing to
+write, only to sum up (`verify_kv`). Whatever goes wrong with an order is its answer; only an unreadable order, which
+our own main rank cannot send, ends the process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.fan_out import lane_address
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.orders import (
@@ -23,6 +25,7 @@ from chitu.kv_transfer.orders import (
     End,
     OpenPeer,
     Settle,
+    SumPages,
     WritePages,
     encoder,
     order_decoder,
@@ -30,7 +33,7 @@ from chitu.kv_transfer.orders import (
 )
 from chitu.kv_transfer.shard_writer import ShardWriter, open_shards
 from chitu.kv_transfer.transport import Transport, WriteError
-from chitu.messages import KVLayout
+from chitu.messages import KVLayout, unpack_i32
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,13 @@ class ShardFollower:
         transports: Sequence[Transport],
         base: str,
         num_lanes: int,
+        page_sums: PageSums | None = None,
     ) -> None:
         self._layout = layout
         self._tp_rank = tp_rank
         self._memory = memory
         self._transports = transports
+        self._page_sums = page_sums
         self._writers: dict[int, ShardWriter] = {}
         """By D's incarnation; lane 0 changes it, the others look up."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -98,6 +103,11 @@ class ShardFollower:
                 writer = self._writer(order.incarnation)
                 (nbytes,) = writer.write_pages(unpack_moves(order.moves), order.timeout_s)
                 return Answer(order.number, nbytes)
+            if isinstance(order, SumPages):
+                if self._page_sums is None:
+                    raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
+                sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
+                return Answer(order.number, sums=sums.tobytes())
             assert isinstance(order, Settle)
             return Answer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
         except ChituError as error:

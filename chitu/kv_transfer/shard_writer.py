@@ -33,6 +33,11 @@ class PageMove(NamedTuple):
 class DecodeWriter(Protocol):
     """All ranks of this P writing to all ranks of one D."""
 
+    @property
+    def transport(self) -> str:
+        """Name of what the bytes go through (of our main rank), for logs."""
+        ...
+
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
         """Bytes that each P rank wrote; returns when all are visible. Raises WriteError, or another ChituError before
         anything was written."""
@@ -67,6 +72,10 @@ class ShardWriter:
     def __init__(self, memory: PagedMemory, links: Sequence[Link]) -> None:
         self._memory = memory
         self._links = tuple(links)
+
+    @property
+    def transport(self) -> str:
+        return "+".join(sorted({link.transport.name for link in self._links}))
 
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
         deadline_s = time.monotonic() + timeout_s

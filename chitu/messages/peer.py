@@ -79,6 +79,17 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     state_indices: bytes = b""
 
 
+class KVSums(Wire, frozen=True):
+    """Checksums of the KV pages of a room as P has them (formula: `kv_cache/checksum.py`)."""
+
+    positions: bytes
+    """Of the pages that were summed in `dst_kv_indices`, ascending, int32 LE."""
+    sums: bytes
+    """One for each of them, int64 LE; every KV head counts once."""
+    transport: str
+    """What P wrote with, for the log of D."""
+
+
 class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """P -> D, repeated until acknowledged."""
 
@@ -94,6 +105,8 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     cached_tokens: int = 0
     times: PrefillTimes = NO_TIMES
     """With Success."""
+    kv_sums: KVSums | None = None
+    """With Success, where P's `verify_kv` is not `off`."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):

@@ -19,6 +19,7 @@ from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.follower import run_follower
 from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch
+from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.select import open_transports
@@ -38,7 +39,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     memory: RankMemory | None = None
     """Followers of D: where P's ranks write."""
     lane_base: str = ""
-    """Main rank of P: where its followers take orders to write (`FanOut`)."""
+    """Main rank of P, and of D with `verify_kv`: where its followers take orders (`FanOut`)."""
     num_lanes: int = 0
 
 
@@ -75,7 +76,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
     # The main rank drains before it ends, and needs us for that; a dead main rank ends us by the watch.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    writer = _start_writer(engine, tp_rank, transports, greetings[0])
+    writer = _start_writer(topology, engine, tp_rank, transports, greetings[0])
     logger.info("follows rank 0 (pid %d)", greetings[0].pid)
     run_follower(engine.runner, engine.group, watch)
     if writer is not None:
@@ -85,11 +86,13 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
 
 
 def _start_writer(
-    engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
+    topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
 ) -> ShardFollower | None:
-    """P: threads that write this rank's shard when the main rank says so."""
+    """Threads that write this rank's shard of P, or sum up its pages, when the main rank says so."""
     if not main.num_lanes:
         return None
-    writer = ShardFollower(engine.pool.layout, tp_rank, engine.pool, transports, main.lane_base, main.num_lanes)
+    is_verified = topology.dp_config.router.pd_disaggregation.verify_kv != "off"
+    pool, sums = engine.pool, page_sums_of(engine.pool, tp_rank) if is_verified else None
+    writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums)
     writer.start(ServiceThread)
     return writer

@@ -34,7 +34,7 @@ class Instances:
             pool.fill()
         self.fan_out = FanOut(src_size - 1, transfer_threads=2)
         self.followers = [
-            ShardFollower(self.p.layout, rank, self.p.pools[rank], [self.p.transports[rank]], self.fan_out.base, 3)
+            ShardFollower(self.p.layout, rank, self.p.pools[rank], [self.p.transports[rank]], self.fan_out.base, 4)
             for rank in range(1, src_size)
         ]
         for follower in self.followers:

@@ -1,0 +1,44 @@
+"""The page checksum of `checksum.py` over a pool's tensors, on the device where they are: same numbers, no copy to the
+host. Called as `HostPageSums` is; on CUDA the work goes to a stream of its own, so a step's kernels are not waited for
+(what P sums was written by a step that is over, what D sums by the transport)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from chitu.kv_cache.checksum import CHUNK_BYTES, WORD_BYTES, page_weights
+from chitu.kv_cache.pool import KVPool
+
+DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
+"""Temporary device memory is at most three times as much."""
+
+
+class DevicePageSums:
+    def __init__(self, pool: KVPool, tp_rank: int) -> None:
+        num_heads = pool.k[0].shape[1]
+        weights = page_weights(pool.layout, tp_rank, pool.page_bytes // num_heads)
+        self._low_W, self._high_W, self._salt_RH = (torch.from_numpy(part.copy()).to(pool.device) for part in weights)
+        shape = (pool.num_pages, num_heads, pool.page_bytes // num_heads // WORD_BYTES)
+        pairs = zip(pool.k, pool.v, strict=True)
+        self._regions_PHW = [region.flatten().view(torch.int64).view(shape) for pair in pairs for region in pair]
+        self._device = pool.device
+        self._chunk_pages = max(1, DEVICE_CHUNK_BYTES // pool.page_bytes)
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
+        """Of our heads of these pages, over K and V of these consecutive layers: `[len(pages)]`, on the host."""
+        with torch.cuda.stream(self._stream):
+            pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
+            sums_N = torch.zeros_like(pages_N)
+            for region in range(2 * layers.start, 2 * layers.stop):
+                for start in range(0, len(pages), self._chunk_pages):
+                    chunk = slice(start, start + self._chunk_pages)
+                    words_CHW = self._regions_PHW[region][pages_N[chunk]]
+                    heads_CH = (words_CHW * self._low_W).sum(-1) + ((words_CHW >> 32) * self._high_W).sum(-1)
+                    sums_N[chunk] += (heads_CH * self._salt_RH[region]).sum(-1)
+            return sums_N.cpu().numpy()

@@ -1,0 +1,105 @@
+"""KV checksums between P and D (`verify_kv`): which pages of a room are looked at, and whether they arrived.
+
+P chooses the pages of a room when it writes its first (`choose_pages`): all, or some that D cannot foretell. Each batch
+that was written adds its layers to `RoomSums`, from P's own memory: what was meant to arrive. They cross with Success
+as `KVSums`. D sums the same pages of its memory and calls `compare` before the scheduler hears of SUCCESS. The formula
+is `kv_cache/checksum.py`; every KV head counts once in what crosses, however many ranks hold it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chitu.errors import BadFrame, Integrity
+from chitu.messages import KVLayout, KVSums, pack_i32, unpack_i32
+
+Int64s = NDArray[np.int64]
+VerifyKV = Literal["off", "sample", "all"]
+
+SAMPLE_DIVISOR = 16
+"""`sample` looks at every so manieth page of a room, chosen at random, and at its first and last one."""
+
+_random = secrets.SystemRandom()
+
+
+class PageSums(Protocol):
+    """Checksums of pages of this instance: of one rank, or (`FannedPageSums`) of all of them, added up."""
+
+    def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
+        """One for each page, over K and V of these consecutive layers. Blocks; raises TransferFailed where a rank does
+        not answer."""
+        ...
+
+
+def head_copies(layout: KVLayout) -> int:
+    """How many ranks hold the same KV head."""
+    return max(1, layout.tp_size // layout.num_kv_heads)
+
+
+def choose_pages(verify_kv: VerifyKV, first: int, end: int) -> list[int]:
+    """Positions in a room's page list, ascending, of `[first, end)`."""
+    if verify_kv == "off" or first >= end:
+        return []
+    if verify_kv == "all":
+        return list(range(first, end))
+    chosen = _random.sample(range(first, end), -(-(end - first) // SAMPLE_DIVISOR))
+    return sorted({first, end - 1, *chosen})
+
+
+@dataclass(slots=True)
+class RoomSums:
+    """P: checksums of the chosen pages of a room, growing with what is written."""
+
+    positions: Int64s
+    sums: Int64s
+    transport: str
+    """What P writes with."""
+
+    @classmethod
+    def of(cls, positions: Sequence[int], transport: str) -> RoomSums:
+        return cls(np.asarray(positions, dtype=np.int64), np.zeros(len(positions), dtype=np.int64), transport)
+
+    def within(self, first: int, end: int) -> slice:
+        """The chosen ones among the positions `[first, end)`."""
+        low, high = np.searchsorted(self.positions, (first, end)).tolist()
+        return slice(low, high)
+
+    def message(self) -> KVSums:
+        return KVSums(pack_i32(self.positions.tolist()), self.sums.astype("<i8").tobytes(), self.transport)
+
+
+def read_sums(message: KVSums | None, verify_kv: VerifyKV, first: int, end: int) -> RoomSums:
+    """D: what P sent of a room whose pages `[first, end)` it wrote. Raises Integrity where D cannot verify as it is
+    configured to: pages that had to be looked at are missing, or it makes no sense."""
+    if message is None:
+        raise Integrity(f"P sent no KV checksums, and verify_kv is {verify_kv} here")
+    try:
+        positions = np.asarray(unpack_i32(message.positions), dtype=np.int64)
+    except BadFrame as error:
+        raise Integrity(f"positions of KV checksums: {error.message}") from error
+    if len(message.sums) != 8 * len(positions):
+        raise Integrity(f"{len(message.sums)} bytes of KV checksums for {len(positions)} pages")
+    needed = range(first, end) if verify_kv == "all" else {first, end - 1} if first < end else ()
+    is_sane = not len(positions) or (positions[0] >= first and positions[-1] < end and (np.diff(positions) > 0).all())
+    if not is_sane or not set(needed) <= set(positions.tolist()):
+        raise Integrity(
+            f"KV checksums of {len(positions)} pages do not cover pages {first} to {end - 1} as they should"
+        )
+    return RoomSums(positions, np.frombuffer(message.sums, dtype="<i8").astype(np.int64), message.transport)
+
+
+def compare(expected: RoomSums, found_N: Int64s, copies: int) -> None:
+    """`found_N`: sums over all ranks of D, which hold each head `copies` times. Raises Integrity naming the pages."""
+    wrong = expected.positions[found_N != expected.sums * np.int64(copies)]
+    if len(wrong):
+        names = ", ".join(str(position) for position in wrong[:5].tolist()) + (", ..." if len(wrong) > 5 else "")
+        raise Integrity(
+            f"KV of {len(wrong)} of {len(expected.positions)} verified pages (pages {names} of the prompt)"
+            f" is not what P wrote by {expected.transport or 'an unnamed transport'}"
+        )
