@@ -14,7 +14,7 @@ import torch
 from chitu.engine.executor import Admit, PrefillChunk
 from chitu.errors import Internal
 from chitu.messages import unpack_i32
-from chitu.ops.interface import Batch, Span
+from chitu.ops.interface import Batch, Span, tiles_of
 
 
 @dataclass(slots=True)
@@ -132,6 +132,7 @@ class SlotTable:
             page_table=self.page_table,
             spans=tuple(spans),
             spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
+            tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4).to(self._device, non_blocking=True),
             decode_row=decode_row,
             decode_slots=tuple(decode),
             max_decode_len=max(positions[decode_row:], default=-1) + 1,

@@ -12,10 +12,14 @@ Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+TILE_ROWS = 64
+"""Rows that a kernel computes the attention of at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,23 @@ class Batch:
     spans: tuple[Span, ...]
     spans_X4: torch.Tensor
     """The same, int64 `[spans, 4]` on the host: row, length, slot, start."""
+    tiles_Y4: torch.Tensor
+    """The spans cut into tiles of at most `TILE_ROWS` rows, int64 `[tiles, 4]` on the device: first row, rows, slot,
+    position of the first row. A tile without rows is padding."""
     decode_row: int
     """First row of the decoding sequences; T where there is none."""
     decode_slots: tuple[int, ...]
     max_decode_len: int
     """The longest KV length, new token included, of the decoding sequences."""
+
+
+def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:
+    """The rows of `Batch.tiles_Y4`."""
+    return [
+        (span.row + offset, min(TILE_ROWS, span.length - offset), span.slot, span.start + offset)
+        for span in spans
+        for offset in range(0, span.length, TILE_ROWS)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """The operations on a CUDA device: own Triton kernels for what is bound by memory and launches, torch for the large
-matrix products. Everything can be captured in a CUDA graph as long as a batch has decoding rows only.
+matrix products. Everything can be captured in a CUDA graph.
 
-Prefill rows attend span by span. A whole prompt that fills its span goes to torch's `scaled_dot_product_attention`
-(cuDNN's or FlashAttention's kernel); a later chunk, whose keys lie in pages, to the paged kernel.
+Nothing here looks at a batch's host side but for how many rows there are: all else is read on the device.
 """
 
 from __future__ import annotations
@@ -97,9 +96,8 @@ class TritonOps:
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
         out_THN = torch.empty_like(q_THN)
-        for span in batch.spans:
-            rows = slice(span.row, span.row + span.length)
-            prefill_attention(q_THN[rows], k_PKSN, v_PKSN, batch.page_table, span, out_THN[rows])
+        if batch.tiles_Y4.shape[0]:
+            prefill_attention(q_THN, k_PKSN, v_PKSN, batch.tiles_Y4, batch.page_table, out_THN)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:

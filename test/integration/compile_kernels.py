@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from chitu.ops.interface import TILE_ROWS
 from chitu.ops.kernels import attention, rope, rows, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -52,14 +53,14 @@ def stack_bytes(cubin: bytes) -> int:
 def main() -> None:
     found = []
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
-    tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "pages_ptr": INT}
+    tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
     for is_split in (False, True):
         split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
         found.append(compiled(attention._decode_split, tensors, shape | split, num_warps=4, num_stages=3))
     join = {"DIM": DIM, "DIM_PAD": DIM, "SPLITS_PAD": 32}
     found.append(compiled(attention._join_splits, tensors, join, num_warps=4))
-    tiles = {"HEADS": HEADS, "ROWS": attention.PREFILL_ROWS, "KEYS": attention.PREFILL_KEYS}
+    tiles = {"HEADS": HEADS, "ROWS": TILE_ROWS, "KEYS": attention.PREFILL_KEYS}
     found.append(compiled(attention._prefill_tiles, tensors, shape | tiles, num_warps=4, num_stages=3))
     append = tensors | {"qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF}
     append |= {"cos_ptr": WIDE, "sin_ptr": WIDE, "eps": FLOAT}

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from chitu.ops.interface import Batch, Span
+from chitu.ops.interface import Batch, Span, tiles_of
 
 NUM_PAGES, PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 96, 16, 14, 6
 
@@ -38,6 +38,7 @@ def random_batch(seed: int) -> Batch:
         page_table=table,
         spans=tuple(spans),
         spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
+        tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4),
         decode_row=decode_row,
         decode_slots=tuple(order[cut:]),
         max_decode_len=max(positions[decode_row:], default=-1) + 1,

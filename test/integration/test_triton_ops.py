@@ -64,7 +64,8 @@ def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits):
     k, v = torch.randn(2, NUM_PAGES, kv_heads, PAGE_SIZE, dim)
     q, out = torch.randn(5, heads, dim), torch.full((5, heads, dim), float("nan"))
     decode_attention(q, k, v, slots, positions, table, out, splits)
-    batch = Batch(slots, positions, table, (), torch.zeros(0, 4, dtype=torch.int64), 0, tuple(slots.tolist()), 224)
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    batch = Batch(slots, positions, table, (), none, none, 0, tuple(slots.tolist()), 224)
     close(out.view(5, -1), REFERENCE.attention(q, HeadSpec(heads, kv_heads, dim, 1e-6), batch, k, v))
 
 

@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from chitu.ops.interface import Span
+from chitu.ops.interface import TILE_ROWS
 
 LOG2_E = math.log2(math.e)
 DECODE_BLOCK = 64
 """Keys that a program of the decode kernel looks at at once."""
 MAX_SPLITS = 64
-PREFILL_ROWS, PREFILL_KEYS = 64, 64
+PREFILL_KEYS = 64
 
 
 @triton.jit
@@ -120,13 +120,13 @@ def _prefill_tiles(
     q_ptr,
     k_ptr,
     v_ptr,
-    pages_ptr,
+    tiles_ptr,
+    table_ptr,
     out_ptr,
     scale,
     page_stride,
     head_stride,
-    num_rows,
-    start,
+    table_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -135,19 +135,24 @@ def _prefill_tiles(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Program (tile of rows, query head): row r, at position `start + r`, over the keys 0 .. start + r."""
-    # The longest tiles first, so that the short ones fill the device's tail.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Program (tile, query head): each row of the tile over its slot's keys up to its own position."""
+    # The last tiles of a prompt have the most keys: they start first, so that the short ones fill the device's tail.
+    tile_ptr = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1)
-    rows = tile * ROWS + tl.arange(0, ROWS)
+    first_row = tl.load(tile_ptr)
+    num_rows = tl.load(tile_ptr + 1)
+    pages_ptr = table_ptr + tl.load(tile_ptr + 2) * table_stride
+    first_position = tl.load(tile_ptr + 3)
+    r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
-    in_q = (rows[:, None] < num_rows) & (d[None, :] < DIM)
-    at = (rows[:, None] * HEADS + head) * DIM + d[None, :]
+    in_q = (r[:, None] < num_rows) & (d[None, :] < DIM)
+    at = ((first_row + r[:, None]) * HEADS + head) * DIM + d[None, :]
     q = tl.load(q_ptr + at, mask=in_q, other=0.0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-    end = tl.minimum(start + tile * ROWS + ROWS, start + num_rows)
+    # An empty tile pads a CUDA graph's list: it has no keys either.
+    end = tl.where(num_rows > 0, first_position + num_rows, 0)
     for first in range(0, end, KEYS):
         t = first + tl.arange(0, KEYS)
         page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
@@ -156,7 +161,7 @@ def _prefill_tiles(
         k = tl.load(k_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         v = tl.load(v_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        scores = tl.where(t[None, :] <= start + rows[:, None], scores, -float("inf"))
+        scores = tl.where(t[None, :] <= first_position + r[:, None], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
@@ -237,33 +242,33 @@ def decode_attention(
 
 
 def prefill_attention(
-    q_LHN: torch.Tensor,
+    q_THN: torch.Tensor,
     k_PKSN: torch.Tensor,
     v_PKSN: torch.Tensor,
+    tiles_Y4: torch.Tensor,
     page_table: torch.Tensor,
-    span: Span,
-    out_LHN: torch.Tensor,
+    out_THN: torch.Tensor,
 ) -> None:
-    """The rows of one span (`[length, H, N]`) over all keys of its slot up to their own; result in `out_LHN`."""
-    length, heads, dim = q_LHN.shape
+    """The rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own; results in their rows."""
+    heads, dim = q_THN.shape[1:]
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
-    _launch(_prefill_tiles, (triton.cdiv(length, PREFILL_ROWS), heads))(
-        q_LHN,
+    _launch(_prefill_tiles, (tiles_Y4.shape[0], heads))(
+        q_THN,
         k_PKSN,
         v_PKSN,
-        page_table[span.slot],
-        out_LHN,
+        tiles_Y4,
+        page_table,
+        out_THN,
         dim**-0.5 * LOG2_E,
         k_PKSN.stride(0),
         k_PKSN.stride(1),
-        length,
-        span.start,
+        page_table.stride(0),
         HEADS=heads,
         GROUP=heads // kv_heads,
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         PAGE=page_size,
-        ROWS=PREFILL_ROWS,
+        ROWS=TILE_ROWS,
         KEYS=PREFILL_KEYS,
         num_warps=4,
         num_stages=3,
