@@ -8,28 +8,21 @@ codes of closed lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from chitu.errors import ServiceError
 from chitu.messages import LoadReport
-from chitu.metrics import TIME_BOUNDS_S, CoordinationMetrics, Histograms, RouterMetrics, TimeHistogram, add_up
+from chitu.metrics import CoordinationMetrics, RouterMetrics, add_up
 from chitu.serve.cluster_snapshot import InstanceSnapshot
+from chitu.serve.metric_families import PER_INSTANCE, by_instance, by_key, counter, gauge, histogram, histograms, one
 from chitu.types import Role
 
 OPENMETRICS = "application/openmetrics-text"
-_BOUNDS = [*map(floatToGoString, TIME_BOUNDS_S), "+Inf"]
-_ROLE_OF_LETTER = {role.letter: str(role) for role in Role}
-_PER_INSTANCE = ("role", "instance")
-
-Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the number."""
 
 
 class MetricsReport(NamedTuple):
@@ -53,8 +46,8 @@ class _Families(Collector):
     def collect(self) -> Iterator[Metric]:
         report = self._report
         total = add_up(report.workers)
-        yield _gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
-        yield _gauge("chitu_router_workers", "API processes that the numbers are of", _one(report.num_workers))
+        yield gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
+        yield gauge("chitu_router_workers", "API processes that the numbers are of", one(report.num_workers))
         yield from _requests(total)
         yield from _ports(total, report.coordination)
         yield from _stages(total)
@@ -70,54 +63,6 @@ def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]
     return encode(_Families(report)), content_type
 
 
-# ------------------------------------------------------------------------------------------------------------ families
-
-
-def _one(value: float) -> Samples:
-    return [((), value)]
-
-
-def _by_key(counts: Mapping[str, float], known: Iterable[str] = ()) -> Samples:
-    """`known` keys are there from the start, so that a rate sees their first event too."""
-    return [((key,), counts.get(key, 0)) for key in sorted({*known, *counts})]
-
-
-def _by_instance(numbers: Mapping[str, float]) -> Samples:
-    return [((_ROLE_OF_LETTER[name[0]], name), number) for name, number in sorted(numbers.items())]
-
-
-def _counter(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Metric:
-    """`name` without `_total`."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, number)
-    return family
-
-
-def _gauge(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, number)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: TimeHistogram) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=())
-    family.add_metric((), _buckets(histogram), histogram.sum_s)
-    return family
-
-
-def _histograms(name: str, text: str, histograms: Histograms) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=_PER_INSTANCE)
-    for instance, histogram in sorted(histograms.items()):
-        family.add_metric((_ROLE_OF_LETTER[instance[0]], instance), _buckets(histogram), histogram.sum_s)
-    return family
-
-
-def _buckets(histogram: TimeHistogram) -> list[tuple[str, float]]:
-    return list(zip(_BOUNDS, accumulate(histogram.counts), strict=True))
-
-
 def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
     """Codes of all errors that are ours, not the client's."""
     codes = {code for child in cls.__subclasses__() for code in _service_codes(child)}
@@ -129,74 +74,74 @@ def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
 
 def _requests(total: RouterMetrics) -> Iterator[Metric]:
     codes = _service_codes()
-    yield _counter("chitu_requests", "Requests accepted; each choice of each prompt is one", _one(total.requests))
-    yield _gauge(
+    yield counter("chitu_requests", "Requests accepted; each choice of each prompt is one", one(total.requests))
+    yield gauge(
         "chitu_requests_in_flight",
         "Requests running: prefill until the first token, then decode",
-        _by_key(total.in_flight, ("prefill", "decode")),
+        by_key(total.in_flight, ("prefill", "decode")),
         ("state",),
     )
-    yield _counter(
+    yield counter(
         "chitu_requests_finished",
         "Requests that ended well; a stop string counts as stop",
-        _by_key(total.finished, ("stop", "length")),
+        by_key(total.finished, ("stop", "length")),
         ("reason",),
     )
-    yield _counter(
+    yield counter(
         "chitu_requests_failed",
         "Accepted requests whose client got an error",
-        _by_key(total.failed, codes),
+        by_key(total.failed, codes),
         ("code",),
     )
-    yield _counter("chitu_requests_cancelled", "Requests whose client left", _one(total.cancelled))
-    yield _counter("chitu_requests_rejected", "Requests refused on arrival", _by_key(total.rejected, codes), ("code",))
-    yield _counter("chitu_attempts", "Tries of a request on a pair", _one(total.attempts))
-    yield _counter(
+    yield counter("chitu_requests_cancelled", "Requests whose client left", one(total.cancelled))
+    yield counter("chitu_requests_rejected", "Requests refused on arrival", by_key(total.rejected, codes), ("code",))
+    yield counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
+    yield counter(
         "chitu_retries",
         "Failed attempts that another followed, by the code of the failure",
-        _by_key(total.retries, codes),
+        by_key(total.retries, codes),
         ("code",),
     )
-    yield _counter(
-        "chitu_recomputes", "Retries after the first token: a request went on elsewhere", _one(total.continuations)
+    yield counter(
+        "chitu_recomputes", "Retries after the first token: a request went on elsewhere", one(total.continuations)
     )
-    yield _counter(
+    yield counter(
         "chitu_recomputed_tokens",
         "Prompt and output tokens that recomputes prefilled again",
-        _one(total.recomputed_tokens),
+        one(total.recomputed_tokens),
     )
-    yield _counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", _one(total.prompt_tokens))
-    yield _counter("chitu_output_tokens", "Tokens received for requests", _one(total.tokens - total.stale_tokens))
-    yield _counter("chitu_stale_tokens", "Tokens that came for requests that were over", _one(total.stale_tokens))
-    yield _histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
-    yield _histogram(
+    yield counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", one(total.prompt_tokens))
+    yield counter("chitu_output_tokens", "Tokens received for requests", one(total.tokens - total.stale_tokens))
+    yield counter("chitu_stale_tokens", "Tokens that came for requests that were over", one(total.stale_tokens))
+    yield histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
+    yield histogram(
         "chitu_inter_token_latency_seconds", "From a token to the next one of its request", total.inter_token
     )
-    yield _histogram(
+    yield histogram(
         "chitu_request_duration_seconds", "From acceptance to the end of requests that ended well", total.e2e
     )
 
 
 def _ports(total: RouterMetrics, coordination: CoordinationMetrics) -> Iterator[Metric]:
-    yield _histogram("chitu_router_loop_lag_seconds", "How late a timer of the router's loop came", total.loop_lag)
+    yield histogram("chitu_router_loop_lag_seconds", "How late a timer of the router's loop came", total.loop_lag)
     bad = {"token": total.bad_token_messages, **coordination.bad_frames}
-    yield _counter("chitu_router_bad_frames", "Messages that could not be read", _by_key(bad), ("port",))
-    yield _counter(
+    yield counter("chitu_router_bad_frames", "Messages that could not be read", by_key(bad), ("port",))
+    yield counter(
         "chitu_router_unknown_heartbeats",
         "Heartbeats of processes that are not members",
-        _one(coordination.unknown_heartbeats),
+        one(coordination.unknown_heartbeats),
     )
 
 
 def _stages(total: RouterMetrics) -> Iterator[Metric]:
     """Where finished requests spent their time, as the instances tell with the end."""
-    for name, text, histograms in (
+    for name, text, times in (
         ("chitu_prefill_queue_seconds", "P: from arrival to the first chunk", total.queue),
         ("chitu_prefill_compute_seconds", "P: from the first chunk to the logits", total.prefill),
         ("chitu_kv_transfer_seconds", "P: from the logits to the last byte in D's memory", total.transfer),
         ("chitu_decode_admission_seconds", "D: from arrival to the announcement of its pages", total.admission),
     ):
-        yield _histograms(name, text, histograms)
+        yield histograms(name, text, times)
 
 
 # ----------------------------------------------------------------------------------------------- the instances' share
@@ -214,23 +159,23 @@ def _membership(
         ("chitu_instance_age_seconds", "Since it joined", coordination.ages_s),
         ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
     ):
-        yield _gauge(name, text, _by_instance(numbers), _PER_INSTANCE)
+        yield gauge(name, text, by_instance(numbers), PER_INSTANCE)
     for name, text, counts in (
         ("chitu_instance_leases_expired", "Leases that ended because no heartbeat came", coordination.expired_leases),
         ("chitu_instance_deaths", "Processes that ended without a goodbye", coordination.deaths),
         ("chitu_instance_breaker_openings", "How often its circuit breakers opened", total.breaker_openings),
     ):
-        yield _counter(name, text, _by_instance({**names, **counts}), _PER_INSTANCE)
-    yield _gauge(
+        yield counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
+    yield gauge(
         "chitu_instance_breaker",
         "API processes whose circuit breaker of the instance is in that state",
         [
             ((*labels, state), count)
             for name, states in sorted(total.breakers.items())
-            for labels, _ in _by_instance({name: 0})
+            for labels, _ in by_instance({name: 0})
             for state, count in sorted(states.items())
         ],
-        (*_PER_INSTANCE, "state"),
+        (*PER_INSTANCE, "state"),
     )
 
 
@@ -245,9 +190,9 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         samples = [
             ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
         ]
-        yield _gauge(name, text, samples, (*_PER_INSTANCE, label))
+        yield gauge(name, text, samples, (*PER_INSTANCE, label))
     waiting = [(labels, load.waiting_tokens) for labels, load in loads]
-    yield _gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, _PER_INSTANCE)
+    yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
@@ -256,7 +201,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
     ):
-        yield _counter(name, text, [(labels, getattr(load, field)) for labels, load in loads], _PER_INSTANCE)
+        yield counter(name, text, [(labels, getattr(load, field)) for labels, load in loads], PER_INSTANCE)
 
 
 def _queues(role: str, load: LoadReport) -> dict[str, int]:
