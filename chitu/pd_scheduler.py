@@ -441,6 +441,7 @@ class PDScheduler:
             aux_free=self._parts.aux.num_free if self._parts.aux is not None else 0,
             steps=self._steps,
             tokens=self._prompt_tokens if self._parts.sender is not None else self._tokens.tokens_sent,
+            tokens_dropped=self._tokens.tokens_dropped,
             bytes_moved=self._bytes_moved,
             retractions=decode.retractions,
             backlog_s=self._backlog.seconds,

@@ -23,6 +23,8 @@ class TokenManager:
         self._tokens: list[int] = []
         self._finished: list[Finish] = []
         self.tokens_sent = 0
+        """Dropped ones included."""
+        self.tokens_dropped = 0
 
     def push(self, room: bytes, token: int) -> None:
         self._rooms.append(room)
@@ -39,5 +41,6 @@ class TokenManager:
         if not self._send(frame):
             # The router has not read for so long that it is gone; its clients are, too.
             logger.error("token queue to the router is full: dropped %d tokens", len(self._tokens))
+            self.tokens_dropped += len(self._tokens)
         self.tokens_sent += len(self._tokens)
         self._rooms, self._tokens, self._finished = [], [], []

@@ -39,6 +39,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     steps: int = 0
     tokens: int = 0
     """Since start: prompt tokens computed (P), tokens emitted (D)."""
+    tokens_dropped: int = 0
+    """Of `tokens`, because the router did not take them."""
     bytes_moved: int = 0
     retractions: int = 0
     unknown_frames: int = 0

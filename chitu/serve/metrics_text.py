@@ -196,6 +196,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
+        ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
         ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
