@@ -48,7 +48,7 @@ class Announcements:
             return
         transition = self._table.apply(room, SenderEvent.ADD_REQUEST, SendRoom())
         if transition is None:
-            self._out.log(logging.WARNING, "room %s was added twice", room_text(room))
+            self._add_too_late(room, request_id, num_tokens)
             return
         entry, record = transition.entry, transition.entry.data
         record.request_id, record.num_tokens, record.requested_s = request_id, num_tokens, self._clock.monotonic()
@@ -65,6 +65,19 @@ class Announcements:
             return
         if self._view.is_lost(rank, incarnation):
             self._rooms.fail(room, SenderEvent.PEER_LOST, DecodeLost(f"D{rank} is gone"))
+
+    def _add_too_late(self, room: bytes, request_id: str, num_tokens: int) -> None:
+        """The room is not over yet, but it cannot begin: what D announced failed before the router's half came."""
+        entry = self._table.get(room)
+        assert entry is not None
+        record = entry.data
+        if record.num_tokens or record.error is None:
+            self._out.log(logging.WARNING, "room %s was added twice", room_text(room))
+            return
+        record.request_id, record.num_tokens = request_id, num_tokens
+        self._out.event(TransferEventKind.FAILED, room, record.error)
+        if entry.state is SenderState.RELEASED:  # else RELEASED follows when the room has settled
+            self._out.event(TransferEventKind.RELEASED, room)
 
     # --------------------------------------------------------------------------------------------------------- D's half
 

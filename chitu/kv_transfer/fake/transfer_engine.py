@@ -76,6 +76,8 @@ class FakeFabric:
         """Calls of `write`, failed ones included."""
         self.on_write: Callable[[str, CopyList], None] | None = None
         """Called with (peer's session id, copies) inside `write`, before a byte moves: what happens meanwhile."""
+        self.on_land: Callable[[str, CopyList], None] | None = None
+        """Called with (peer's session id, copies) when the bytes move, be it in `write` or late."""
 
     def inject(self, *faults: Fault) -> None:
         """Queue faults; each strikes one write."""
@@ -93,7 +95,7 @@ class FakeFabric:
         with self._changed:
             late, self._late = self._late, []
         for write in late:
-            _copy(write.copies)
+            self._land(write.target, write.copies)
         return len(late)
 
     def step(self) -> None:
@@ -138,9 +140,14 @@ class FakeFabric:
         if kind is FaultKind.LATE:
             self._late.append(_LateWrite(source, target, copies))
             raise WriteError(f"fake: the write to {target} is late", settled=False)
-        _copy(copies)
+        self._land(target, copies)
         if fault is not None and kind is FaultKind.CORRUPT:
             _flip_bit(copies, fault.byte)
+
+    def _land(self, target: str, copies: CopyList) -> None:
+        if self.on_land is not None:
+            self.on_land(target, copies)
+        _copy(copies)
 
     def _wait_for_step(self, source: str, target: str, copies: CopyList, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

@@ -1,0 +1,316 @@
+"""One P or D of the simulated cluster as it really is: `PDScheduler`, transfer layer, page accounting. Only what
+computes (`KVExecutor`), the transport, the clock and the network (`cluster_world.py`) are made up.
+
+What must hold inside one process is checked here: a token's KV is right whenever it is read, every transfer event comes
+once and in order, a room that ended stays ended, and every page and aux slot is in exactly one hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import FakeClock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import (
+    ExecutorInfo,
+    LayerCallback,
+    Offload,
+    PrefillChunk,
+    Restore,
+    StepPlan,
+    StepResult,
+)
+from chitu.engine.fake import FakeExecutor
+from chitu.errors import ChituError
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.transfer_queue import Batch
+from chitu.lifecycle import RECEIVER_POLL, SENDER_POLL, KVPoll, SequenceState
+from chitu.messages import ClusterView, InstanceInfo, SchedulerMessage
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.scheduling.sequence import Sequence
+from chitu.token_manager import TokenManager
+from chitu.types import Role, instance_name
+
+INFO = ExecutorInfo(num_slots=5, max_model_len=64, vocab_size=1000, num_layers=NUM_LAYERS, eos_token_ids=(2,))
+SCHEDULING = SchedulerConfig(max_running_requests=5, max_batched_tokens=12, chunk_size=5, reserved_decode_tokens=1)
+DEADLINES = DeadlineConfig(
+    bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
+)
+REQUEST_TIMEOUT_S = 12.0
+REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
+
+
+class Surroundings(Protocol):
+    """What a process needs of the world."""
+
+    clock: FakeClock
+    fabric: FakeFabric
+    max_batch_bytes: int
+    writing: bytes
+    """Room of the write that runs now."""
+
+    def next_incarnation(self) -> int: ...
+    def is_pid_alive(self, pid: int) -> bool: ...
+    def link(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
+    def meanwhile(self) -> None: ...
+    def take_tokens(self, frame: bytes) -> bool: ...
+    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None: ...
+
+
+class KVExecutor(FakeExecutor):
+    """`FakeExecutor` whose KV are real bytes: of token t in region r, a checksum of the tokens to t, mixed with r."""
+
+    def __init__(self, memory: Memory, meanwhile: Callable[[], None]) -> None:
+        rows = memoryview(memory.rows).cast("B")
+        super().__init__(INFO, NUM_PAGES, PAGE_SIZE, NUM_AUX, rows, AUX_ROW_BYTES, AUX_HEADER_BYTES)
+        self._kv = memory.kv.view(np.uint32)
+        self._meanwhile = meanwhile
+        self._host: dict[int, NDArray[np.uint32]] = {}
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        for key in plan.drop:
+            del self._host[key]
+
+        def layer_done(layer: int) -> None:
+            for chunk in plan.prefill:
+                self._write(chunk.slot, chunk.start, chunk.start + chunk.length, slice(2 * layer, 2 * layer + 2))
+            if on_layer is not None:
+                on_layer(layer)
+            self._meanwhile()
+
+        return super().execute(plan, layer_done)
+
+    def _right(self, slot: int, start: int, end: int) -> NDArray[np.uint32]:
+        """`[regions, end - start]`."""
+        tokens = self._slots[slot].tokens
+        sums = itertools.accumulate(
+            (t.to_bytes(4, "little") for t in tokens[:end]), lambda s, t: zlib.crc32(t, s), initial=0
+        )
+        return np.array(list(sums)[start + 1 :], dtype=np.uint32) ^ REGION_SALT
+
+    def _write(self, slot: int, start: int, end: int, regions: slice = slice(None)) -> None:
+        pages, right = self._slots[slot].pages, self._right(slot, start, end)
+        for at in range(start, end):
+            self._kv[regions, pages[at // PAGE_SIZE], at % PAGE_SIZE] = right[regions, at - start]
+
+    def _check(self, slot: int, num_tokens: int) -> None:
+        found = self._kv[:, self._slots[slot].pages].reshape(2 * NUM_LAYERS, -1)[:, :num_tokens]
+        assert (found == self._right(slot, 0, num_tokens)).all(), f"slot {slot}: KV of another request, or torn"
+
+    def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
+        self._check(chunk.slot, chunk.start)
+        super()._prefill(chunk, result)
+
+    def _decode(self, slot: int, result: StepResult) -> None:
+        length = self._slots[slot].kv_len
+        self._check(slot, length)
+        self._write(slot, length, length + 1)
+        super()._decode(slot, result)
+
+    def _offload(self, offload: Offload) -> None:
+        self._check(offload.slot, self._slots[offload.slot].kv_len)
+        self._host[offload.key] = self._kv[:, self._slots[offload.slot].pages].copy()
+        super()._offload(offload)
+
+    def _restore(self, restore: Restore) -> None:
+        saved = self._host.pop(restore.key)
+        pages = self._slots[restore.slot].pages[: saved.shape[1]]
+        self._kv[:, pages] = saved[:, : len(pages)]
+        super()._restore(restore)
+
+
+@dataclass
+class EventLog:
+    """Each kind once; Success, or Failed and then Released; nothing behind the end."""
+
+    kinds: dict[bytes, list[Kind]] = field(default_factory=dict)
+
+    def take(self, event: TransferEvent) -> None:
+        seen = self.kinds.setdefault(event.room, [])
+        assert event.kind not in seen, f"{event.kind.name} came twice"
+        assert Kind.RELEASED not in seen, f"{event.kind.name} after RELEASED"
+        if event.kind is Kind.RELEASED:  # after SUCCESS only where an abort crossed it, which took it back
+            assert Kind.SUCCESS not in seen, "RELEASED after SUCCESS"
+        else:
+            assert not {Kind.SUCCESS, Kind.FAILED} & set(seen), f"{event.kind.name} after {seen[-1].name}"
+        seen.append(event.kind)
+
+
+class Process:
+    """An incarnation of P or D; its threads are what the world calls: `step`, `write`, `on_frame`, `tick`."""
+
+    def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
+        self.world, self.role, self.rank = world, role, rank
+        self.incarnation = self.pid = world.next_incarnation()
+        self.port = 1000 + self.incarnation
+        self.name = instance_name(role, rank)
+        self.session = f"{self.name}-{self.incarnation}"
+        self.memory = Memory()
+        self.cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
+        self.executor = KVExecutor(self.memory, world.meanwhile)
+        config = KVManagerConfig(
+            rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES, max_batch_bytes=world.max_batch_bytes
+        )
+        self.kv = KVManager(
+            role,
+            config,
+            memory=self.memory,
+            aux=self.memory.aux,
+            transports=[FakeTransport(world.fabric, self.session)],
+            link=world.link,
+            wake=lambda: None,
+            clock=world.clock,
+            is_pid_alive=world.is_pid_alive,
+        )
+        self.transfer = self.kv.sender or self.kv.receiver
+        assert self.transfer is not None
+        self.table = self.transfer._table
+        self.events = EventLog()
+        self._tap()
+        parts = PDSchedulerParts(
+            config=SCHEDULING,
+            deadlines=DEADLINES,
+            executor=self.executor,
+            cache=self.cache,
+            tokens=TokenManager(self.incarnation, world.take_tokens),
+            report_failure=lambda room, error: world.take_failure(self, room, error),
+            clock=world.clock,
+            name=self.name,
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            aux=self.memory.aux,
+            num_aux_slots=NUM_AUX,
+            sender=self.kv.sender,
+            receiver=self.kv.receiver,
+        )
+        self.scheduler = PDScheduler(parts)
+        self.is_frozen = self.is_slow = self.is_deaf = False
+        """All threads stopped; the step thread alone; no views reach it."""
+        self.beat_s = self.heard_s = world.clock.monotonic()
+        self.router = 0
+        self._ends: dict[bytes, KVPoll] = {}
+        self._live: set[bytes] = set()
+        self._gone: set[bytes] = set()
+
+    def _tap(self) -> None:
+        """Look at what passes between the parts, without changing it."""
+        role = self.transfer
+        assert role is not None
+        poll = role.poll
+
+        def tapped() -> list[TransferEvent]:
+            events = poll()
+            for event in events:
+                self.events.take(event)
+            return events
+
+        role.poll = tapped  # type: ignore[method-assign]
+        if self.kv.sender is not None:
+            queue = self.kv.sender.queue
+            work = queue._work
+
+            def noted(batch: Batch) -> None:
+                before, self.world.writing = self.world.writing, batch.room
+                work(batch)
+                self.world.writing = before
+
+            queue._work = noted
+
+    @property
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+
+    # ----------------------------------------------------------------------------------------------------- its threads
+
+    def submit(self, message: SchedulerMessage) -> None:
+        self.scheduler.submit(message)
+
+    def step(self) -> bool:
+        return self.scheduler.step()
+
+    def write(self) -> bool:
+        return self.kv.sender is not None and self.kv.sender.queue.run_one()
+
+    def on_frame(self, room: bytes, payload: bytes) -> None:
+        self.kv.comm_side.on_frame(room, payload)
+
+    def on_view(self, view: ClusterView) -> None:
+        """As `CommLoop._drain_views`."""
+        self.heard_s = self.world.clock.monotonic()
+        if view.router_incarnation < self.router:
+            return
+        if view.router_incarnation != self.router:
+            if self.router:
+                self.scheduler.cancel_all()
+            self.router = view.router_incarnation
+        self.kv.comm_side.on_view(view)
+
+    def tick(self, now_s: float) -> None:
+        self.kv.comm_side.tick(now_s)
+        if now_s - self.heard_s >= DEADLINES.router_s:
+            self.scheduler.end_all(now_s - self.heard_s)
+            self.heard_s = now_s
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def sequences(self) -> dict[bytes, Sequence]:
+        prefill, decode = self.scheduler._prefill, self.scheduler._decode
+        queues = [prefill.waiting, prefill.computing, prefill.inflight, prefill.closing]
+        queues += [decode.waiting, decode.transfer, decode.running, decode.retracted, decode.closing]
+        found: dict[bytes, Sequence] = {}
+        for queue in queues:
+            assert not found.keys() & queue.keys(), "a request stands in two queues"
+            found.update(queue)
+        return found
+
+    def check(self) -> None:
+        allocator, tables = self.cache._allocator, self.cache._tables
+        held = [page for pages in tables.values() for page in pages]
+        assert len(held) == len(set(held)), "a page is in two hands"
+        assert allocator.num_used + allocator.num_quarantined == len(held)
+        assert allocator.num_free + len(held) == NUM_PAGES
+        sequences = self.sequences()
+        assert tables.keys() <= sequences.keys(), "pages of a request that is gone"
+        slots = [s.aux_slot for s in sequences.values() if s.aux_slot >= 0]
+        assert len(slots) == len(set(slots)) and self.memory.aux.num_free + len(slots) == NUM_AUX
+        self._check_rooms()
+
+    def _check_rooms(self) -> None:
+        polls = SENDER_POLL if self.kv.sender is not None else RECEIVER_POLL
+        live = {room: entry.state for room, entry in self.table.items()}
+        assert not live.keys() & self._gone, "a room that was over lives again"
+        self._gone |= self._live - live.keys()
+        self._live = set(live)
+        for room, state in live.items():
+            (poll,) = polls[state]  # type: ignore[index]
+            assert self._ends.get(room, poll) is poll, f"{self._ends[room].name} became {poll.name}"
+            if poll in (KVPoll.Success, KVPoll.Failed):
+                self._ends[room] = poll
+
+    def check_landing(self, room: bytes, pages: set[int], aux_slots: set[int], is_source: bool) -> None:
+        """Bytes of a room move now: out of our memory (`is_source`) or into it."""
+        sequence = self.sequences().get(room)
+        side = "out of" if is_source else "into"
+        assert sequence is not None, f"a write {side} {self.name} for a room that it has given back"
+        assert pages <= set(self.cache.get_page_indices(room)), f"a write {side} pages of another room of {self.name}"
+        assert aux_slots <= {sequence.aux_slot}, f"a write {side} an aux slot of another room of {self.name}"
+        if not is_source:
+            assert sequence.state in (SequenceState.TRANSFER, SequenceState.CLOSING) and not sequence.kv_ready
+
+    def check_empty(self) -> None:
+        assert self.scheduler.is_idle and not len(self.table)
+        self.cache.check_idle()
+        assert self.memory.aux.num_free == NUM_AUX
+        assert not self.executor.saved_keys and not self.executor._host

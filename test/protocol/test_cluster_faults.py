@@ -1,0 +1,59 @@
+"""Whole P and D under scripts of faults: whatever happens, each request ends once, right, in time; no page is lost.
+
+`CHITU_PROTOCOL_CASES` is the number of scripts (700); by hand many thousand. A failing script is shrunk and printed as
+the list of `Op` that `ClusterWorld.play` takes: add it below as a test of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+from cluster_world import ClusterWorld, Op
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "700"))
+KINDS = (
+    *["ask"] * 6,
+    *["run"] * 8,
+    *["pass"] * 2,
+    *["lose", "double", "delay", "hasten"] * 2,
+    *["fault", "land", "cancel"] * 2,
+    *("again", "kill", "start", "replace", "freeze", "slow", "deafen", "router"),
+)
+OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
+SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
+"""In pieces, as hypothesis makes single lists short. About 40 ops; shrinks to few."""
+MANY = settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=CASES == 700,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@MANY
+@given(SCRIPTS)
+def test_any_script_of_faults_costs_requests_at_most_and_never_a_page_a_byte_or_an_answer(
+    pieces: list[list[Op]],
+) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = ClusterWorld()
+    world.play(script)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+@settings(MANY, max_examples=max(1, CASES // 7))
+@given(
+    st.lists(
+        st.builds(Op, st.sampled_from(["ask", "run", "run"]), st.integers(0, 15), st.integers(0, 400)), max_size=40
+    )
+)
+def test_without_faults_every_request_finishes(script: list[Op]) -> None:
+    world = ClusterWorld()
+    world.play(script)
+    world.settle_down()
+    assert {asked.end for asked in world.requests.values()} <= {"finished"}
