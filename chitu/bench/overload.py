@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("timed", "tiny"), default="timed")
     parser.add_argument("--bottleneck", choices=tuple(RUNNING_ON_D), default="prefill")
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each level")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each level")
     parser.add_argument("--levels", type=float, nargs="+", default=LEVELS, help="times the sustained rate")
     parser.add_argument("--clients", type=int, default=32, help="of the closed loop")
     parser.add_argument("--ttft-s", type=float, default=2.0)
