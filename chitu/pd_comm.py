@@ -34,6 +34,7 @@ from chitu.messages import (
     scheduler_codec,
     view_codec,
 )
+from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.sockets import bind, connect
 from chitu.types import Role, instance_name
 
@@ -70,10 +71,18 @@ class CommCallbacks:
 class CommLoop:
     """Built (and bound) by the main thread, then run by the comm thread alone."""
 
-    def __init__(self, role: Role, bind_host: str, port: int, router: RouterAddress, clock: Clock) -> None:
+    def __init__(
+        self,
+        role: Role,
+        bind_host: str,
+        port: int,
+        router: RouterAddress,
+        clock: Clock,
+        secrets: ClusterSecrets | None = None,
+    ) -> None:
         self._role = role
         self._clock = clock
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = make_context(secrets)
         self._requests, self.port = bind(self._context, zmq.PULL, bind_host, port)
         self._control, self.control_port = bind(self._context, zmq.PULL, bind_host, 0)
         self._coordination = connect(self._context, zmq.DEALER, router.host, router.coordination_port)
@@ -160,12 +169,15 @@ class CommLoop:
     def _flush_outbox(self) -> None:
         while self._outbox:
             host, port, frames = self._outbox.popleft()
-            if port:
-                socket = self._peer(host, port)
-            else:
-                socket = self._stats if host == "stats" else self._coordination
             try:
+                if port:
+                    socket = self._peer(host, port)
+                else:
+                    socket = self._stats if host == "stats" else self._coordination
                 socket.send_multipart(frames, zmq.NOBLOCK)
+            except BadFrame as error:  # the address came in a message
+                self.bad_frames += 1
+                logger.warning("no way to a peer: %s", error)
             except zmq.Again:
                 # Protocol messages are repeated until answered; this peer has not read for 100,000 messages.
                 logger.warning("queue to %s:%d is full, message dropped", host, port)

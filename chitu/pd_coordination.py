@@ -43,7 +43,7 @@ from chitu.messages import (
 from chitu.metrics import CoordinationMetrics
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
-from chitu.net.sockets import bind
+from chitu.net.sockets import bind, check_address
 from chitu.types import Role, instance_name
 
 log = logging.getLogger(__name__)
@@ -175,6 +175,9 @@ class PDCoordination:
                 "run the same release everywhere"
             )
         info = join.instance
+        check_address(info.host, info.port)
+        if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
+            raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
         key = (info.role, info.engine_rank)
         now_s = self._clock.monotonic()
         lease_end_s = now_s + self._deadlines.lease_s

@@ -24,6 +24,7 @@ from typing import get_type_hints
 import msgspec
 import zmq
 
+from chitu.config.load import cluster_key
 from chitu.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
@@ -48,6 +49,7 @@ from chitu.messages import (
     unpack_i32,
     view_codec,
 )
+from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
@@ -108,7 +110,7 @@ class FakeWorker:
     def __init__(self, names: Sequence[str], options: FakeOptions) -> None:
         """`names`: P0, D0, U1: the instances that this process plays."""
         self._options = options
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = make_context(derive(cluster_key()))
         self._incarnation: Incarnation = new_incarnation()
         self._instances = [self._make(name) for name in names]
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)

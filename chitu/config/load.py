@@ -19,6 +19,7 @@ import msgspec
 import msgspec.inspect as inspection
 import yaml
 
+from chitu.config.cluster_key import ENVIRONMENT_KEY, KEY_PATH, cluster_key_of, why_refused, with_cluster_key
 from chitu.config.schema import Topology
 from chitu.errors import ConfigError
 
@@ -44,7 +45,10 @@ def find_topology(name: str | None) -> Path:
 
 
 def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
-    """Read `path` (None: the default 1P1D), put `a.b=c` overrides over it, check keys, types and ranges."""
+    """Read `path` (None: the default 1P1D), put `a.b=c` overrides over it, check keys, types and ranges.
+
+    The cluster's key comes from the environment before the file, and from no override: those stand in command lines.
+    """
     file = find_topology(path)
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
@@ -57,8 +61,17 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold a mapping with the keys {', '.join(_field_types(_ROOT))}")
     for override in overrides:
+        if override.partition("=")[0].strip() == KEY_PATH:
+            raise ConfigError(
+                f"{KEY_PATH} is a secret, and `ps` shows command lines to everybody: put it into the environment as "
+                f"{ENVIRONMENT_KEY}, or into a topology file that only you can read"
+            )
         _apply(data, override)
-    return parse_topology(data)
+    topology = parse_topology(data)
+    key = cluster_key() or cluster_key_of(topology)
+    if key and (problem := why_refused(key)):
+        raise ConfigError(problem)
+    return with_cluster_key(topology, key)
 
 
 def parse_topology(data: dict[str, Any]) -> Topology:
@@ -71,7 +84,9 @@ def parse_topology(data: dict[str, Any]) -> Topology:
 
 
 def dump_topology(topology: Topology) -> str:
-    """YAML that `load_topology` reads back to an equal value."""
+    """YAML that `load_topology` reads back to an equal value, but for the cluster's key, which is left out: it goes to
+    child processes by their environment."""
+    topology = with_cluster_key(topology, "")
     # Without allow_unicode: PyYAML writes odd line breaks (NEL) in single quotes and folds them away when it reads.
     return yaml.dump(msgspec.to_builtins(topology), Dumper=_Dumper, sort_keys=False)
 
@@ -277,6 +292,8 @@ def _explain(text: str, data: dict[str, Any]) -> str:
     if isinstance(kind, inspection.LiteralType):
         words = [str(word) for word in kind.values]
         return f"{path} must be one of {', '.join(words)}, not {value!r}{_nearest(str(value), words)}"
+    if path == KEY_PATH:
+        return f"{path} must be a text (in quotes, if it looks like a number)"
     expected = re.match(r"Expected `(\w+)(?: \| null)?`(?: (?P<range>[<>]=? \S+))?", match["what"])
     if expected is None:
         return f"{path}: {match['what']}, not {value!r}"
@@ -344,6 +361,11 @@ def api_key() -> str | None:
     """`CHITU_API_KEY`: what `chitu chat` shows a router that asks for a key. Not the key of another service, which
     would leave for any address that is given."""
     return os.environ.get("CHITU_API_KEY") or None
+
+
+def cluster_key() -> str:
+    """`CHITU_CLUSTER_KEY`: the cluster's secret, over the one of the topology file; empty where there is none."""
+    return os.environ.get(ENVIRONMENT_KEY, "")
 
 
 def cache_dir() -> Path:

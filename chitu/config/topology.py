@@ -2,7 +2,7 @@
 
 Pure: values in, values out (the only look outside is whether the model folder exists). Called by `chitu serve`,
 `chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all;
-`warn_of_faults` logs.
+`warn_of_faults` and `warn_without_key` log.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.config.tensor_parallel import why_not
 from chitu.errors import ConfigError
@@ -129,6 +130,17 @@ def warn_of_faults(topology: Topology) -> None:
     """Say it where transfers are broken on purpose, so that nobody takes such a cluster for a sound one."""
     if faults := topology.dp_config.router.pd_disaggregation.faults.describe():
         logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", faults)
+
+
+def warn_without_key(topology: Topology) -> None:
+    """Say it where a cluster reaches over several machines and takes part whoever reaches its ports."""
+    hosts = host_names(topology)
+    if len(hosts) > 1 and not cluster_key_of(topology):
+        logger.warning(
+            "NO CLUSTER KEY on %d hosts (%s): whoever reaches the ports of this cluster can join it, read its requests "
+            "and write into its KV cache; set %s (docs/operations.md, Security)",
+            *(len(hosts), ", ".join(hosts), ENVIRONMENT_KEY),
+        )
 
 
 def check(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> None:

@@ -5,7 +5,8 @@ and renews it, D lists all of them. `BootstrapServer.register/lookup/expire` are
 to the router's event loop; `BootstrapClient` blocks and belongs to a helper thread of P and D.
 
 An entry is a lease: `expire` drops what was not renewed. A newer incarnation replaces an older one; an older one is
-refused (410), so a dying process cannot take its successor's place.
+refused (410), so a dying process cannot take its successor's place. Where the cluster has a key, `/route` wants its
+token (401); `/health` is open.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import msgspec
 from chitu.clock import Clock
 from chitu.errors import BootstrapTimeout, ChituError, IncompatibleLayout, TransferFailed
 from chitu.messages import RouteEntry
+from chitu.net.bearer import is_bearer
+from chitu.net.curve import ClusterSecrets
+from chitu.net.http import header
 from chitu.types import Role, instance_name
 
 T = TypeVar("T")
@@ -54,9 +58,10 @@ class _Lease:
 class BootstrapServer:
     """`lease_s`: how long an entry lives without a renewal (another `PUT` of the same entry, or `renew`)."""
 
-    def __init__(self, clock: Clock, lease_s: float = 10.0) -> None:
+    def __init__(self, clock: Clock, lease_s: float = 10.0, secrets: ClusterSecrets | None = None) -> None:
         self._clock = clock
         self._lease_s = lease_s
+        self._secrets = secrets
         self._leases: dict[int, _Lease] = {}
 
     # ---------------------------------------------------------------------------------------------------------- core
@@ -117,13 +122,17 @@ class BootstrapServer:
 
     # ---------------------------------------------------------------------------------------------------------- HTTP
 
-    def handle(self, method: str, path: str, query: str, body: bytes) -> tuple[int, bytes]:
-        """One HTTP request as (status, JSON body)."""
+    def handle(
+        self, method: str, path: str, query: str, body: bytes, authorization: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """One HTTP request as (status, JSON body). `authorization`: that header, if there was one."""
         try:
             if path == "/health" and method == "GET":
                 return 200, b'{"status":"ok"}'
             if path != "/route":
                 raise RouteError(404, f"no such path: {path}")
+            if self._secrets is not None and not is_bearer(authorization, [self._secrets.token.encode()]):
+                raise RouteError(401, "the token of this cluster is required (made of cluster_key): it is not the same")
             if method == "PUT":
                 self.register(self._decode(body))
                 return 200, b'{"status":"ok"}'
@@ -164,7 +173,9 @@ class BootstrapServer:
         if body is None:
             status, answer = 413, b'{"error":{"code":413,"message":"the body is too large"}}'
         else:
-            status, answer = self.handle(scope["method"], scope["path"], scope["query_string"].decode("latin-1"), body)
+            query = scope["query_string"].decode("latin-1")
+            authorization = header(scope, b"authorization")
+            status, answer = self.handle(scope["method"], scope["path"], query, body, authorization)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
@@ -187,9 +198,10 @@ async def _read_body(receive: Receive) -> bytes | None:
 class BootstrapClient:
     """Blocking; one connection a call, each step of it bounded by `timeout_s`."""
 
-    def __init__(self, host: str, port: int, timeout_s: float = 2.0) -> None:
+    def __init__(self, host: str, port: int, secrets: ClusterSecrets | None = None, timeout_s: float = 2.0) -> None:
         self._host = host
         self._port = port
+        self._headers = {"authorization": f"Bearer {secrets.token}"} if secrets is not None else {}
         self._timeout_s = timeout_s
 
     def put(self, entry: RouteEntry) -> None:
@@ -210,7 +222,7 @@ class BootstrapClient:
 
     def _call(self, method: str, target: str, body: bytes | None = None) -> bytes:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        headers = {"content-type": "application/json"} if body is not None else {}
+        headers = {**self._headers, **({"content-type": "application/json"} if body is not None else {})}
         try:
             connection.request(method, target, body, headers)
             response = connection.getresponse()

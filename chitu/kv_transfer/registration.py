@@ -20,6 +20,7 @@ from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shards
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
+from chitu.net.sockets import check_address
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,9 @@ class DecodePeers:
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:
     """Raises BadFrame where not even a refusal could be sent back."""
-    if not 0 < info.dst_port <= 65535 or not 0 < len(info.endpoint) <= 255 or info.engine_rank < 0:
-        raise BadFrame(f"D{info.engine_rank} registers with the address {info.endpoint!r}:{info.dst_port}")
+    check_address(info.endpoint, info.dst_port)
+    if info.engine_rank < 0:
+        raise BadFrame(f"a registration of D{info.engine_rank}")
 
 
 def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: PagedMemory) -> RankMemory:

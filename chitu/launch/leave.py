@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import zmq
 
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import router_host
 from chitu.config.schema import Topology
 from chitu.messages import Leave, encode
+from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
 
 LINGER_MS = 500
@@ -20,7 +22,7 @@ LINGER_MS = 500
 
 def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
     """Returns once they are handed to the network, or after `LINGER_MS`."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = make_context(derive(cluster_key_of(topology)))
     port = topology.dp_config.router.pd_disaggregation.coordination_port
     socket = connect(context, zmq.DEALER, router_host(topology), port)
     for leave in leaves:

@@ -29,6 +29,7 @@ from types import TracebackType
 
 import msgspec
 
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import check, find_instance, instances, on_one_host
@@ -71,6 +72,7 @@ class LocalCluster:
         self._entries = entries or Entries()
         self._cores = len(os.sched_getaffinity(0))
         self._config = str(self.log_dir / "topology.yaml")
+        Path(self._config).touch(mode=0o600)  # it may have API keys; the cluster's key is not in it
         Path(self._config).write_text(dump_topology(topology), encoding="utf-8")
         self._supervisor = Supervisor(
             [ROUTER, *(item.name for item in instances(topology))],
@@ -78,7 +80,7 @@ class LocalCluster:
             self.log_dir,
             restart=restart,
             on_event=on_event or (lambda text: None),
-            env=env,
+            env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
         )
         self.members = self._supervisor.members
 

@@ -1,14 +1,31 @@
-"""ZMQ sockets as this project opens them. Each socket has exactly one owner thread."""
+"""ZMQ sockets as this project opens them. Each socket has exactly one owner thread.
+
+In a context that was made with the cluster's secrets (`net/curve.py`) both kinds are encrypted and authenticated.
+"""
 
 from __future__ import annotations
 
+import re
+
 import zmq
+
+from chitu.errors import BadFrame
+from chitu.net.curve import is_secret, require_curve, serve_curve
 
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
 
+_HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,255}")
 
-def _prepare(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+
+def check_address(host: str, port: int) -> None:
+    """BadFrame where no socket could ever connect there: addresses of peers come in messages."""
+    if not _HOST.fullmatch(host) or not 0 < port <= 65535:
+        raise BadFrame(f"{host[:255]!r}:{port} is no address")
+
+
+def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -20,7 +37,10 @@ def _prepare(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
     """Bind a socket; port 0 lets the OS pick. Returns it with its port. zmq.ZMQError where the port is taken."""
-    socket = _prepare(context.socket(kind))
+    socket = _open(context, kind)
+    if is_secret(context):
+        serve_curve(socket)
+        require_curve(socket)
     try:
         socket.bind(f"tcp://{host}:{port if port else '*'}")
     except zmq.ZMQError as error:
@@ -32,9 +52,22 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: in
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int, identity: bytes = b""
 ) -> zmq.Socket[bytes]:
-    """Connect a socket; reconnects by itself for as long as it lives."""
-    socket = _prepare(context.socket(kind))
+    """Connect a socket; reconnects by itself for as long as it lives.
+
+    BadFrame where no socket can be opened to such an address: it came with a message.
+    """
+    check_address(host, port)
+    try:
+        socket = _open(context, kind)
+    except zmq.ZMQError as error:
+        raise BadFrame(f"no socket to {host!r}:{port}: {error.strerror}") from error
+    if is_secret(context):
+        require_curve(socket)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
-    socket.connect(f"tcp://{host}:{port}")
+    try:
+        socket.connect(f"tcp://{host}:{port}")
+    except zmq.ZMQError as error:
+        socket.close()
+        raise BadFrame(f"{host!r}:{port} is no address: {error}") from error
     return socket

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology, pd_master_addr, router_host, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
@@ -27,9 +28,11 @@ from chitu.config.topology import (
     find_instance,
     is_loopback,
     warn_of_faults,
+    warn_without_key,
 )
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError
+from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
@@ -39,6 +42,7 @@ from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.messages import RankMemory
+from chitu.net.curve import derive
 from chitu.net.threads import Waker
 from chitu.pd_comm import CommLoop, RouterAddress
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
@@ -51,7 +55,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+EngineAdapter = Callable[[EngineParts], EngineParts]
+
+
+def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None) -> int:
+    """`adapt`: of benchmarks, which put another executor in place of the model's before anything runs."""
     arguments = _parse(argv)
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
@@ -62,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tp_rank = torchrun_rank().rank
         setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
-        return _serve(topology, instance)
+        warn_without_key(topology)
+        return _serve(topology, instance, adapt)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -80,7 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance) -> int:
+def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None) -> int:
     ranks = torchrun_rank()
     if ranks.world_size != instance.config.tp_size:
         raise ConfigError(
@@ -100,6 +109,7 @@ def _serve(topology: Topology, instance: Instance) -> int:
     identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config)
     router = topology.dp_config.router
     host = router_host(topology)
+    secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
     port = instance.config.port if base_port is None else base_port
     comm = CommLoop(
@@ -113,8 +123,12 @@ def _serve(topology: Topology, instance: Instance) -> int:
             router.pd_disaggregation.metadata_sync_port,
         ),
         RealClock(),
+        secrets,
     )
-    engine = build_engine(topology, instance, identity, comm, progress)
+    bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
+    engine = build_engine(topology, instance, identity, comm, bootstrap, progress)
+    if adapt is not None:
+        engine = adapt(engine)
     progress.state("ready")
     service = PDSchedulerService(topology, identity, host, comm, engine)
     _stop_on_signals(service.stop)
@@ -131,7 +145,12 @@ def _stop_on_signals(stop: Callable[[], None]) -> None:
 
 
 def build_engine(
-    topology: Topology, instance: Instance, identity: Identity, comm: CommLoop, progress: ProgressWriter
+    topology: Topology,
+    instance: Instance,
+    identity: Identity,
+    comm: CommLoop,
+    bootstrap: BootstrapClient,
+    progress: ProgressWriter,
 ) -> EngineParts:
     """Load the model and everything that touches its memory. torch is imported here, after the configuration passed."""
     from chitu.engine.build import build_rank
@@ -149,6 +168,8 @@ def build_engine(
         threads = topology.dp_config.router.pd_disaggregation.transfer_threads
         if instance.role is Role.PREFILL:
             fan_out = FanOut(instance.config.tp_size - 1, threads)
+        elif instance.role is Role.DECODE and topology.dp_config.router.pd_disaggregation.verify_kv != "off":
+            fan_out = FanOut(instance.config.tp_size - 1, 0)
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
         greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes))
         executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
@@ -156,7 +177,7 @@ def build_engine(
     aux: MetadataBuffers | None = None
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
-        aux, kv = _build_transfer(topology, identity, comm, engine.pool, wake, memories, fan_out)
+        aux, kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out)
     progress.state("warmup")
     executor.warmup()
 
@@ -181,6 +202,7 @@ def _build_transfer(
     topology: Topology,
     identity: Identity,
     comm: CommLoop,
+    bootstrap: BootstrapClient,
     pool: KVPool,
     wake: Waker,
     follower_memories: Sequence[RankMemory],
@@ -197,6 +219,7 @@ def _build_transfer(
         layout=pool.layout,
         deadlines=pd.deadlines,
         transfer_threads=pd.transfer_threads,
+        verify_kv=pd.verify_kv,
     )
     kv = KVManager(
         identity.role,
@@ -207,10 +230,11 @@ def _build_transfer(
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),
-        bootstrap=BootstrapClient(router_host(topology), pd.bootstrap_port),
+        bootstrap=bootstrap,
         # A follower of P has memory too, but nobody writes there.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
+        page_sums=page_sums_of(pool, MAIN_RANK) if pd.verify_kv != "off" else None,
     )
     return aux, kv
 
