@@ -5,6 +5,7 @@ Written by `PDRequestRouter`, read by the HTTP layer after each `wake`; loop thr
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,10 @@ class GenerateRequest:
     sampling: SamplingParams
     wake_per_token: bool = True
     """False: `wake` is called at the end only (nobody looks at tokens before)."""
+    stop_ids: frozenset[int] = frozenset()
+    """A token of these is the last one: the request's stop ids, and eos unless it is ignored."""
+    timeout_s: float | None = None
+    """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
 
 
 @dataclass(slots=True)
@@ -41,7 +46,26 @@ class Attempt:
     """None with a unified instance."""
     decode: InstanceKey
     created_s: float
+    number: int = 1
+    """1 for the first attempt of its generation."""
+    token_ids: bytes = b""
+    """What is prefilled, int32 LE: the prompt, and behind it the output that earlier attempts emitted."""
+    num_continued: int = 0
+    """Tokens of that output."""
     first_token_s: float | None = None
+    error: ChituError | None = None
+    """Why it failed; its generation may go on with another attempt."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def pair(self) -> str:
+        """`P0-D1`, or `U0`."""
+        prefill, decode = self.target.prefill, self.target.decode
+        name = instance_name(decode.role, decode.engine_rank)
+        return name if prefill is None else f"{instance_name(prefill.role, prefill.engine_rank)}-{name}"
 
     def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
         generation = self.generation
@@ -53,13 +77,15 @@ class Attempt:
             decode=instance_name(decode.role, decode.engine_rank),
             state=state,
             prompt_tokens=generation.request.num_tokens,
-            output_tokens=generation.num_taken + len(generation.tokens),
+            output_tokens=generation.num_emitted,
             created_at_s=self.created_s,
             first_token_at_s=self.first_token_s,
             ended_at_s=ended_s,
             kv_bytes=finish.kv_bytes if finish is not None else 0,
             stages=finish.stages if finish is not None else None,
-            error=generation.error.code if generation.error is not None and state == "failed" else "",
+            error=self.error.code if self.error is not None else "",
+            attempt=self.number,
+            continued_tokens=self.num_continued,
         )
 
 
@@ -78,10 +104,15 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     """Tokens not taken by the reader yet."""
     num_taken: int = 0
+    taken: array[int] = field(default_factory=lambda: array("i"))
+    """Those that were: another D may have to go on behind them."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
-    """None once it is over."""
+    """The present one; None once it is over."""
+    num_attempts: int = 0
+    avoid: frozenset[InstanceKey] = frozenset()
+    """Who failed it so far."""
     dirty: bool = False
     """`wake` is due at the next `flush`."""
     noted: bool = False
@@ -91,8 +122,26 @@ class Generation:
     def done(self) -> bool:
         return self.attempt is None
 
+    @property
+    def num_emitted(self) -> int:
+        """Tokens received so far, over all attempts."""
+        return self.num_taken + len(self.tokens)
+
+    @property
+    def output(self) -> array[int]:
+        """These tokens, as a new array."""
+        return self.taken + array("i", self.tokens)
+
     def take(self) -> list[int]:
         """The tokens that came since the last call."""
         taken, self.tokens = self.tokens, []
         self.num_taken += len(taken)
+        self.taken.extend(taken)
         return taken
+
+    def end_reason(self) -> str:
+        """Why the newest token is the last one; empty where more are to come. What D would say of it."""
+        output = self.output
+        if output and output[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(output) >= self.request.sampling.max_tokens else ""

@@ -6,7 +6,9 @@
 
 Invariants: a room is in `_attempts` exactly while its generation waits for it; a generation ends once, with `finish` or
 `error`; every end that D did not report itself sends a CancelRequest to both sides. An `Attempt` is one try on one pair
-with its own room, so that a retry is a second attempt of the same generation.
+with its own room. One that fails is followed by another where `retry.py` allows it, in the same turn, so that a
+generation has an attempt until it is over; after the first token the next one goes on behind what was received. What
+still comes for an old room is stale, so no token is lost or comes twice.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
+from chitu.deadline_wheel import DeadlineWheel
 from chitu.errors import (
     ChituError,
     DecodeLost,
     Internal,
     NoInstance,
+    PrefillLost,
     ProtocolError,
     RequestCancelled,
     RequestTimeout,
@@ -35,42 +38,30 @@ from chitu.errors import (
 from chitu.generation import Attempt, GenerateRequest, Generation
 from chitu.log import CREATED_PD_REQUEST
 from chitu.messages import (
-    CancelRequest,
     ClusterView,
-    DecodeRequest,
     Finish,
     Heartbeat,
     InstanceInfo,
-    PrefillRequest,
     RequestFailed,
     StageTimes,
     TokenBatch,
-    UnifiedRequest,
-    encode,
     token_codec,
 )
 from chitu.metrics import RouterMetrics
 from chitu.net.aio import Outbox
+from chitu.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.request_journal import KEPT_RECORDS, RequestJournal, RequestSnapshot, RequestState
-from chitu.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
+from chitu.retry import Failure, failure_of, may_retry
+from chitu.routing import Admission, Breakers, Candidates, InstanceKey, PairSelector, Target, instance_key
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
 
+DEADLINE_STEP_S = 0.05
+"""A request is told so much late that its time is up, at most (and the timer's step)."""
+
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
-
-
-class ReplyAddress(NamedTuple):
-    """Where P and D answer to: goes with every request."""
-
-    worker: int = 0
-    """Incarnation of the API process (`router.workers`); 0 where the router is one process."""
-    token_port: int = 0
-    """Its token port; 0: the router's `token_port`."""
-
-
-THE_ROUTER = ReplyAddress()
 
 
 class PDRequestRouter:
@@ -86,12 +77,15 @@ class PDRequestRouter:
         self._selector = selector
         self._outbox = outbox
         self._clock = clock
-        self._reply = reply
+        self._dispatcher = Dispatcher(outbox, reply)
+        self._retry = config.retry
+        self._breakers = Breakers(config.breaker)
         self._max_in_flight = config.max_in_flight
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
         self._attempts: dict[bytes, Attempt] = {}
-        """In order of creation: with one time-out for all, the first one is the next to run out."""
+        """In order of creation."""
+        self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = RouterMetrics()
@@ -101,7 +95,12 @@ class PDRequestRouter:
         """The counters, with what is true at this moment; not to be kept, but to be encoded or added up."""
         started = sum(attempt.first_token_s is not None for attempt in self._attempts.values())
         in_flight = {"prefill": len(self._attempts) - started, "decode": started}
-        return msgspec.structs.replace(self.counters, in_flight=in_flight)
+        now_s = self._clock.monotonic()
+        breakers = {
+            instance_name(instance.role, instance.engine_rank): {self._breakers.state(instance_key(instance), now_s): 1}
+            for instance in (*self.candidates.prefill, *self.candidates.decode, *self.candidates.unified)
+        }
+        return msgspec.structs.replace(self.counters, in_flight=in_flight, breakers=breakers)
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
 
@@ -153,10 +152,15 @@ class PDRequestRouter:
         at most once per turn. TooManyRequests, NoInstance."""
         self.require_room_for(1)
         now_s = self._clock.monotonic()
-        generation = Generation(request, wake, now_s + self._timeout_s, now_s)
+        timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
+        generation = Generation(request, wake, now_s + timeout_s, now_s)
+        target = self._selector.select(request.token_ids, blocked=self._breakers.blocked(now_s))
         self.counters.requests += 1
         self.counters.prompt_tokens += request.num_tokens
-        self._start_attempt(generation)
+        self._deadlines.add(generation, generation.deadline_s)
+        self._start_attempt(generation, target, request.token_ids)
+        if generation.error is not None:
+            raise generation.error
         return generation
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
@@ -165,17 +169,17 @@ class PDRequestRouter:
         if attempt is None:
             return
         if is_complete:
-            self._count_finished(generation, "stop")
+            self._on_served(attempt, "stop")
         else:
             self.counters.cancelled += 1
         generation.error = RequestCancelled("the request was cancelled")
-        self._cancel_on_both(attempt)
+        self._dispatcher.cancel(attempt)
         self._forget(attempt, "finished" if is_complete else "cancelled")
 
     def fail_all(self, error: ChituError) -> None:
         """End everything that runs (the process is about to)."""
         for attempt in list(self._attempts.values()):
-            self._cancel_on_both(attempt)
+            self._dispatcher.cancel(attempt)
             self._fail(attempt, error)
         self.flush()
 
@@ -249,14 +253,14 @@ class PDRequestRouter:
             generation.wake()
 
     def on_request_failed(self, failed: RequestFailed) -> None:
-        """P (or D before it could emit) gave a room up: fail it, and tell the other side."""
+        """P (or D before it could emit) gave a room up: try another pair or fail it, and tell the other side."""
         attempt = self._attempts.get(failed.room)
         if attempt is None:
             return
-        if InstanceKey(failed.role, failed.engine_rank, failed.incarnation) not in (attempt.prefill, attempt.decode):
+        reporter = InstanceKey(failed.role, failed.engine_rank, failed.incarnation)
+        if reporter not in (attempt.prefill, attempt.decode):
             return  # of an older incarnation, or of nobody who serves this room
-        self._cancel_on_both(attempt)
-        self._fail(attempt, from_code(failed.code, failed.message))
+        self._on_failure(attempt, from_code(failed.code, failed.message), reporter)
         self.flush()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -277,89 +281,132 @@ class PDRequestRouter:
         self._outbox.open(key, instance.host, instance.port)
 
     def on_lost(self, instance: InstanceInfo, reason: str) -> None:
-        """An instance died. What decoded there fails at once. A lost P fails nothing here: D knows whether the KV had
-        landed, and says so if not."""
+        """An instance died. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried
+        elsewhere where no token came yet; else only D knows whether the KV had landed, and says so if not."""
         key = instance_key(instance)
         name = instance_name(instance.role, instance.engine_rank)
-        for attempt in list(self._attempts.values()):
-            if attempt.decode == key:
-                self._cancel_on_both(attempt)
-                self._fail(attempt, DecodeLost(f"{name} is gone ({reason}) and took this request with it"))
         self._outbox.close_peer(key)
         self._selector.on_lost(key)
+        self._breakers.forget(key)
+        for attempt in list(self._attempts.values()):
+            if attempt.decode == key:
+                error = DecodeLost(f"{name} is gone ({reason}) and took this request with it")
+                self._on_failure(attempt, error, key)
+            elif attempt.prefill == key and attempt.first_token_s is None:
+                self._try_again(
+                    attempt, failure_of(PrefillLost(f"{name} is gone ({reason})"), key, key, attempt.decode)
+                )
         self.flush()
 
     def tick(self) -> None:
         """End requests that are out of time."""
         now_s = self._clock.monotonic()
-        while self._attempts:
-            attempt = next(iter(self._attempts.values()))
-            if attempt.generation.deadline_s > now_s:
-                break
-            self._cancel_on_both(attempt)
-            self._fail(attempt, RequestTimeout(f"not finished within {self._timeout_s:g} s (router.request_timeout_s)"))
+        for generation in self._deadlines.expired(now_s):
+            attempt = generation.attempt
+            if attempt is not None:
+                self._dispatcher.cancel(attempt)
+                self._fail(attempt, self._timeout_of(attempt, now_s))
         self.flush()
+
+    def _timeout_of(self, attempt: Attempt, now_s: float) -> RequestTimeout:
+        generation = attempt.generation
+        limit_s = generation.deadline_s - generation.created_s
+        whose = "router.request_timeout_s" if limit_s >= self._timeout_s else "X-Request-Timeout"
+        waits = "its first token" if attempt.first_token_s is None else "the rest"
+        return RequestTimeout(
+            f"not finished within {limit_s:g} s ({whose}): attempt {attempt.number} waited for {waits} on "
+            f"{attempt.pair} for {now_s - attempt.created_s:.1f} s"
+        )
 
     # ----------------------------------------------------------------------------------------------------- internal
 
-    def _start_attempt(self, generation: Generation) -> None:
-        request = generation.request
-        target = self._selector.select(request.token_ids)
-        self.counters.attempts += 1
-        prefill, decode = target.prefill, target.decode
-        prefill_key = None if prefill is None else instance_key(prefill)
+    def _start_attempt(self, generation: Generation, target: Target, token_ids: bytes) -> None:
+        """Send the next attempt to these instances; to others, where one of them does not read. The generation ends
+        with an error where nobody does."""
         now_s = self._clock.monotonic()
-        attempt = Attempt(new_room(), target, generation, prefill_key, instance_key(decode), now_s)
+        generation.num_attempts += 1
+        attempt = Attempt(
+            room=new_room(),
+            target=target,
+            generation=generation,
+            prefill=None if target.prefill is None else instance_key(target.prefill),
+            decode=instance_key(target.decode),
+            created_s=now_s,
+            number=generation.num_attempts,
+            token_ids=token_ids,
+            num_continued=generation.num_emitted,
+        )
         generation.attempt, generation.noted = attempt, False
         self._attempts[attempt.room] = attempt
-        if prefill is not None:
-            log.info(CREATED_PD_REQUEST, request.request_id, prefill.engine_rank, decode.engine_rank)
-            self._selector.count(instance_key(prefill), 1, request.num_tokens)
-            self._admission.on_sent(instance_key(prefill), request.num_tokens)
-        self._selector.count(attempt.decode, 1, request.num_tokens)
-        self._admission.on_sent(attempt.decode, request.num_tokens)
+        self.counters.attempts += 1
+        for key in (attempt.prefill, attempt.decode):
+            if key is not None:
+                self._selector.count(key, 1, attempt.num_tokens)
+                self._admission.on_sent(key, attempt.num_tokens)
+                self._breakers.on_sent(key, now_s)
+        if target.prefill is not None:
+            request_id = generation.request.request_id
+            log.info(CREATED_PD_REQUEST, request_id, target.prefill.engine_rank, target.decode.engine_rank)
         self.journal.note_change()
-        if not self._dispatch(attempt):
-            self._cancel_on_both(attempt)
-            generation.error = NoInstance("an instance does not take requests (its queue is full)")
-            self.counters.count(self.counters.failed, generation.error.code)
-            self._forget(attempt, "failed")
-            raise generation.error
+        full = self._dispatcher.send(attempt)
+        if full is not None:
+            name = instance_name(full.role, full.engine_rank)
+            self._on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
 
-    def _dispatch(self, attempt: Attempt) -> bool:
-        """D first, so that it can announce while P's half is on the way; neither is waited for."""
-        request, room = attempt.generation.request, attempt.room
-        prefill, decode = attempt.target.prefill, attempt.target.decode
-        if prefill is None:
-            whole = UnifiedRequest(
-                room,
-                request.request_id,
-                request.token_ids,
-                request.sampling,
-                router_worker=self._reply.worker,
-                reply_port=self._reply.token_port,
-            )
-            return self._outbox.send(attempt.decode, encode(whole))
-        decode_half = DecodeRequest(
-            room,
-            request.request_id,
-            request.token_ids,
-            request.sampling,
-            prefill.engine_rank,
-            prefill.incarnation,
-            router_worker=self._reply.worker,
-            reply_port=self._reply.token_port,
+    def _on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
+        """The attempt is over. Its request goes on with another one, or ends with this error."""
+        failure = failure_of(error, reporter, attempt.prefill, attempt.decode)
+        if failure.is_fault:
+            now_s = self._clock.monotonic()
+            for key in failure.suspects:
+                if self._breakers.on_failure(key, now_s):
+                    name = instance_name(key.role, key.engine_rank)
+                    log.warning("%s gets no requests for now: it failed too often, last by %s", name, error.code)
+                    self.counters.count(self.counters.breaker_openings, name)
+        if not self._try_again(attempt, failure):
+            self._dispatcher.cancel(attempt)  # the other half may still compute or hold pages
+            self._fail(attempt, error)
+
+    def _try_again(self, attempt: Attempt, failure: Failure) -> bool:
+        """Another attempt in place of this one: a new room, where possible on others. False where there is none."""
+        generation, now_s = attempt.generation, self._clock.monotonic()
+        left_s = generation.deadline_s - now_s
+        if not may_retry(failure, self._retry, generation.num_attempts, generation.num_emitted, left_s):
+            return False
+        if reason := generation.end_reason():  # D was lost with the request's last token on its lips
+            self._dispatcher.cancel(attempt)
+            self._on_served(attempt, reason)
+            generation.finish = Finish(attempt.room, reason)
+            self._end(attempt, "finished")
+            return True
+        generation.avoid |= failure.suspects
+        token_ids = generation.request.token_ids + generation.output.tobytes()
+        try:
+            target = self._selector.select(token_ids, generation.avoid, self._breakers.blocked(now_s))
+        except NoInstance:
+            return False
+        chosen = {instance_key(instance) for instance in (target.prefill, target.decode) if instance is not None}
+        if failure.needs_others and chosen & failure.suspects:
+            return False
+        self._dispatcher.cancel(attempt)
+        attempt.error = failure.error
+        self._release(attempt, "retried")
+        counters, code = self.counters, failure.error.code
+        counters.count(counters.retries, code)
+        if generation.num_emitted:
+            counters.continuations += 1
+            counters.recomputed_tokens += len(token_ids) // 4
+        log.warning(
+            "request %s: attempt %d on %s failed after %d tokens (%s: %s), next one follows",
+            generation.request.request_id,
+            attempt.number,
+            attempt.pair,
+            generation.num_emitted,
+            code,
+            failure.error.message,
         )
-        prefill_half = PrefillRequest(
-            room,
-            request.request_id,
-            request.token_ids,
-            decode.engine_rank,
-            decode.incarnation,
-            router_worker=self._reply.worker,
-        )
-        send, prefill_key = self._outbox.send, instance_key(prefill)
-        return send(attempt.decode, encode(decode_half)) and send(prefill_key, encode(prefill_half))
+        self._start_attempt(generation, target, token_ids)
+        return True
 
     def _note(self, attempt: Attempt, generation: Generation) -> None:
         """A token that is the attempt's first or that the reader waits for."""
@@ -378,26 +425,28 @@ class PDRequestRouter:
             self.counters.ttft.observe(generation.first_token_s - generation.created_s)
         self.journal.note_change()
         if attempt.prefill is not None:
-            self._selector.count(attempt.prefill, -1, -generation.request.num_tokens)
+            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
 
     def _on_finish(self, attempt: Attempt, finish: Finish) -> None:
         if finish.reason in ("stop", "length"):
-            self._count_finished(attempt.generation, finish.reason)
+            self._on_served(attempt, finish.reason)
             self._observe_stages(attempt, finish.stages)
             attempt.generation.finish = finish
             self._end(attempt, "finished")
-            return
-        # D gave up. P may still compute or hold pages for the room.
-        self._cancel_on_both(attempt)
-        if finish.reason == "error":
-            self._fail(attempt, from_code(finish.code, finish.message))
+        elif finish.reason == "error":
+            self._on_failure(attempt, from_code(finish.code, finish.message), attempt.decode)
         else:
             name = instance_name(attempt.target.decode.role, attempt.target.decode.engine_rank)
-            self._fail(attempt, Internal(f"{name} ended the request as {finish.reason!r} on its own"))
+            error = Internal(f"{name} ended the request as {finish.reason!r} on its own")
+            self._on_failure(attempt, error, attempt.decode)
 
-    def _count_finished(self, generation: Generation, reason: str) -> None:
+    def _on_served(self, attempt: Attempt, reason: str) -> None:
+        """A request was answered to its end."""
         self.counters.count(self.counters.finished, reason)
-        self.counters.e2e.observe(self._clock.monotonic() - generation.created_s)
+        self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
+        for key in (attempt.prefill, attempt.decode):
+            if key is not None:
+                self._breakers.on_success(key)
 
     def _observe_stages(self, attempt: Attempt, stages: StageTimes) -> None:
         counters, target = self.counters, attempt.target
@@ -419,7 +468,7 @@ class PDRequestRouter:
             error.code,
             error.message,
         )
-        attempt.generation.error = error
+        attempt.error = attempt.generation.error = error
         self._end(attempt, "failed")
 
     def _end(self, attempt: Attempt, state: RequestState) -> None:
@@ -430,22 +479,21 @@ class PDRequestRouter:
             self._dirty.append(generation)
 
     def _forget(self, attempt: Attempt, state: RequestState) -> None:
-        del self._attempts[attempt.room]
-        self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
-        attempt.generation.attempt = None
-        num_tokens = attempt.generation.request.num_tokens
-        if attempt.prefill is not None and attempt.first_token_s is None:
-            self._selector.count(attempt.prefill, -1, -num_tokens)
-        self._selector.count(attempt.decode, -1, -num_tokens)
+        """The generation is over with this attempt."""
+        generation = attempt.generation
+        self._release(attempt, state)
+        self._deadlines.discard(generation, generation.deadline_s)
+        generation.attempt = None
         if not self._attempts and self._idle_waiters:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _cancel_on_both(self, attempt: Attempt) -> None:
-        """Idempotent on the instances; one that is gone or does not read is not told."""
-        frame = encode(CancelRequest(attempt.room))
-        for key in (attempt.decode, attempt.prefill):
-            if key is not None:
-                self._outbox.send(key, frame)
+    def _release(self, attempt: Attempt, state: RequestState) -> None:
+        """The attempt is over: whatever still comes for its room is stale."""
+        del self._attempts[attempt.room]
+        self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
+        if attempt.prefill is not None and attempt.first_token_s is None:
+            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
+        self._selector.count(attempt.decode, -1, -attempt.num_tokens)

@@ -16,8 +16,9 @@ from chitu.messages import StageTimes
 
 KEPT_RECORDS = 64
 
-RequestState = Literal["prefill", "decode", "finished", "failed", "cancelled"]
-"""`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string."""
+RequestState = Literal["prefill", "decode", "finished", "retried", "failed", "cancelled"]
+"""`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string.
+`retried`: this attempt failed, and the request went on with another one, which has a record of its own."""
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
@@ -41,7 +42,11 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     stages: StageTimes | None
     """Known when the request has finished."""
     error: str
-    """Code of `chitu.errors` where it failed, else empty."""
+    """Code of `chitu.errors` where the attempt failed (`failed` or `retried`), else empty."""
+    attempt: int = 1
+    """Number of this try of its request, from 1."""
+    continued_tokens: int = 0
+    """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
 
 
 class RequestJournal:

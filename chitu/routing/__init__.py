@@ -3,6 +3,7 @@
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
 from chitu.routing.admission import Admission
+from chitu.routing.breaker import Breakers, BreakerState
 from chitu.routing.least_loaded import least_loaded
 from chitu.routing.policy import (
     Candidates,
@@ -20,6 +21,8 @@ from chitu.routing.selector import PairSelector
 
 __all__ = [
     "Admission",
+    "BreakerState",
+    "Breakers",
     "Candidates",
     "Group",
     "InstanceKey",

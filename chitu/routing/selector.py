@@ -10,13 +10,14 @@ more; so round robin, and the ties of least loaded, reach every pair: with 2P2D 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from math import lcm
 
 from chitu.errors import NoInstance
 from chitu.messages import ClusterView, LoadReport
+from chitu.routing.breaker import NOBODY
 from chitu.routing.loads import LoadTable
-from chitu.routing.policy import Candidates, InstanceKey, Policy, RoutingRequest, Target, instance_key
+from chitu.routing.policy import Candidates, Group, InstanceKey, Policy, RoutingRequest, Target, instance_key
 from chitu.routing.prefix_affinity import prefix_affinity
 from chitu.routing.prefix_index import PrefixIndex, prefix_names
 
@@ -68,22 +69,46 @@ class PairSelector:
 
     # ------------------------------------------------------------------------------------------------------- choice
 
-    def select(self, token_ids: bytes) -> Target:
-        """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve."""
+    def select(self, token_ids: bytes, avoid: Set[InstanceKey] = NOBODY, blocked: Set[InstanceKey] = NOBODY) -> Target:
+        """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve.
+
+        `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out where others can
+        serve. Where not, those to avoid are tried again rather than those that are blocked.
+        """
         candidates = self.candidates
         if not candidates.usable:
             raise NoInstance(candidates.why_unusable())
         turn = self._requests
         self._requests += 1
         num_tokens = len(token_ids) // 4
-        group = self._prefill if candidates.has_pair else self._unified
+        group, last = (self._prefill, self._decode) if candidates.has_pair else (self._unified, None)
+        if avoid or blocked:
+            group = _without(group, avoid, blocked)
+            last = None if last is None else _without(last, avoid, blocked)
         names = prefix_names(token_ids) if self._prefixes is not None else []
         matches: Mapping[InstanceKey, int] = self._prefixes.match(names) if self._prefixes is not None else {}
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
         first = group.instances[self._prefill_policy(request, group)]
         if self._prefixes is not None:
             self._prefixes.add(names, instance_key(first))
-        if not candidates.has_pair:
+        if last is None:
             return Target(None, first)
         request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
-        return Target(first, self._decode.instances[self._decode_policy(request, self._decode)])
+        return Target(first, last.instances[self._decode_policy(request, last)])
+
+
+def _without(group: Group, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> Group:
+    """The group without the unwanted, or with as few of them as it takes to leave somebody."""
+    for unwanted in (avoid | blocked, blocked, avoid):
+        kept = [position for key, position in group.positions.items() if key not in unwanted]
+        if len(kept) == len(group.instances):
+            return group
+        if kept:
+            instances = tuple(group.instances[position] for position in kept)
+            return Group(
+                instances,
+                [group.costs[position] for position in kept],
+                {instance_key(instance): place for place, instance in enumerate(instances)},
+                group.counts_tokens,
+            )
+    return group

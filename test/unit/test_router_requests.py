@@ -5,95 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from router_world import ONE_TRY, World, pair
 
-from chitu.clock import FakeClock
-from chitu.config.schema import RouterConfig
 from chitu.errors import NoInstance, TooManyRequests
-from chitu.generation import GenerateRequest, Generation
+from chitu.generation import Generation
 from chitu.messages import (
     CancelRequest,
-    ClusterView,
     DecodeRequest,
     Finish,
-    InstanceInfo,
-    KVLayout,
     PrefillRequest,
     PrefillTimes,
     RequestFailed,
-    SamplingParams,
     StageTimes,
     TokenBatch,
     UnifiedRequest,
     encode,
-    pack_i32,
-    scheduler_codec,
 )
-from chitu.pd_request_router import PDRequestRouter
 from chitu.request_journal import KEPT_RECORDS
-from chitu.routing import InstanceKey, PairSelector, make_policy
 from chitu.types import Role
-
-
-class RecordingOutbox:
-    """The outbox's three methods, with what was sent instead of sockets."""
-
-    def __init__(self) -> None:
-        self.peers: set[InstanceKey] = set()
-        self.sent: list[tuple[str, object]] = []
-
-    def open(self, key: InstanceKey, host: str, port: int) -> None:
-        self.peers.add(key)
-
-    def send(self, key: InstanceKey, frame: bytes) -> bool:
-        if key not in self.peers:
-            return False
-        self.sent.append((f"{key.role.letter}{key.engine_rank}", scheduler_codec.decode(frame)))
-        return True
-
-    def close_peer(self, key: InstanceKey) -> None:
-        self.peers.discard(key)
-
-
-class World:
-    def __init__(self, *roles: Role, max_in_flight: int = 8) -> None:
-        self.clock = FakeClock()
-        self.outbox = RecordingOutbox()
-        in_turn = make_policy("round_robin")
-        selector = PairSelector(in_turn, in_turn)
-        config = RouterConfig(max_in_flight=max_in_flight, request_timeout_s=60.0)
-        self.router = PDRequestRouter(selector, self.outbox, self.clock, config)
-        layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
-        self.instances = [InstanceInfo(role, 0, 1, "127.0.0.1", 1, 2, layout, 512) for role in roles]
-        for instance in self.instances:
-            self.router.on_joined(instance)
-        self.router.on_view(ClusterView(1, 1, tuple(self.instances)))
-        self.wakes = 0
-
-    def wake(self) -> None:
-        self.wakes += 1
-
-    def add(self) -> tuple[Generation, bytes]:
-        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4))
-        generation = self.router.add_request(request, self.wake)
-        assert generation.attempt is not None
-        return generation, generation.attempt.room
-
-    def tokens(self, rooms: list[bytes], finished: list[Finish] | None = None) -> None:
-        self.router.on_tokens(TokenBatch(1, rooms, list(range(len(rooms))), finished or []))
-        self.router.flush()
-
-    def lose(self, role: Role) -> None:
-        gone = next(i for i in self.instances if i.role is role)
-        self.instances.remove(gone)
-        self.router.on_view(ClusterView(1, 2, tuple(self.instances)))
-        self.router.on_lost(gone, "killed")
-
-    def cancelled(self) -> list[str]:
-        return [name for name, message in self.outbox.sent if isinstance(message, CancelRequest)]
-
-
-def pair() -> World:
-    return World(Role.PREFILL, Role.DECODE)
 
 
 def test_the_decode_half_leaves_before_the_prefill_half_with_one_room() -> None:
@@ -130,10 +59,7 @@ def test_all_frames_of_a_turn_are_one_wake_and_a_bad_one_takes_none_with_it() ->
 
 def test_who_wants_no_tokens_is_woken_at_the_end_only() -> None:
     world = pair()
-    request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), wake_per_token=False)
-    generation = world.router.add_request(request, world.wake)
-    assert generation.attempt is not None
-    room = generation.attempt.room
+    generation, room = world.add(wake_per_token=False)
     for token in (1, 2):
         world.router.on_token_frames([encode(TokenBatch(1, [room], [token], []))])
     assert (world.wakes, generation.tokens) == (0, [1, 2])
@@ -151,7 +77,7 @@ def test_a_unified_instance_gets_the_whole_request() -> None:
 
 
 def test_a_failure_of_prefill_fails_the_request_and_cancels_both() -> None:
-    world = pair()
+    world = pair(retry=ONE_TRY)
     generation, room = world.add()
     world.router.on_request_failed(RequestFailed(Role.PREFILL, 0, 99, room, "capacity", "an old one"))
     assert not generation.done
@@ -161,7 +87,7 @@ def test_a_failure_of_prefill_fails_the_request_and_cancels_both() -> None:
 
 
 def test_an_error_of_decode_is_typed() -> None:
-    world = pair()
+    world = pair(retry=ONE_TRY)
     generation, room = world.add()
     world.tokens([], [Finish(room, "error", "prefill_lost", "P0 died")])
     assert generation.error is not None and generation.error.code == "prefill_lost"

@@ -1,0 +1,46 @@
+"""Things by the moment at which they run out, whatever the order in which they came. One thread.
+
+A wheel of buckets: adding, removing and looking costs the same however many there are, unlike a heap, which would keep
+what ended long ago until its time comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class DeadlineWheel(Generic[T]):
+    """`step_s`: width of a bucket; what runs out is told at most so much late, and never early."""
+
+    def __init__(self, step_s: float, now_s: float) -> None:
+        self._step_s = step_s
+        self._buckets: dict[int, set[T]] = {}
+        self._done = self._bucket(now_s) - 1
+        """Newest bucket that `expired` has emptied."""
+
+    def _bucket(self, moment_s: float) -> int:
+        return int(moment_s // self._step_s)
+
+    def add(self, item: T, deadline_s: float) -> None:
+        self._buckets.setdefault(self._bucket(deadline_s) + 1, set()).add(item)
+
+    def discard(self, item: T, deadline_s: float) -> None:
+        """`deadline_s` as it was added. Nothing happens where it ran out already."""
+        number = self._bucket(deadline_s) + 1
+        bucket = self._buckets.get(number)
+        if bucket is not None:
+            bucket.discard(item)
+            if not bucket:
+                del self._buckets[number]
+
+    def expired(self, now_s: float) -> list[T]:
+        """Everything whose deadline has passed since the last call; it is not in the wheel any more."""
+        found: list[T] = []
+        newest = self._bucket(now_s)
+        for number in range(self._done + 1, newest + 1):
+            found.extend(self._buckets.pop(number, ()))
+        self._done = max(self._done, newest)
+        return found

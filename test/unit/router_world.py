@@ -1,0 +1,162 @@
+"""A router without sockets: made-up instances, what they were sent, and a clock that tests move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from chitu.clock import FakeClock
+from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
+from chitu.generation import GenerateRequest, Generation
+from chitu.messages import (
+    CancelRequest,
+    ClusterView,
+    Finish,
+    InstanceInfo,
+    KVLayout,
+    RequestFailed,
+    SamplingParams,
+    TokenBatch,
+    pack_i32,
+    scheduler_codec,
+)
+from chitu.pd_request_router import PDRequestRouter
+from chitu.routing import InstanceKey, make_selector
+from chitu.types import Role
+
+LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+
+
+class RecordingOutbox:
+    """The outbox's three methods, with what was sent instead of sockets."""
+
+    def __init__(self) -> None:
+        self.peers: set[InstanceKey] = set()
+        self.full: set[InstanceKey] = set()
+        self.sent: list[tuple[str, object]] = []
+
+    def open(self, key: InstanceKey, host: str, port: int) -> None:
+        self.peers.add(key)
+
+    def send(self, key: InstanceKey, frame: bytes) -> bool:
+        if key not in self.peers or key in self.full:
+            return False
+        self.sent.append((f"{key.role.letter}{key.engine_rank}", scheduler_codec.decode(frame)))
+        return True
+
+    def close_peer(self, key: InstanceKey) -> None:
+        self.peers.discard(key)
+
+
+@dataclass
+class Client:
+    """Reads like the HTTP layer: takes what came at each wake."""
+
+    generation: Generation | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    def wake(self) -> None:
+        if self.generation is not None:
+            self.tokens += self.generation.take()
+
+
+class World:
+    def __init__(
+        self,
+        *roles: Role,
+        max_in_flight: int = 8,
+        retry: RetryConfig | None = None,
+        breaker: BreakerConfig | None = None,
+    ) -> None:
+        """One instance for each role named; those of one role have the ranks 0, 1, ..."""
+        self.clock = FakeClock()
+        self.outbox = RecordingOutbox()
+        config = RouterConfig(
+            max_in_flight=max_in_flight,
+            request_timeout_s=60.0,
+            retry=retry or RetryConfig(),
+            breaker=breaker or BreakerConfig(),
+        )
+        self.router = PDRequestRouter(make_selector(config), self.outbox, self.clock, config)  # type: ignore[arg-type]
+        ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
+        self.instances = [
+            InstanceInfo(role, rank, 1, "127.0.0.1", 1, 2, LAYOUT, 512) for role, rank in zip(roles, ranks, strict=True)
+        ]
+        for instance in self.instances:
+            self.router.on_joined(instance)
+        self.router.on_view(ClusterView(1, 1, tuple(self.instances)))
+        self.wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def add(self, **fields: Any) -> tuple[Generation, bytes]:
+        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), **fields)
+        generation = self.router.add_request(request, self.wake)
+        return generation, self.room(generation)
+
+    def add_client(self, **fields: Any) -> Client:
+        client = Client()
+        sampling = fields.pop("sampling", SamplingParams(max_tokens=8))
+        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, sampling, **fields)
+        client.generation = self.router.add_request(request, client.wake)
+        return client
+
+    def room(self, generation: Generation | None) -> bytes:
+        """Of its present attempt."""
+        assert generation is not None and generation.attempt is not None
+        return generation.attempt.room
+
+    def pair(self, generation: Generation | None) -> str:
+        assert generation is not None and generation.attempt is not None
+        return generation.attempt.pair
+
+    def tokens(self, rooms: list[bytes], finished: list[Finish] | None = None) -> None:
+        self.router.on_tokens(TokenBatch(1, rooms, list(range(len(rooms))), finished or []))
+        self.router.flush()
+
+    def emit(self, room: bytes, *tokens: int, finish: str = "") -> None:
+        finished = [Finish(room, finish)] if finish else []
+        self.router.on_tokens(TokenBatch(1, [room] * len(tokens), list(tokens), finished))
+        self.router.flush()
+
+    def decode_fails(self, room: bytes, code: str) -> None:
+        self.router.on_tokens(TokenBatch(1, [], [], [Finish(room, "error", code, "for a test")]))
+        self.router.flush()
+
+    def fails(self, name: str, room: bytes, code: str) -> None:
+        """An instance (`P0`) says so on the stats port."""
+        instance = self.instance(name)
+        failed = RequestFailed(instance.role, instance.engine_rank, instance.incarnation, room, code, "for a test")
+        self.router.on_request_failed(failed)
+
+    def instance(self, name: str) -> InstanceInfo:
+        return next(i for i in self.instances if f"{i.role.letter}{i.engine_rank}" == name)
+
+    def lose(self, role: Role, rank: int = 0) -> None:
+        gone = next(i for i in self.instances if i.role is role and i.engine_rank == rank)
+        self.instances.remove(gone)
+        self.router.on_view(ClusterView(1, 2, tuple(self.instances)))
+        self.router.on_lost(gone, "killed")
+
+    def cancelled(self) -> list[str]:
+        return [name for name, message in self.outbox.sent if isinstance(message, CancelRequest)]
+
+    def sent_to(self, room: bytes) -> dict[str, Any]:
+        """What was sent of an attempt, cancellations aside, by instance."""
+        return {
+            name: message
+            for name, message in self.outbox.sent
+            if not isinstance(message, CancelRequest) and message.room == room  # type: ignore[attr-defined]
+        }
+
+
+def pair(**config: Any) -> World:
+    return World(Role.PREFILL, Role.DECODE, **config)
+
+
+def two_pairs(**config: Any) -> World:
+    return World(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, **config)
+
+
+ONE_TRY = RetryConfig(max_attempts=1)
