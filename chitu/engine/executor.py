@@ -28,8 +28,8 @@ class Admit(PlanPart, frozen=True):
     slot: int
     token_ids: bytes
     prompt_len: int
-    """The first `prompt_len` of `token_ids` are the prompt; the rest is output, emitted here or elsewhere: it counts for
-    penalties and as the seed's position."""
+    """The first `prompt_len` of `token_ids` are the prompt; the rest is output, emitted here or elsewhere: it counts
+    for penalties and as the seed's position."""
     kv_len: int
     """Tokens whose KV is (or will be, before the first forward) in the pages: 0 for a prefill, all on D, all but the
     newest after a retraction."""
