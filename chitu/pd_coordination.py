@@ -145,6 +145,11 @@ class PDCoordination:
             heartbeat_ages_s={_name(m.info): now_s - m.heard_s for m in self._members.values()},
         )
 
+    def set_workers(self, incarnations: tuple[int, ...]) -> None:
+        """Which API processes live (`router.workers`): the requests of one that is left out are nobody's."""
+        self.view = msgspec.structs.replace(self.view, workers=incarnations)
+        self._publish()
+
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """The last report of each member."""
         return {key: member.load for key, member in self._members.items()}
@@ -228,7 +233,7 @@ class PDCoordination:
 
     def _publish(self) -> None:
         instances = tuple(member.info for _, member in sorted(self._members.items()))
-        self.view = ClusterView(self.view.router_incarnation, self.view.version + 1, instances)
+        self.view = ClusterView(self.view.router_incarnation, self.view.version + 1, instances, self.view.workers)
         self._events.on_change(self.view)
 
 

@@ -21,7 +21,8 @@ from chitu.config.schema import RouterConfig, Topology
 from chitu.errors import ConfigError, NoInstance
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.sockets import bind
-from chitu.pd_request_router import PDRequestRouter, ReplyAddress
+from chitu.pd_request_router import PDRequestRouter
+from chitu.request_dispatch import ReplyAddress
 from chitu.routing import InstanceKey, make_selector
 from chitu.serve.admin_routes import add_admin_routes
 from chitu.serve.app import RouterApp

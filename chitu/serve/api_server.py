@@ -27,11 +27,12 @@ from chitu.clock import RealClock
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import warn_of_faults
-from chitu.errors import ChituError, ConfigError
+from chitu.errors import ChituError
 from chitu.log import setup_logging
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, settle_memory
 from chitu.serve.cluster_source import OwnCluster
+from chitu.serve.coordinator import Coordinator
 from chitu.serve.http_server import HTTPServer, listen
 from chitu.serve.membership import Membership
 from chitu.serve.served_model import ServedModel
@@ -112,7 +113,7 @@ class RouterProcess:
 def _make_router(topology: Topology, flush_log: Callable[[], None]) -> RouterLike:
     created_s = int(time.time())
     if topology.dp_config.router.workers > 1:
-        raise ConfigError("dp_config.router.workers: more than 1 is not supported yet")
+        return Coordinator(topology, created_s, flush_log)
     return RouterProcess(topology, ServedModel.load(topology.model, created_s), flush_log)
 
 

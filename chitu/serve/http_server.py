@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import uvicorn
@@ -41,6 +41,7 @@ class Connection(HttpToolsProtocol):
     is_gone = False
     on_gone: Callable[[], None] | None = None
     """Of the request that runs; one runs at a time."""
+    on_closed: Callable[[], None] | None = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -51,6 +52,8 @@ class Connection(HttpToolsProtocol):
         self.is_gone = True
         if self.on_gone is not None:
             self.on_gone()
+        if self.on_closed is not None:
+            self.on_closed()
 
 
 class _Server(uvicorn.Server):
@@ -62,11 +65,12 @@ class _Server(uvicorn.Server):
 
 
 class HTTPServer:
-    """Serves `app` on `sock` from `start` until `stop`."""
+    """Serves `app` on `sock` from `start` until `stop`. Without `sock`: only connections that it adopts."""
 
-    def __init__(self, app: Any, sock: socket.socket) -> None:
-        self._sock = sock
-        self.port: int = sock.getsockname()[1]
+    def __init__(self, app: Any, sock: socket.socket | None, headers: Sequence[tuple[str, str]] = ()) -> None:
+        """`headers` are put into every response."""
+        self._sockets = [sock] if sock is not None else []
+        self.port: int = sock.getsockname()[1] if sock is not None else 0
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -79,18 +83,30 @@ class HTTPServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=75,
+                headers=list(headers),
             )
         )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once connections are taken."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]))
+        self._task = asyncio.create_task(self._server.serve(sockets=self._sockets))
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise ConfigError("the HTTP server ended while it started")
             await asyncio.sleep(0.005)
+
+    async def adopt(self, connection: socket.socket, on_closed: Callable[[], None]) -> None:
+        """Serve a connection (non-blocking) that another process accepted. OSError where it is gone already."""
+        config, server = self._server.config, self._server
+
+        def protocol() -> Connection:
+            made = Connection(config, server.server_state, server.lifespan.state)
+            made.on_closed = on_closed
+            return made
+
+        await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
     def stop_accepting(self) -> None:
         """No new connections; those that are open are served on."""

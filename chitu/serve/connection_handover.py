@@ -1,0 +1,174 @@
+"""How connections reach the API processes (`router.workers`): one process accepts, and hands each one on.
+
+`ConnectionGate` is in the process that coordinates. It accepts and gives every connection to the API process that has
+the fewest open ones, over a socket pair (SCM_RIGHTS). So clients with few long-lived connections are spread evenly; a
+process that died or hangs gets none; while there is none at all, connections wait in the kernel's queue and none is
+lost. `ConnectionIntake` is the other end. Both on their loop threads, and neither ever blocks.
+
+With one listening socket for all (or SO_REUSEPORT) the kernel chooses: by chance, not by who has how many, and what it
+queued for a process that just died is lost or waits for its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from chitu.serve.http_server import HTTPServer
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_PER_TURN = 64
+CLOSED_PAUSE_S = 0.01
+"""Closed connections are reported together, so long after the first of them."""
+
+
+class Taker(Protocol):
+    """An API process as the gate sees it."""
+
+    num_open: int
+    """Connections that it was given and has not reported as closed."""
+
+    def give(self, connection: socket.socket) -> bool:
+        """False where it cannot take it now; it keeps no reference then."""
+
+
+def give(channel: socket.socket, connection: socket.socket) -> bool:
+    """Send a connection through a (non-blocking) socket pair. False where the other side is gone or far behind."""
+    try:
+        socket.send_fds(channel, [b"c"], [connection.fileno()])
+    except OSError as error:
+        log.warning("an API process did not take a connection: %s", error)
+        return False
+    return True
+
+
+class ConnectionGate:
+    def __init__(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
+        """`listener`: non-blocking, listening."""
+        self._loop = loop
+        self._listener = listener
+        self.port: int = listener.getsockname()[1]
+        self._takers: Sequence[Taker] = ()
+        self._unplaced: socket.socket | None = None
+        """Accepted, and nobody took it: the first one for the next who can."""
+        self._is_reading = False
+        self._is_closed = False
+
+    def set_takers(self, takers: Sequence[Taker]) -> None:
+        """Who gets connections from now on; accepts none while nobody does."""
+        self._takers = tuple(takers)
+        self.retry()
+
+    def retry(self) -> None:
+        """Go on after nobody could take one. Called from a timer."""
+        if self._is_closed or not self._takers:
+            self._pause()
+            return
+        if self._unplaced is not None:
+            self._place(self._unplaced)
+        if self._unplaced is None and not self._is_reading:
+            self._is_reading = True
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """No new connections. What was handed on stays with who has it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pause()
+            self._listener.close()
+            if self._unplaced is not None:
+                self._unplaced.close()
+
+    def _pause(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(CONNECTIONS_PER_TURN):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Of this one connection (it is gone already), or for want of descriptors: `retry` comes soon.
+                log.warning("a connection could not be accepted: %s", error)
+                self._pause()
+                return
+            self._place(connection)
+            if self._unplaced is not None:
+                self._pause()
+                return
+
+    def _place(self, connection: socket.socket) -> None:
+        self._unplaced = None
+        for taker in sorted(self._takers, key=lambda taker: taker.num_open):
+            if taker.give(connection):
+                connection.close()
+                return
+        self._unplaced = connection
+
+
+class ConnectionIntake:
+    """Serves what comes through `channel` (non-blocking) with `server`; `on_closed` hears how many have ended."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        channel: socket.socket,
+        server: HTTPServer,
+        on_closed: Callable[[int], None],
+    ) -> None:
+        self._loop = loop
+        self._channel = channel
+        self._server = server
+        self._on_closed = on_closed
+        self._num_closed = 0
+        self._starting: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._loop.add_reader(self._channel.fileno(), self._take)
+
+    def stop(self) -> None:
+        """Serve what was sent before this call, and nothing after it."""
+        self._take()
+        with contextlib.suppress(OSError):
+            self._loop.remove_reader(self._channel.fileno())
+        self._channel.close()
+
+    def _take(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+                for descriptor in descriptors:
+                    connection = socket.socket(fileno=descriptor)
+                    connection.setblocking(False)
+                    task = self._loop.create_task(self._serve(connection))
+                    self._starting.add(task)
+                    task.add_done_callback(self._starting.discard)
+                if not data:
+                    # The coordinator is gone; the feed says so too, and ends this process.
+                    self._loop.remove_reader(self._channel.fileno())
+                    return
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            await self._server.adopt(connection, self._note_closed)
+        except OSError as error:
+            log.info("a connection ended before it was served: %s", error)
+            connection.close()
+            self._note_closed()
+
+    def _note_closed(self) -> None:
+        self._num_closed += 1
+        if self._num_closed == 1:
+            self._loop.call_later(CLOSED_PAUSE_S, self._report_closed)
+
+    def _report_closed(self) -> None:
+        count, self._num_closed = self._num_closed, 0
+        self._on_closed(count)
