@@ -115,6 +115,11 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     return pages * page + aux_row_bytes(layout.vocab_size)
 
 
+def prefilled_tokens(record: RequestSnapshot) -> int:
+    """What P computed: the prompt, and what an attempt before had emitted when its instance was lost."""
+    return record.prompt_tokens + record.continued_tokens
+
+
 def judge(before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked]) -> Verdict:
     """Pure. `before` and `after`: the cluster around the requests."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
@@ -164,9 +169,9 @@ def _pair_report(
         prefill=pair[0],
         decode=pair[1],
         requests=len(done),
-        prompt_tokens=sum(record.prompt_tokens for _, record in done),
+        prompt_tokens=sum(prefilled_tokens(record) for _, record in done),
         kv_bytes=sum(record.kv_bytes for _, record in done),
-        expected_bytes=sum(expected_bytes(record.prompt_tokens, layouts[pair[1]]) for _, record in done),
+        expected_bytes=sum(expected_bytes(prefilled_tokens(record), layouts[pair[1]]) for _, record in done),
         tokens_equal=all(one.tokens == usual[one.prompt] for one, _ in done),
         ttft_ms=round(1e3 * statistics.median(delays_s), 1) if delays_s else 0.0,
     )
@@ -185,11 +190,11 @@ def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> li
         if one.pair is None:
             reasons["served by a unified instance, not by a pair"] += 1
             continue
-        right = expected_bytes(record.prompt_tokens, layouts[record.decode])
+        right = expected_bytes(prefilled_tokens(record), layouts[record.decode])
         if record.kv_bytes != right:
             pair = f"{record.prefill}-{record.decode}"
             reasons[
-                f"of {record.prompt_tokens} prompt tokens over {pair} moved {record.kv_bytes} bytes, not {right}"
+                f"of {prefilled_tokens(record)} prompt tokens over {pair} moved {record.kv_bytes} bytes, not {right}"
             ] += 1
         if not one.tokens or len(one.tokens) != record.output_tokens:
             reasons[f"got {len(one.tokens)} tokens where the router counted {record.output_tokens}"] += 1
@@ -251,7 +256,9 @@ class Prober:
             if attempt:
                 time.sleep(0.05)
             for record in self.client.cluster().requests:
-                if record.request_id == request_id and record.ended_at_s is not None:
+                # One that was retried is not over: the record of its last attempt is the request's.
+                is_over = record.ended_at_s is not None and record.state != "retried"
+                if record.request_id == request_id and is_over:
                     return record
         return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from functools import partial
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import SamplingParams, pack_i32
-from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, read_body, respond, respond_error
+from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.choice import ChoiceDecoder
 from chitu.serve.http_server import CONNECTION, Connection
@@ -97,6 +98,8 @@ class Job:
     samplings: list[SamplingParams]
     """One per prompt."""
     options: OutputOptions
+    timeout_s: float | None = None
+    """The client's own."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,22 @@ class Choice:
     prompt: Prompt
     is_open: bool = False
     """Its first event was written."""
+
+
+def client_timeout_s(scope: Scope) -> float | None:
+    """The header X-Request-Timeout: how many seconds the client waits for the whole answer. InvalidRequest where it is
+    no positive number."""
+    given = header(scope, b"x-request-timeout")
+    if given is None:
+        return None
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        text = given[:40].decode("latin-1")
+        raise InvalidRequest(f"X-Request-Timeout: {text!r} is no positive number of seconds", "X-Request-Timeout")
+    return timeout_s
 
 
 class GenerationRoutes:
@@ -143,6 +162,7 @@ class GenerationRoutes:
                 raise NoInstance("the server is shutting down")
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             job = await parse(raw)
+            job.timeout_s = client_timeout_s(scope)
             self._start(job, request_id, wakeup, choices)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
             if connection.is_gone:
@@ -227,9 +247,12 @@ class GenerationRoutes:
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             packed = pack_i32(prompt.token_ids)
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
+            ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
             for i in range(options.n):
                 label = request_id if total == 1 else f"{request_id}-{len(choices)}"
-                request = GenerateRequest(label, packed, len(prompt.token_ids), with_seed(sampling, i), per_token)
+                request = GenerateRequest(
+                    label, packed, len(prompt.token_ids), with_seed(sampling, i), per_token, ends, job.timeout_s
+                )
                 generation = self._router.add_request(request, wakeup.set)
                 decoder = ChoiceDecoder(
                     model.tokenizer.detokenizer(options.skip_special_tokens),

@@ -5,7 +5,7 @@ import { WORDS, drawStageBar, isRunning, newStageBar, stagesOf, stagesText } fro
 import { setText } from "./svg.js";
 
 const ROWS = 12;
-const MARKS = { prefill: "○", decode: "◐", finished: "●", failed: "✕", cancelled: "–" };
+const MARKS = { prefill: "○", decode: "◐", finished: "●", retried: "↻", failed: "✕", cancelled: "–" };
 
 export class RequestTable {
   #body;
@@ -96,10 +96,10 @@ class Row {
       part.textContent = name === "waiting" ? "no token yet" : span(seconds);
       return part;
     });
-    if (request.state === "failed" || request.state === "cancelled") {
+    if (request.state === "failed" || request.state === "retried" || request.state === "cancelled") {
       const word = document.createElement("b");
       word.className = "outcome";
-      word.textContent = request.error || request.state;
+      word.textContent = request.state === "retried" ? `${request.error}, tried again` : request.error || request.state;
       shown.push(word);
     }
     this.parts.replaceChildren(...shown);
