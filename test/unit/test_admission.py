@@ -87,6 +87,8 @@ def test_what_was_sent_since_the_report_counts_at_once_and_what_was_worked_off_s
     assert door.refusal() is None
     door.admission.on_sent(instance_key(P0), 1_500)
     assert door.refusal() is not None
+    door.clock.advance(0.1)
+    assert door.refusal() is not None, "also after another look at all queues"
     door.clock.advance(1.0)
     assert door.refusal() is None, "a second later a thousand of them are done"
 
@@ -124,7 +126,7 @@ def test_an_instance_that_never_had_a_queue_has_room() -> None:
 
 def test_a_rate_follows_the_instance() -> None:
     door = Door(P0, D0)
-    door.report(P0, queue=0, seconds=30.0, work=300)
+    door.report(P0, queue=0, seconds=60.0, work=600)
     for _ in range(30):
         door.report(P0, queue=5_000, seconds=1.0, work=1_000)
     assert door.refusal() is None, "ten tokens a second were long ago"

@@ -68,6 +68,19 @@ def test_an_instance_reports_the_rate_of_its_full_steps_and_not_of_its_lonely_re
     assert (instance.scheduler.load.backlog_s, instance.scheduler.load.backlog_work) == (1.0, 32)
 
 
+def test_a_prompt_that_waits_for_pages_is_a_backlog_too() -> None:
+    clock = FakeClock()
+    instance = Instance(8, sender=PSide(Wire()), clock=clock, config=BOUND)
+    for number in range(2):  # 5 pages each, and P keeps those of the first until D has them
+        message = PrefillRequest(room_of(number), "r", pack_i32(prompt_of(number, 20)), 0, 1)
+        instance.scheduler.submit(message)
+    for _ in range(4):
+        instance.scheduler.step()
+        clock.advance(1.0)
+    load = instance.scheduler.load
+    assert (load.waiting, load.backlog_s, load.backlog_work) == (1, 3.0, 20)
+
+
 def test_decode_reports_how_many_requests_its_queue_admits() -> None:
     clock = FakeClock()
     wire = Wire()
