@@ -8,14 +8,18 @@ poison that is looked at whenever they are taken, and at the end). `pd_world.Wor
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import KVChunk, TransferEventKind
 from chitu.kv_transfer.fake.transfer_engine import FakeTransport
@@ -41,6 +45,21 @@ DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_i
 LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
 
 Kind = TransferEventKind
+
+
+class WatchedSums:
+    """`PageSums` of a node: what was looked at, and a chance to do something meanwhile."""
+
+    def __init__(self, inner: PageSums) -> None:
+        self._inner = inner
+        self.num_units = 0
+        """Pages times layers."""
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
+        self.num_units += len(layers) * len(pages)
+        self.meanwhile()
+        return self._inner.sums(layers, pages)
 
 
 class Memory:
@@ -125,18 +144,21 @@ class Node:
         self.is_frozen = False
         self.is_in_view = True
         self.session = f"{instance_name(role, rank)}-{self.incarnation}"
+        config = KVManagerConfig(rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES)
+        memory = self.memory
+        self.page_sums = WatchedSums(HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes))
+        self.wake: Callable[[], object] = lambda: None
         self.kv = KVManager(
             role,
-            KVManagerConfig(
-                rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES, max_batch_bytes=world.max_batch_bytes
-            ),
+            replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv),
             memory=self.memory,
             aux=self.memory.aux,
             transports=[FakeTransport(world.fabric, self.session)],
             link=world.link,
-            wake=lambda: None,
+            wake=lambda: self.wake(),
             clock=world.clock,
             is_pid_alive=world.is_pid_alive,
+            page_sums=self.page_sums,
         )
 
     @property
@@ -152,6 +174,11 @@ class Node:
     @property
     def info(self) -> InstanceInfo:
         return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+
+    def verify_one(self) -> bool:
+        """One turn of D's verifying thread."""
+        verifier = self.kv.receiver.verifier if self.kv.receiver is not None else None
+        return verifier is not None and verifier.run_one()
 
     # ------------------------------------------------------------------------------------------- scheduler, both roles
 

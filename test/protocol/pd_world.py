@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pd_node import NUM_AUX, NUM_PAGES, PAGE_BYTES, Node
 
 from chitu.clock import FakeClock
+from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
 from chitu.messages import ClusterView, TransferStatus, peer_codec
@@ -26,14 +27,24 @@ class Frame:
 
 
 class World:
-    """`hostility`: chance that the network or the fabric does something bad, per frame and per write."""
+    """`hostility`: chance that the network or the fabric does something bad, per frame and per write; bytes are only
+    flipped where all KV is verified. `verify_kv`: None: by the seed."""
 
-    def __init__(self, seed: int, num_prefill: int = 1, num_decode: int = 1, hostility: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        hostility: float = 0.0,
+        verify_kv: VerifyKV | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.clock = FakeClock(100.0)
         self.fabric = FakeFabric()
         self.hostility = hostility
         self.max_batch_bytes = self.rng.choice([1, 4 * PAGE_BYTES, 1 << 20])
+        modes: list[VerifyKV] = ["off", "sample", "all"]
+        self.verify_kv = verify_kv or self.rng.choice(modes)
         self.page_bytes: dict[tuple[Role, int], int] = {}
         self.frames: list[Frame] = []
         self._incarnations = 0
@@ -69,6 +80,9 @@ class World:
             for node in self.of(Role.PREFILL):
                 if not node.is_frozen and self.rng.random() < 0.5:
                     self.write_one(node)
+            for node in self.of(Role.DECODE):
+                if not node.is_frozen and self.rng.random() < 0.5:
+                    node.verify_one()
 
     def deliver_one(self) -> None:
         bad = self.rng.random() < self.hostility
@@ -89,7 +103,8 @@ class World:
 
     def write_one(self, node: Node) -> bool:
         if self.rng.random() < self.hostility / 4:
-            self.fabric.inject(Fault(self.rng.choice([FaultKind.DROP, FaultKind.LATE])))
+            kinds = [FaultKind.DROP, FaultKind.LATE, *([FaultKind.CORRUPT] if self.verify_kv == "all" else [])]
+            self.fabric.inject(Fault(self.rng.choice(kinds), byte=self.rng.randrange(PAGE_BYTES)))
         return node.sender.queue.run_one()
 
     def publish_view(self) -> None:
@@ -157,6 +172,8 @@ class World:
                     self.deliver_one()
             for node in self.of(Role.PREFILL):
                 node.compute()
+            while any(node.verify_one() for node in self.of(Role.DECODE)):
+                pass
             self.fabric.release_late_writes()
             self.advance(0.1)
             if self.is_quiet():
@@ -187,8 +204,8 @@ class World:
 class Pair:
     """One P and one D that know each other, and one room of 10 tokens."""
 
-    def __init__(self, seed: int = 1) -> None:
-        self.world = World(seed)
+    def __init__(self, seed: int = 1, verify_kv: VerifyKV = "off") -> None:
+        self.world = World(seed, verify_kv=verify_kv)
         self.p: Node = self.world.of(Role.PREFILL)[0]
         self.d: Node = self.world.of(Role.DECODE)[0]
         self.room = new_room()
@@ -199,8 +216,8 @@ class Pair:
         return self
 
     def pump(self) -> None:
-        """Everything that waits is delivered and written."""
-        while self.world.frames or self.p.sender.queue.run_one():
+        """Everything that waits is delivered, written and verified."""
+        while self.world.frames or self.p.sender.queue.run_one() or self.d.verify_one():
             if self.world.frames:
                 self.world.deliver_one()
         self.p.poll()
