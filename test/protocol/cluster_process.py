@@ -200,6 +200,7 @@ class Process:
         """All threads stopped; the step thread alone; no views reach it."""
         self.beat_s = self.heard_s = world.clock.monotonic()
         self.router = 0
+        self._is_router_silent = False
         self._ends: dict[bytes, KVPoll] = {}
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
@@ -249,6 +250,7 @@ class Process:
     def on_view(self, view: ClusterView) -> None:
         """As `CommLoop._drain_views`."""
         self.heard_s = self.world.clock.monotonic()
+        self._is_router_silent = False
         if view.router_incarnation < self.router:
             return
         if view.router_incarnation != self.router:
@@ -259,9 +261,9 @@ class Process:
 
     def tick(self, now_s: float) -> None:
         self.kv.comm_side.tick(now_s)
-        if now_s - self.heard_s >= DEADLINES.router_s:
+        if now_s - self.heard_s >= DEADLINES.router_s and not self._is_router_silent:
+            self._is_router_silent = True
             self.scheduler.end_all(now_s - self.heard_s)
-            self.heard_s = now_s
 
     # ------------------------------------------------------------------------------------------------------ invariants
 

@@ -63,6 +63,7 @@ class Asked:
     tokens: list[int] = field(default_factory=list)
     end: str = ""
     """`finished`, or why not."""
+    message: str = ""
 
 
 class ClusterWorld:
@@ -111,8 +112,8 @@ class ClusterWorld:
         return True
 
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
-        assert error.message and (process.name in error.message or "waited" not in error.message)
-        self.reports.append(lambda: self._end(self.requests.get(room), error.code))
+        assert error.message, "an error without words"
+        self.reports.append(lambda: self._end(self.requests[room], error.code, error.message))
 
     def meanwhile(self) -> None:
         """Between two layers of a step: the comm and transfer threads go on."""
@@ -271,12 +272,12 @@ class ClusterWorld:
             asked.end = asked.end or "finished"
         else:
             assert finish.message, "an error without words"
-            self._end(asked, finish.code)
+            self._end(asked, finish.code, finish.message)
 
-    def _end(self, asked: Asked | None, end: str) -> None:
+    def _end(self, asked: Asked, end: str, message: str = "") -> None:
         """As `PDRequestRouter`: each end that D did not bring about itself is told to both sides."""
-        if asked is not None and not asked.end:
-            asked.end = end
+        if not asked.end:
+            asked.end, asked.message = end, message
             self.orders.extend((side, CancelRequest(asked.room)) for side in (asked.decode, asked.prefill))
 
     def publish(self) -> None:

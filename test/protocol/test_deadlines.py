@@ -1,0 +1,273 @@
+"""Every state of a room on P and on D, and of a request on its instance: what ends it by the clock, and in which words.
+
+Each state is reached with the real parts and left alone. A new state without a line here fails the first test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import pytest
+from cluster_process import DEADLINES as CLUSTER_DEADLINES
+from cluster_process import REQUEST_TIMEOUT_S, Process
+from cluster_world import ClusterWorld
+from pd_node import DEADLINES, Node, logits_of
+from pd_world import Pair
+
+from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
+from chitu.lifecycle import (
+    RECEIVER_DEADLINES,
+    SENDER_DEADLINES,
+    SEQUENCE_DEADLINES,
+    Deadline,
+    ReceiverState,
+    SenderState,
+    SequenceState,
+)
+from chitu.messages import AuxReady, TransferStatus, encode, peer_codec
+from chitu.types import Role
+
+
+def p_requested(pair: Pair) -> None:
+    assert pair.p.prefill(pair.room, 10, pair.d)
+
+
+def d_waiting(pair: Pair) -> None:
+    pair.join()
+    assert pair.d.decode(pair.room, 10, pair.p)
+
+
+def p_announced(pair: Pair) -> None:
+    d_waiting(pair)
+    pair.pump()
+
+
+def p_waiting(pair: Pair) -> None:
+    pair.join().both_halves()
+
+
+def p_transferring(pair: Pair) -> None:
+    p_waiting(pair)
+    pair.world.churn = lambda turns: None  # type: ignore[method-assign]
+    while pair.p.sender.state(pair.room) is not SenderState.TRANSFERRING:
+        pair.p.compute()
+
+
+def p_succeeded(pair: Pair) -> None:
+    p_transferring(pair)
+    while pair.p.requests[pair.room].computed < 10:
+        pair.p.compute()
+    while pair.p.sender.queue.run_one():
+        pass
+    pair.world.frames.clear()
+
+
+def p_settling(pair: Pair) -> None:
+    p_waiting(pair)
+    pair.world.fabric.inject(Fault(FaultKind.LATE))
+    pair.compute_all()
+
+
+def p_released(pair: Pair) -> None:
+    p_waiting(pair)
+    pair.p.abort(pair.room)
+    pair.world.frames.clear()
+
+
+def d_bootstrapping(pair: Pair) -> None:
+    assert pair.d.decode(pair.room, 10, pair.p)
+
+
+def d_logits(pair: Pair) -> None:
+    p_waiting(pair)
+    slot = pair.d.requests[pair.room].aux_slot
+    pair.d.memory.aux.get(slot)[:] = logits_of(pair.room)
+    pair.d.memory.aux.seal(slot, pair.room)
+    pair.d.receiver.on_frame(pair.room, encode(AuxReady(pair.p.incarnation)))
+
+
+def d_quarantined(pair: Pair) -> None:
+    p_waiting(pair)
+    pair.d.abort(pair.room)
+    pair.world.frames.clear()
+
+
+REACH: dict[Enum, Callable[[Pair], None]] = {
+    SenderState.REQUESTED: p_requested,
+    SenderState.ANNOUNCED: p_announced,
+    SenderState.WAITING: p_waiting,
+    SenderState.TRANSFERRING: p_transferring,
+    SenderState.SUCCEEDED: p_succeeded,
+    SenderState.SETTLING: p_settling,
+    SenderState.RELEASED: p_released,
+    ReceiverState.BOOTSTRAPPING: d_bootstrapping,
+    ReceiverState.WAITING: d_waiting,
+    ReceiverState.LOGITS: d_logits,
+    ReceiverState.QUARANTINED: d_quarantined,
+}
+WORDS: dict[Enum, tuple[type[ChituError], str]] = {
+    SenderState.REQUESTED: (BootstrapTimeout, "P0 waited 2.0 s in REQUESTED for D0's announcement"),
+    SenderState.ANNOUNCED: (TransferTimeout, "P0 waited 3.0 s in ANNOUNCED for the router's half of what D0 announced"),
+    SenderState.WAITING: (TransferTimeout, "P0 waited 3.0 s in WAITING for its own computing of D0's pages"),
+    SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
+    ReceiverState.BOOTSTRAPPING: (BootstrapTimeout, "D0 waited 1.0 s in BOOTSTRAPPING for P0 to take its registration"),
+    ReceiverState.WAITING: (TransferTimeout, "D0 waited 3.0 s in WAITING for P0's logits"),
+    ReceiverState.LOGITS: (TransferTimeout, "D0 waited 3.0 s in LOGITS for P0's last KV"),
+}
+LIMITS_S = {Deadline.TRANSFER: DEADLINES.transfer_s, Deadline.REPEAT: DEADLINES.transfer_s}
+BOOTSTRAP_S = {SenderState: DEADLINES.queue_s + DEADLINES.bootstrap_s, ReceiverState: DEADLINES.bootstrap_s}
+
+
+def test_every_state_that_is_not_terminal_has_its_line_here() -> None:
+    for states in (SENDER_DEADLINES, RECEIVER_DEADLINES):
+        for state, deadline in states.items():
+            assert (state in REACH) == (deadline is not Deadline.TERMINAL)
+            assert (state in WORDS) == (deadline in (Deadline.BOOTSTRAP, Deadline.TRANSFER))
+
+
+def side(pair: Pair, state: Enum) -> Node:
+    return pair.p if isinstance(state, SenderState) else pair.d
+
+
+def tick(pair: Pair, node: Node, seconds: float) -> None:
+    """Time passes; only this side's clock looks, and nothing reaches anybody."""
+    pair.world.clock.advance(seconds)
+    node.kv.comm_side.tick(pair.world.clock.monotonic())
+
+
+def limit_s(state: Enum) -> float:
+    deadline = (SENDER_DEADLINES | RECEIVER_DEADLINES)[state]  # type: ignore[operator]
+    return BOOTSTRAP_S[type(state)] if deadline is Deadline.BOOTSTRAP else LIMITS_S[deadline]
+
+
+@pytest.mark.parametrize("state", WORDS, ids=str)
+def test_a_room_ends_at_its_states_deadline_and_not_before_and_the_error_says_all(state: Enum) -> None:
+    pair = Pair()
+    REACH[state](pair)
+    node = side(pair, state)
+    role = node.kv.sender or node.kv.receiver
+    assert role is not None and role.state(pair.room) is state
+    pair.world.frames.clear()
+    tick(pair, node, limit_s(state) - 0.05)
+    assert role.state(pair.room) is state
+    pair.world.frames.clear()
+    tick(pair, node, 0.05)
+    assert role.state(pair.room) is not state
+    kind, text = WORDS[state]
+    if state is SenderState.ANNOUNCED:  # P's step thread never heard of it; D does
+        (status,) = (m for m in map(decoded, pair.world.frames) if isinstance(m, TransferStatus))
+        assert (status.code, status.message) == (kind.code, text)
+    else:
+        error = pair.error(node)
+        assert isinstance(error, kind) and error.message == text
+
+
+def decoded(frame: object) -> object:
+    return peer_codec.decode(frame.payload)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("state", [SenderState.SUCCEEDED, SenderState.RELEASED], ids=str)
+def test_a_status_that_nobody_acknowledges_is_repeated_for_a_while_and_then_forgotten(state: SenderState) -> None:
+    pair = Pair()
+    REACH[state](pair)
+    assert pair.p.sender.state(pair.room) is state
+    for _ in range(4):
+        pair.world.frames.clear()
+        tick(pair, pair.p, DEADLINES.retry_interval_s)
+        assert len(pair.statuses()) == 1
+    tick(pair, pair.p, DEADLINES.transfer_s)
+    assert pair.p.sender.state(pair.room) is None
+
+
+@pytest.mark.parametrize("state", [SenderState.SETTLING, ReceiverState.QUARANTINED], ids=str)
+def test_no_time_frees_memory_that_a_peer_may_touch(state: Enum) -> None:
+    pair = Pair()
+    REACH[state](pair)
+    node = side(pair, state)
+    for _ in range(50):
+        tick(pair, node, 100.0)
+        while pair.p.sender.queue.run_one():
+            pass
+        node.poll()
+    role = node.kv.sender or node.kv.receiver
+    assert role is not None and role.state(pair.room) is state
+    assert Kind.RELEASED not in pair.seen(node)
+
+
+# --------------------------------------------------------------------------------------- a request on its instance
+
+
+def only(world: ClusterWorld, role: Role, state: SequenceState) -> Process:
+    """The process of this role, once its only request is in `state`."""
+    (process,) = world.of(role)
+    for _ in range(200):
+        if [s.state for s in process.sequences().values()] == [state]:
+            return process
+        world.turns(1)
+    raise AssertionError(f"{state} was never reached: {process.sequences()}")
+
+
+WHERE = {
+    SequenceState.WAITING: Role.DECODE,
+    SequenceState.COMPUTING: Role.PREFILL,
+    SequenceState.INFLIGHT: Role.PREFILL,
+    SequenceState.TRANSFER: Role.DECODE,
+    SequenceState.RUNNING: Role.DECODE,
+    SequenceState.RETRACTED: Role.DECODE,
+}
+
+
+@pytest.mark.parametrize("state", WHERE, ids=str)
+def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: SequenceState) -> None:
+    world = ClusterWorld(1, 1)
+    if state is SequenceState.INFLIGHT:
+        world.fabric.inject(*[Fault(FaultKind.LATE)] * 9)
+    if state is SequenceState.WAITING:
+        while world.of(Role.DECODE)[0].memory.aux.allocate() is not None:
+            pass
+    if state is SequenceState.INFLIGHT:
+        world.of(Role.PREFILL)[0].write = lambda: False  # type: ignore[method-assign]
+    world.ask(0, 22, 30)
+    if state is SequenceState.RETRACTED:
+        process = only(world, Role.DECODE, SequenceState.RUNNING)
+        sequence = next(iter(process.sequences().values()))
+        process.cache.reserve(b"another", process.cache.num_free_pages * process.cache.page_size)
+        del process.cache._tables[b"another"]  # its pages are nobody's: the next growth has none
+        while sequence.state is SequenceState.RUNNING:
+            process.step()
+    else:
+        process = only(world, WHERE[state], state)
+    world.clock.advance(REQUEST_TIMEOUT_S + 0.1 if state is not SequenceState.WAITING else CLUSTER_DEADLINES.queue_s)
+    process.step()
+    assert [s.state for s in process.sequences().values()] in ([], [SequenceState.CLOSING])
+    while world.reports:
+        world.reports.popleft()()
+    (asked,) = world.requests.values()
+    assert asked.end == ("queue_timeout" if state is SequenceState.WAITING else "request_timeout")
+    assert f"{process.name} waited 1" in asked.message and f"s in {state.name} for" in asked.message
+
+
+def test_every_state_of_a_request_is_reached_above() -> None:
+    assert SEQUENCE_DEADLINES.keys() - WHERE.keys() == {SequenceState.CLOSING}
+
+
+def test_requests_of_a_router_that_never_comes_back_end_on_both_sides_and_give_everything_back() -> None:
+    world = ClusterWorld(1, 1)
+    world.ask(0, 22, 30)
+    only(world, Role.DECODE, SequenceState.RUNNING)
+    world.ask(0, 22, 30)
+    world.op_router(0, 0)
+    for process in world.processes:
+        process.is_slow = True  # else what runs just runs to its end
+    world.turns(3)
+    world.advance(CLUSTER_DEADLINES.router_s)
+    for process in world.processes:
+        process.is_slow = False
+    for _ in range(400):
+        world.turns(1)
+    assert not world.is_router_alive and not [left for left in world.leftovers() if left != "messages"]
+    for process in world.processes:
+        process.check_empty()
