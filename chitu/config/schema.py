@@ -116,6 +116,14 @@ class FaultConfig(Section, frozen=True):
 
     zero_page: Annotated[int, Meta(ge=0)] | None = None
     """What P writes into this page of D's pool (K and V of all layers) arrives as zeros."""
+    flip_byte_every: Annotated[int, Meta(ge=0)] = 0
+    """Of every Nth write of a P rank that brings KV, one byte arrives with all bits flipped. 0: of none."""
+    flip_logits_every: Annotated[int, Meta(ge=0)] = 0
+    """The same of every Nth logits row."""
+    delay_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """Every write begins so much later; past its timeout it fails."""
+    stall_every: Annotated[int, Meta(ge=0)] = 0
+    """Every Nth write, of KV or of logits, hangs until its timeout and fails; nothing of it arrives."""
 
     def describe(self) -> str:
         """The faults that are on, as `key=value`; empty where none is."""

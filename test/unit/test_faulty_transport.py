@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
+import time
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -172,3 +175,101 @@ def test_a_process_with_faults_says_so(caplog: pytest.LogCaptureFixture) -> None
         assert caplog.text == ""
         warn_of_faults(load_topology("pd_disagg_1p1d_local", ["dp_config.router.pd_disaggregation.faults.zero_page=0"]))
     assert "FAULTS ARE ON (zero_page=0)" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------ flipped bytes, slow writes
+
+
+def flipped(pair: Pair, src: list[int], dst: list[int]) -> list[tuple[int, int, int]]:
+    """(region, page, byte) of what did not arrive as it was sent."""
+    difference = pair.source.pages[:, src] ^ pair.target.pages[:, dst]
+    assert set(np.unique(difference)) <= {0, 0xFF}
+    return [(int(r), dst[p], int(b)) for r, p, b in np.argwhere(difference)]
+
+
+def test_every_nth_kv_write_has_one_byte_flipped_that_matters_and_its_source_stays() -> None:
+    pair = Pair(FaultConfig(flip_byte_every=3))
+    before = pair.source.arena.copy()
+    seen = []
+    for turn in range(1, 13):
+        pair.write_pages([1, 2, 4], [4, 5, 9])
+        found = flipped(pair, [1, 2, 4], [4, 5, 9])
+        assert len(found) == (turn % 3 == 0)
+        seen += found
+    assert np.array_equal(pair.source.arena, before)
+    assert len(set(seen)) > 1 and all(byte % 4 == 3 for _, _, byte in seen)
+    assert (pair.target.pages[:, [0, 1, 2, 3, 6, 7, 8, 10, 11]] == 255).all()
+
+
+def test_logits_rows_are_counted_and_flipped_apart_from_kv() -> None:
+    pair = AuxPair(FaultConfig(flip_logits_every=2))
+    pair.write_pages([1], [4])
+    assert not flipped(pair, [1], [4])
+    differences = [pair.write_aux() for _ in range(4)]
+    assert [len(difference) for difference in differences] == [0, 1, 0, 1]
+    pair = AuxPair(FaultConfig(flip_byte_every=1))
+    assert not len(pair.write_aux())
+    pair.write_pages([1], [4])
+    assert len(flipped(pair, [1], [4])) == 1
+
+
+class AuxPair(Pair):
+    """With aux rows of 64 bytes of header, 128 of logits and 64 of padding."""
+
+    def __init__(self, faults: FaultConfig) -> None:
+        super().__init__(faults)
+        self.rows = [np.random.default_rng(side).integers(1, 256, 256, np.uint8) for side in (1, 2)]
+        mine, theirs = (int(row.ctypes.data) for row in self.rows)
+        self.p.register(mine, 256)
+        self.fabric._endpoints["D"].ranges.append((theirs, 256))
+        self.memory = msgspec.structs.replace(self.memory, aux_base=theirs, aux_row_bytes=256, num_aux_slots=1)
+        self.peer = self.p.connect(self.memory, self.memory.sessions[0])
+        self.row = CopyList([mine], [theirs], [256])
+
+    def write_aux(self) -> list[int]:
+        """Which bytes of the row arrived flipped: of the logits, never of header or padding."""
+        self.p.write(self.peer, self.row, 1.0)
+        wrong = np.flatnonzero(self.rows[0] != self.rows[1]).tolist()
+        assert all(64 <= byte < 192 and byte % 4 == 3 for byte in wrong)
+        return wrong
+
+
+def test_a_stalled_write_fails_at_its_timeout_settled_and_nothing_arrives() -> None:
+    pair = Pair(FaultConfig(stall_every=2))
+    pair.write_pages([1], [4])
+    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    with pytest.raises(WriteError, match=r"the write to D was stalled for 0\.0 s") as caught:
+        pair.p.write(pair.peer, copies, 0.01)
+    assert caught.value.settled and (pair.target.pages[:, 5] == 255).all()
+    pair.p.write(pair.peer, copies, 1.0)
+    assert np.array_equal(pair.target.pages[:, 5], pair.source.pages[:, 2])
+
+
+def test_a_delayed_write_arrives_later_and_one_past_its_timeout_fails() -> None:
+    pair = Pair(FaultConfig(delay_ms=20.0))
+    begun_s = time.monotonic()
+    pair.write_pages([1], [4])
+    assert time.monotonic() - begun_s >= 0.02
+    assert np.array_equal(pair.target.pages[:, 4], pair.source.pages[:, 1])
+    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    with pytest.raises(WriteError, match="was delayed"):
+        pair.p.write(pair.peer, copies, 0.005)
+    assert (pair.target.pages[:, 5] == 255).all()
+
+
+def test_a_transport_that_is_closed_lets_go_of_a_stalled_write() -> None:
+    pair = Pair(FaultConfig(stall_every=1))
+    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    failures: list[WriteError] = []
+
+    def write() -> None:
+        try:
+            pair.p.write(pair.peer, copies, 60.0)
+        except WriteError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    pair.p.close()
+    thread.join(10)
+    assert len(failures) == 1
