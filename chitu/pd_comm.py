@@ -66,6 +66,8 @@ class CommCallbacks:
     """The router will never take this instance."""
     on_drain: Callable[[], None]
     """The router sends nothing new: finish what runs and leave. Called once."""
+    on_worker_gone: Callable[[int], None]
+    """An API process of the router (by incarnation) is in the view no more: its requests are nobody's."""
 
 
 class CommLoop:
@@ -96,6 +98,8 @@ class CommLoop:
         self._instance: InstanceInfo | None = None
         self._router_incarnation = 0
         self._view_version = -1
+        self._workers: set[int] = set()
+        """Of the newest view."""
         self._joined = False
         self._next_join_s = 0.0
         self.num_views = 0
@@ -257,6 +261,10 @@ class CommLoop:
         if view.version == self._view_version:
             return
         self._view_version = view.version
+        for worker in self._workers - set(view.workers):
+            logger.warning("an API process of the router is gone")
+            callbacks.on_worker_gone(worker)
+        self._workers = set(view.workers)
         self._forget_peers(view)
         if kv is not None:
             kv.on_view(view)

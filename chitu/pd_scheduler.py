@@ -75,6 +75,13 @@ class PDSchedulerParts:
     receiver: DecodeReceiverLike | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class _WorkerGone:
+    """An API process of the router has ended."""
+
+    incarnation: int
+
+
 class PDScheduler:
     """One instance's requests, from their arrival to the moment that their last page is free again."""
 
@@ -97,7 +104,9 @@ class PDScheduler:
             parts.aux if is_prefill else None,
             None if is_prefill else self._may_start,
         )
-        self._inbox: deque[SchedulerMessage | float | None] = deque()
+        self._inbox: deque[SchedulerMessage | _WorkerGone | float | None] = deque()
+        self._gone_workers: deque[int] = deque(maxlen=64)
+        """Newest last: their last requests may still be on the way."""
         self._next_expire_s = 0.0
         self._arrivals = 0
         self._steps = 0
@@ -118,6 +127,10 @@ class PDScheduler:
     def cancel_all(self) -> None:
         """The router that sent the present requests is gone: nobody reads their tokens."""
         self._inbox.append(None)
+
+    def cancel_worker(self, incarnation: int) -> None:
+        """An API process of the router is gone (`router.workers`): nobody reads the tokens of its requests."""
+        self._inbox.append(_WorkerGone(incarnation))
 
     def end_all(self, silence_s: float) -> None:
         """The router was silent for so long that it counts as gone: end every request, with an error for it."""
@@ -156,6 +169,10 @@ class PDScheduler:
             self._check_idle()
         self._load = self._load_report()
         return worked
+
+    def close(self) -> None:
+        """After the last step."""
+        self._tokens.close()
 
     @property
     def is_idle(self) -> bool:
@@ -208,7 +225,7 @@ class PDScheduler:
         if not sequence.emitted:
             sequence.first_token_s = self._clock.monotonic()
         sequence.emitted.append(token)
-        self._tokens.push(sequence.room, token)
+        self._tokens.push(sequence.room, token, sequence.router_worker)
         reason = sequence.finish_reason(token)
         if reason:
             self._finish(sequence, reason)
@@ -224,7 +241,8 @@ class PDScheduler:
                 error.message if error else "",
                 sequence.kv_bytes,
                 sequence.stage_times(self._clock.monotonic()),
-            )
+            ),
+            sequence.router_worker,
         )
         if error is None:
             self._decode.finish(sequence)
@@ -240,14 +258,31 @@ class PDScheduler:
                 self._end_without_router(message)
             elif isinstance(message, CancelRequest):
                 self._cancel(message.room)
+            elif isinstance(message, _WorkerGone):
+                self._cancel_worker_now(message.incarnation)
             elif self._is_here(message.room):  # a refusal would end the first one at the router, which knows rooms only
                 logger.warning("request %s came twice", message.request_id)
+            elif message.router_worker in self._gone_workers:
+                logger.warning("request %s came from an API process that is gone", message.request_id)
             elif isinstance(message, PrefillRequest):
                 self._process_prefill_request(message)
+            elif not self._can_answer(message):
+                pass
             elif isinstance(message, DecodeRequest):
                 self._process_decode_request(message)
             else:
                 self._process_unified_request(message)
+
+    def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
+        """Whether tokens have a way back to the API process that asks; the router hears it where not."""
+        if message.router_worker:
+            try:
+                self._tokens.expect(message.router_worker, message.reply_port)
+            except ChituError as error:
+                logger.warning("request %s came from where no tokens can go: %s", message.request_id, error.message)
+                self._parts.report_failure(message.room, error)
+                return False
+        return True
 
     def _is_here(self, room: bytes) -> bool:
         """Also where it is over, but a peer may still touch its pages."""
@@ -268,6 +303,7 @@ class PDScheduler:
             message.token_ids,
             sampling,
             0 if isinstance(message, PrefillRequest) else message.num_emitted,
+            message.router_worker,
             stop_ids=stop_ids,
         )
 
@@ -378,6 +414,13 @@ class PDScheduler:
     def _cancel_all_now(self) -> None:
         for sequence in self._open():
             self._cancel(sequence.room)
+
+    def _cancel_worker_now(self, incarnation: int) -> None:
+        self._gone_workers.append(incarnation)
+        for sequence in self._open():
+            if sequence.router_worker == incarnation:
+                self._cancel(sequence.room)
+        self._tokens.forget(incarnation)
 
     def _open(self) -> list[Sequence]:
         """Every request that is not over for its client."""

@@ -41,7 +41,7 @@ from chitu.net.sockets import connect
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_comm import CommCallbacks, CommLoop
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.token_manager import TokenManager
+from chitu.token_manager import TokenManager, TokenPort
 from chitu.types import Incarnation, Role, instance_name
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,10 @@ IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it looks at its queue deadlines."""
 QUIET_S = 1.0
 """A drained instance leaves after so long without work: by then no request is on its way from the router."""
+
+
+LAST_TOKENS_MS = 200
+"""What is queued when a socket to the router closes may still leave for so long."""
 
 
 @dataclass(slots=True)
@@ -107,7 +111,8 @@ class PDSchedulerService:
         self._exit_code = 0
         self._bootstrap_wake = Waker()
         self._token_socket: zmq.Socket[bytes] | None = None
-        if identity.role is not Role.PREFILL:  # P never connects to the token port
+        # P never connects to a token port; 0: the router is several processes, and each names its own in its requests.
+        if identity.role is not Role.PREFILL and router.token_port:
             self._token_socket = connect(comm.context, zmq.PUSH, router_host, router.token_port)
         kv = engine.kv
         self._scheduler = PDScheduler(
@@ -116,7 +121,7 @@ class PDSchedulerService:
                 deadlines=self._deadlines,
                 executor=engine.executor,
                 cache=engine.cache,
-                tokens=TokenManager(identity.incarnation, self._send_tokens),
+                tokens=TokenManager(identity.incarnation, self._send_tokens, self._open_token_port),
                 report_failure=self._report_failure,
                 clock=RealClock(),
                 name=identity.name,
@@ -216,16 +221,15 @@ class PDSchedulerService:
         while not self._stop_step.is_set():
             if not self._scheduler.step():
                 self._wake.wait(IDLE_WAIT_S)
+        self._scheduler.close()
         if self._token_socket is not None:
-            self._token_socket.close(200)
+            self._token_socket.close(LAST_TOKENS_MS)
 
     def _send_tokens(self, frame: bytes) -> bool:
-        assert self._token_socket is not None
-        try:
-            self._token_socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+        return self._token_socket is not None and _send(self._token_socket, frame)
+
+    def _open_token_port(self, port: int) -> TokenPort:
+        return _TokenSocket(connect(self._comm.context, zmq.PUSH, self._router_host, port))
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         identity = self._identity
@@ -237,7 +241,12 @@ class PDSchedulerService:
 
     def _comm_loop(self) -> None:
         callbacks = CommCallbacks(
-            self._on_request, self._on_view, self._on_new_router, self._on_refused, on_drain=self._stop.set
+            self._on_request,
+            self._on_view,
+            self._on_new_router,
+            self._on_refused,
+            on_drain=self._stop.set,
+            on_worker_gone=self._on_worker_gone,
         )
         kv = self._engine.kv.comm_side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s)
@@ -252,6 +261,10 @@ class PDSchedulerService:
 
     def _on_new_router(self) -> None:
         self._scheduler.cancel_all()
+        self._wake.wake()
+
+    def _on_worker_gone(self, incarnation: int) -> None:
+        self._scheduler.cancel_worker(incarnation)
         self._wake.wake()
 
     def _on_refused(self, error: ConfigError) -> None:
@@ -305,3 +318,25 @@ class PDSchedulerService:
             except ChituError as error:
                 logger.debug("bootstrap server: %s", error)
                 self._stop_step.wait(wait_s)
+
+
+@dataclass(slots=True, frozen=True)
+class _TokenSocket:
+    """`TokenPort` of one API process; step thread."""
+
+    socket: zmq.Socket[bytes]
+
+    def send(self, frame: bytes) -> bool:
+        return _send(self.socket, frame)
+
+    def close(self) -> None:
+        self.socket.close(LAST_TOKENS_MS)
+
+
+def _send(socket: zmq.Socket[bytes], frame: bytes) -> bool:
+    """False where the queue is full."""
+    try:
+        socket.send(frame, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True

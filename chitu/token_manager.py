@@ -1,46 +1,108 @@
-"""D (or a unified instance) -> router: one token message per step for all requests. Step thread only."""
+"""D (or a unified instance) -> router: one token message per step and API process for all requests. Step thread only.
+
+A router is one process with one token port, or several (`router.workers`) with one each; a request says which of them
+it came from and where that listens. The sockets to such ports are opened at the first request from there (`expect`) and
+closed when the process is gone (`forget`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from chitu.errors import Capacity
 from chitu.messages import Finish, TokenBatch, encode
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], bool]
 """Hands a frame to the token port; False where the queue to the router is full. Never blocks."""
+MAX_WORKERS = 256
+"""API processes of one router at once; a socket each."""
+
+
+class TokenPort(Protocol):
+    """The token port of one API process."""
+
+    def send(self, frame: bytes) -> bool:
+        """As `Send`."""
+
+    def close(self) -> None: ...
+
+
+OpenPort = Callable[[int], TokenPort]
+"""Port on the router's host -> its socket. BadFrame where it is none."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one process of the router is sent at the end of the step."""
+
+    send: Send
+    close: Callable[[], None] | None
+    rooms: list[bytes] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
 
 
 class TokenManager:
-    """Collects a step's tokens and ends; `flush` sends them as one `TokenBatch`."""
+    """Collects a step's tokens and ends; `flush` sends them as one `TokenBatch` per process of the router."""
 
-    def __init__(self, incarnation: int, send: Send) -> None:
+    def __init__(self, incarnation: int, send: Send, open_port: OpenPort | None = None) -> None:
+        """`send`: to the router's own `token_port`; `open_port`: to those of API processes."""
         self._incarnation = incarnation
-        self._send = send
-        self._rooms: list[bytes] = []
-        self._tokens: list[int] = []
-        self._finished: list[Finish] = []
+        self._open_port = open_port
+        self._batches: dict[int, _Batch] = {0: _Batch(send, None)}
+        """By incarnation of the API process; 0 is the router that is one."""
         self.tokens_sent = 0
         """Dropped ones included."""
         self.tokens_dropped = 0
 
-    def push(self, room: bytes, token: int) -> None:
-        self._rooms.append(room)
-        self._tokens.append(token)
+    def expect(self, worker: int, port: int) -> None:
+        """A request came from this API process. BadFrame for an impossible port, Capacity for too many processes."""
+        if worker in self._batches or self._open_port is None:
+            return
+        if len(self._batches) > MAX_WORKERS:
+            raise Capacity(f"more than {MAX_WORKERS} processes of the router at once")
+        opened = self._open_port(port)
+        self._batches[worker] = _Batch(opened.send, opened.close)
 
-    def finish(self, finish: Finish) -> None:
+    def forget(self, worker: int) -> None:
+        """That API process is gone: what it was not sent yet is dropped with its socket."""
+        batch = self._batches.get(worker)
+        if batch is not None and batch.close is not None:
+            del self._batches[worker]
+            batch.close()
+
+    def close(self) -> None:
+        """Close the sockets to API processes; what is queued may still leave."""
+        for worker in list(self._batches):
+            self.forget(worker)
+
+    def push(self, room: bytes, token: int, worker: int = 0) -> None:
+        batch = self._batches.get(worker)
+        if batch is not None:
+            batch.rooms.append(room)
+            batch.tokens.append(token)
+
+    def finish(self, finish: Finish, worker: int = 0) -> None:
         """End of a room; it travels behind the room's last token."""
-        self._finished.append(finish)
+        batch = self._batches.get(worker)
+        if batch is not None:
+            batch.finished.append(finish)
 
     def flush(self) -> None:
-        if not self._rooms and not self._finished:
-            return
-        frame = encode(TokenBatch(self._incarnation, self._rooms, self._tokens, self._finished))
-        if not self._send(frame):
+        for batch in self._batches.values():
+            if batch.rooms or batch.finished:
+                self._flush(batch)
+
+    def _flush(self, batch: _Batch) -> None:
+        count = len(batch.tokens)
+        if not batch.send(encode(TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished))):
             # The router has not read for so long that it is gone; its clients are, too.
-            logger.error("token queue to the router is full: dropped %d tokens", len(self._tokens))
-            self.tokens_dropped += len(self._tokens)
-        self.tokens_sent += len(self._tokens)
-        self._rooms, self._tokens, self._finished = [], [], []
+            logger.error("token queue to the router is full: dropped %d tokens", count)
+            self.tokens_dropped += count
+        self.tokens_sent += count
+        batch.rooms, batch.tokens, batch.finished = [], [], []

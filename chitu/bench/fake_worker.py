@@ -41,7 +41,6 @@ from chitu.messages import (
     PrefillRequest,
     RequestFailed,
     SamplingParams,
-    TokenBatch,
     UnifiedRequest,
     coordination_reply_codec,
     encode,
@@ -52,6 +51,7 @@ from chitu.messages import (
 from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
+from chitu.token_manager import TokenManager
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
 ROLE_OF_LETTER = {role.letter: role for role in Role}
@@ -86,6 +86,7 @@ class _Running:
     room: bytes
     prompt: Sequence[int]
     sampling: SamplingParams
+    router_worker: int
     emitted: int = 0
 
 
@@ -106,6 +107,20 @@ class _Instance:
         return instance_name(self.info.role, self.info.engine_rank)
 
 
+@dataclass(slots=True, frozen=True)
+class _TokenSocket:
+    """`TokenPort`; blocks where the router does not read."""
+
+    socket: zmq.Socket[bytes]
+
+    def send(self, frame: bytes) -> bool:
+        self.socket.send(frame)
+        return True
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
 class FakeWorker:
     def __init__(self, names: Sequence[str], options: FakeOptions) -> None:
         """`names`: P0, D0, U1: the instances that this process plays."""
@@ -114,7 +129,10 @@ class FakeWorker:
         self._incarnation: Incarnation = new_incarnation()
         self._instances = [self._make(name) for name in names]
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
-        self._tokens = connect(self._context, zmq.PUSH, options.host, options.token_port)
+        own_port = _TokenSocket(self._connect(options.token_port)) if options.token_port else None
+        send = own_port.send if own_port is not None else (lambda frame: False)
+        self._tokens = TokenManager(self._incarnation, send, lambda port: _TokenSocket(self._connect(port)))
+        self._router_workers: set[int] = set()
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
         self._view.setsockopt(zmq.SUBSCRIBE, b"")
         self._poller = zmq.Poller()
@@ -124,6 +142,9 @@ class FakeWorker:
         self._poller.register(self._view, zmq.POLLIN)
         self._trace = Path(options.trace) if options.trace else None
         self._stopping = False
+
+    def _connect(self, token_port: int) -> zmq.Socket[bytes]:
+        return connect(self._context, zmq.PUSH, self._options.host, token_port)
 
     def stop(self) -> None:
         self._stopping = True
@@ -211,6 +232,12 @@ class FakeWorker:
         for instance in self._instances:
             info = instance.info
             instance.joined = (info.role, info.engine_rank, info.incarnation) in members
+        for worker in self._router_workers - set(view.workers):
+            self._tokens.forget(worker)
+            for instance in self._instances:
+                for room in [room for room, r in instance.running.items() if r.router_worker == worker]:
+                    del instance.running[room]
+        self._router_workers = set(view.workers)
 
     def _drain_requests(self, instance: _Instance) -> None:
         try:
@@ -221,7 +248,10 @@ class FakeWorker:
                     instance.running.pop(message.room, None)
                 elif isinstance(message, (DecodeRequest, UnifiedRequest)):
                     prompt = unpack_i32(message.token_ids)
-                    instance.running[message.room] = _Running(message.room, prompt, message.sampling)
+                    worker = message.router_worker
+                    if worker:
+                        self._tokens.expect(worker, message.reply_port)
+                    instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker)
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
                     failed = RequestFailed(
@@ -236,26 +266,24 @@ class FakeWorker:
 
     def _step(self, instance: _Instance) -> None:
         """One token for every running request, in one batch."""
-        rooms: list[bytes] = []
-        tokens: list[int] = []
-        finished: list[Finish] = []
-        stop_token, fail = self._options.stop_token, self._options.fail_decode
+        finished: list[tuple[_Running, Finish]] = []
+        push, stop_token, fail = self._tokens.push, self._options.stop_token, self._options.fail_decode
         for running in instance.running.values():
             token = running.prompt[running.emitted % len(running.prompt)]
             running.emitted += 1
-            rooms.append(running.room)
-            tokens.append(token)
+            push(running.room, token, running.router_worker)
             if fail:
-                finished.append(Finish(running.room, "error", fail, "told to fail"))
+                finished.append((running, Finish(running.room, "error", fail, "told to fail")))
             elif token == stop_token and not running.sampling.ignore_eos:
-                finished.append(Finish(running.room, "stop"))
+                finished.append((running, Finish(running.room, "stop")))
             elif running.emitted >= running.sampling.max_tokens:
-                finished.append(Finish(running.room, "length"))
-        for finish in finished:
-            del instance.running[finish.room]
+                finished.append((running, Finish(running.room, "length")))
         instance.steps += 1
-        instance.tokens += len(tokens)
-        self._tokens.send(encode(TokenBatch(self._incarnation, rooms, tokens, finished)))
+        instance.tokens += len(instance.running)
+        for running, finish in finished:
+            self._tokens.finish(finish, running.router_worker)
+            del instance.running[finish.room]
+        self._tokens.flush()
 
     def _note(self, instance: _Instance, message: msgspec.Struct) -> None:
         if self._trace is None:

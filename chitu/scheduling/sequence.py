@@ -22,6 +22,8 @@ class Sequence:
     sampling: SamplingParams | None = None
     num_continued: int = 0
     """Output that another D emitted before it was lost; this one goes on as if it had emitted them itself."""
+    router_worker: int = 0
+    """Incarnation of the router's API process that sent it; 0: the router is one process."""
     prefill_rank: int = -1
     prefill_incarnation: int = 0
     state: SequenceState = SequenceState.WAITING

@@ -52,11 +52,21 @@ class Router:
             Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
         )
         self.drains = 0
+        self.gone_workers: list[int] = []
         callbacks = CommCallbacks(
-            self._on_request, self._on_view, self._on_new_router, self._on_refused, self._on_drain
+            self._on_request,
+            self._on_view,
+            self._on_new_router,
+            self._on_refused,
+            self._on_drain,
+            self._on_worker_gone,
         )
         self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, 0.05))
         self.thread.start()
+
+    def _on_worker_gone(self, incarnation: int) -> None:
+        self.gone_workers.append(incarnation)
+        self.happened.wake()
 
     def _on_request(self, message: SchedulerMessage) -> None:
         self.requests.append(message)
