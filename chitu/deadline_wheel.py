@@ -25,6 +25,7 @@ class DeadlineWheel(Generic[T]):
         return int(moment_s // self._step_s)
 
     def add(self, item: T, deadline_s: float) -> None:
+        """The deadline is yet to come."""
         self._buckets.setdefault(self._bucket(deadline_s) + 1, set()).add(item)
 
     def discard(self, item: T, deadline_s: float) -> None:

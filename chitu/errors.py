@@ -6,9 +6,10 @@ ChituError
 |   `-- MissingDependency
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
-|   `-- UnknownInstance  LastInstance
+|   |-- HeadersTooLarge  SlowRequest
+|   `-- Forbidden  UnknownInstance  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
-|   |-- Capacity (TooManyRequests)  Overloaded  QueueTimeout  RequestTimeout  NoInstance
+|   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal
@@ -75,9 +76,28 @@ class PayloadTooLarge(RequestError):
     http_status = 413
 
 
+class HeadersTooLarge(RequestError):
+    code = "headers_too_large"
+    http_status = 431
+
+
+class SlowRequest(RequestError):
+    """Its head or body did not come in time."""
+
+    code = "slow_request"
+    http_status = 408
+
+
 class Unauthorized(RequestError):
     code = "invalid_api_key"
     http_status = 401
+
+
+class Forbidden(RequestError):
+    """Not from there, whoever it is."""
+
+    code = "forbidden"
+    http_status = 403
 
 
 class UnknownInstance(RequestError):
@@ -113,6 +133,17 @@ class Overloaded(ServiceError):
     """The router's prediction: the request would wait too long. Nobody was asked, so nobody is asked again."""
 
     code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(ServiceError):
+    """One client's requests come faster than `router.admission.requests_per_s`."""
+
+    code = "rate_limited"
+    http_status = 429
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -193,7 +224,7 @@ def _subclasses(cls: type[ChituError]) -> list[type[ChituError]]:
 
 def from_code(code: str, message: str) -> ChituError:
     """The error a peer reported by its wire code; an unknown code is `Internal` with the code in its message."""
-    for cls in _subclasses(ChituError):
+    for cls in _subclasses(ChituError)[1:]:
         if cls.__dict__.get("code") == code:
             return cls(message)
     return Internal(f"{message} (unknown error code {code!r})")

@@ -70,7 +70,7 @@ export class Burst {
   trace(snapshot) {
     for (const cell of this.#cells) {
       if (cell.isTraced || cell.requestId === "") continue;
-      const request = snapshot.requests.find(({ request_id: id }) => id === cell.requestId);
+      const request = snapshot.requests.findLast(({ request_id: id }) => id === cell.requestId);
       if (request === undefined) continue;
       cell.isTraced = !isRunning(request);
       const total = cell.isTraced ? ` · ${span(request.ended_at_s - request.created_at_s)}` : "";

@@ -123,7 +123,7 @@ export class AssistantMessage {
   /** Shows what the snapshot says of this request; once it has ended, for good. */
   trace(snapshot) {
     if (this.#trace === null || this.#isTraced) return;
-    const request = snapshot.requests.find(({ request_id: id }) => id === this.requestId);
+    const request = snapshot.requests.findLast(({ request_id: id }) => id === this.requestId);
     if (request === undefined) return;
     this.#isTraced = !isRunning(request);
     this.#trace.replaceChildren(...traceOf(request, snapshot.time_s));
