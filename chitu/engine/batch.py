@@ -31,18 +31,33 @@ class SlotState:
 
 
 class SlotTable:
-    """`num_slots` sequences of at most `max_model_len` tokens in pages of `page_size`."""
+    """`num_slots` sequences of at most `max_model_len` tokens in pages of `page_size`.
+
+    Behind them stands the scratch slot, for rows that only pad a batch: all its pages are `scratch_page`, which must
+    then belong to nobody (None: nothing is padded here).
+    """
 
     def __init__(
-        self, num_slots: int, max_model_len: int, page_size: int, num_pages: int, device: torch.device
+        self,
+        num_slots: int,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int,
+        device: torch.device,
+        scratch_page: int | None = None,
     ) -> None:
+        self.num_slots = num_slots
+        self.scratch_slot = num_slots
         self.max_model_len = max_model_len
         self.page_size = page_size
+        self.device = device
         self._num_pages = num_pages
-        self._device = device
         max_pages = (max_model_len + page_size - 1) // page_size
-        self.token_ids = torch.zeros(num_slots, max_model_len, dtype=torch.int64, device=device)
-        self.page_table = torch.zeros(num_slots, max_pages, dtype=torch.int64, device=device)
+        # One column more than tokens are fed: where the last token of a full sequence may go.
+        self.token_ids = torch.zeros(num_slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(num_slots + 1, max_pages, dtype=torch.int64, device=device)
+        if scratch_page is not None:
+            self.page_table[self.scratch_slot] = scratch_page
         self._sequences: list[SlotState | None] = [None] * num_slots
 
     def __getitem__(self, slot: int) -> SlotState:
@@ -59,7 +74,7 @@ class SlotTable:
         if not 0 < len(tokens) <= self.max_model_len:
             raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
         self._sequences[admit.slot] = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
-        self.token_ids[admit.slot, : len(tokens)] = tokens.to(self._device)
+        self.token_ids[admit.slot, : len(tokens)] = tokens.to(self.device)
         self.append_pages(admit.slot, admit.pages)
         return tokens
 
@@ -74,7 +89,7 @@ class SlotTable:
         if end > self.page_table.shape[1] or any(not 0 <= page < self._num_pages for page in pages):
             raise Internal(f"slot {slot}: pages {list(pages)} after {sequence.num_pages} do not fit")
         if pages:
-            new = torch.tensor(pages, dtype=torch.int64).to(self._device)
+            new = torch.tensor(pages, dtype=torch.int64).to(self.device)
             self.page_table[slot, sequence.num_pages : end] = new
         sequence.num_pages = end
 
@@ -87,26 +102,27 @@ class SlotTable:
 
     def append_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Sampled tokens `[len(slots)]` (device) become the newest of their slots."""
+        positions = self._count_tokens(slots)
+        where = torch.tensor([list(slots), positions]).to(self.device)
+        self.token_ids[where[0], where[1]] = tokens
+
+    def note_tokens(self, slots: Sequence[int]) -> None:
+        """As `append_tokens`, where the device has put them there already."""
+        self._count_tokens(slots)
+
+    def _count_tokens(self, slots: Sequence[int]) -> list[int]:
+        """One more token each; the positions where they go."""
         positions = []
         for slot in slots:
             sequence = self[slot]
             positions.append(sequence.num_tokens)
-            # The last token of a full slot is emitted but never fed back, so it needs no place.
             sequence.num_tokens += 1
-        if max(positions) < self.max_model_len:
-            where = torch.tensor([list(slots), positions]).to(self._device)
-            self.token_ids[where[0], where[1]] = tokens
-            return
-        fits = [i for i, position in enumerate(positions) if position < self.max_model_len]
-        if fits:
-            where = torch.tensor([[slots[i] for i in fits], [positions[i] for i in fits]]).to(self._device)
-            self.token_ids[where[0], where[1]] = tokens[torch.tensor(fits).to(self._device)]
+        return positions
 
-    def build(self, prefill: Sequence[PrefillChunk], decode: Sequence[int]) -> tuple[Batch, torch.Tensor]:
-        """Rows of a forward and their token ids `[T]`; advances `kv_len` of every sequence in it."""
-        slots: list[int] = []
-        positions: list[int] = []
+    def advance_prefill(self, prefill: Sequence[PrefillChunk]) -> list[Span]:
+        """The chunks as spans of rows; `kv_len` of their sequences goes on."""
         spans: list[Span] = []
+        row = 0
         for chunk in prefill:
             sequence, end = self[chunk.slot], chunk.start + chunk.length
             if chunk.length < 1 or chunk.start != sequence.kv_len or end > sequence.num_tokens:
@@ -114,25 +130,40 @@ class SlotTable:
                     f"chunk {chunk} does not follow kv_len {sequence.kv_len} of {sequence.num_tokens} tokens"
                 )
             self._advance(chunk.slot, sequence, end)
-            spans.append(Span(len(slots), chunk.length, chunk.slot, chunk.start))
-            slots.extend([chunk.slot] * chunk.length)
-            positions.extend(range(chunk.start, end))
-        decode_row = len(slots)
-        for slot in decode:
+            spans.append(Span(row, chunk.length, chunk.slot, chunk.start))
+            row += chunk.length
+        return spans
+
+    def advance_decode(self, slots: Sequence[int]) -> list[int]:
+        """The positions at which these slots feed their newest token; `kv_len` of their sequences goes on."""
+        positions: list[int] = []
+        for slot in slots:
             sequence = self[slot]
             if sequence.kv_len != sequence.num_tokens - 1:
                 raise Internal(f"slot {slot}: decode with kv_len {sequence.kv_len} of {sequence.num_tokens} tokens")
-            slots.append(slot)
             positions.append(sequence.kv_len)
             self._advance(slot, sequence, sequence.kv_len + 1)
-        rows = torch.tensor([slots, positions], dtype=torch.int64).to(self._device, non_blocking=True)
+        return positions
+
+    def build(self, prefill: Sequence[PrefillChunk], decode: Sequence[int]) -> tuple[Batch, torch.Tensor]:
+        """Rows of a forward and their token ids `[T]`; advances `kv_len` of every sequence in it."""
+        slots: list[int] = []
+        positions: list[int] = []
+        spans = self.advance_prefill(prefill)
+        for span in spans:
+            slots.extend([span.slot] * span.length)
+            positions.extend(range(span.start, span.start + span.length))
+        decode_row = len(slots)
+        slots.extend(decode)
+        positions.extend(self.advance_decode(decode))
+        rows = torch.tensor([slots, positions], dtype=torch.int64).to(self.device, non_blocking=True)
         batch = Batch(
             slots_T=rows[0],
             positions_T=rows[1],
             page_table=self.page_table,
             spans=tuple(spans),
             spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
-            tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4).to(self._device, non_blocking=True),
+            tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4).to(self.device, non_blocking=True),
             decode_row=decode_row,
             decode_slots=tuple(decode),
             max_decode_len=max(positions[decode_row:], default=-1) + 1,

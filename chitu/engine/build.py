@@ -22,6 +22,7 @@ from chitu.engine.memory_budget import available_cpu_bytes, num_pages_for
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
 from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import CudaRecorder, Recording
 from chitu.kv_cache.pool import KVPool, page_bytes
 from chitu.messages import KVLayout
 from chitu.models.config import model_hash, read_model_spec
@@ -84,10 +85,13 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
-    pool = KVPool(layout, num_pages, num_aux_slots, str(device))
+    # Only on one rank: what the ranks say to each other within a step is not recorded yet.
+    recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
+    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=recording is not None)
     logger.info("%d pages of %d bytes, %d aux slots, %d threads", num_pages, bytes_per_page, num_aux_slots, threads)
     samples = is_main and role is not Role.PREFILL
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids) if samples else None
     # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
     longest = min(max_model_len, num_pages * layout.page_size)
-    return RankEngine(group, pool, ModelRunner(spec, model, pool, num_slots, longest, sampler), threads)
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
+    return RankEngine(group, pool, runner, threads)

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from chitu.engine.batch import SlotTable
-from chitu.engine.executor import Admit, ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import Admit, ExecutorInfo, LayerCallback, PrefillChunk, StepPlan, StepResult
+from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.warmup import run_warmup
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
@@ -28,6 +29,10 @@ class TokenSampler(Protocol):
 
     def release(self, slot: int) -> None: ...
 
+    def is_greedy(self, slots: list[int]) -> bool:
+        """Whether argmax is all that these slots ask for."""
+        ...
+
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
         """float32 `[R, V]` -> int64 `[R]` on the same device."""
         ...
@@ -37,7 +42,8 @@ class ModelRunner:
     """Implements `Executor` on one device.
 
     `max_model_len`: tokens (prompt plus output) that a slot can hold; at most what the model's rotary table covers.
-    `sampler`: None on P, where no plan samples.
+    `sampler`: None on P, where no plan samples. `recording`: how steps are recorded; the pool then needs a scratch
+    page. None: every step is launched operation by operation.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ModelRunner:
         num_slots: int,
         max_model_len: int,
         sampler: TokenSampler | None,
+        recording: Recording | None = None,
     ) -> None:
         covered = model.rotary.cos.shape[0]
         if max_model_len > covered:
@@ -59,7 +66,14 @@ class ModelRunner:
         self._pool = pool
         self._sampler = sampler
         self._device = pool.device
-        self._slots = SlotTable(num_slots, max_model_len, pool.layout.page_size, pool.num_pages, pool.device)
+        self._slots = SlotTable(
+            num_slots, max_model_len, pool.layout.page_size, pool.num_pages, pool.device, pool.scratch_page
+        )
+        self._graphs: StepGraphs | None = None
+        if recording is not None:
+            if pool.scratch_page is None:
+                raise Internal("recorded steps need a scratch page")
+            self._graphs = StepGraphs(model, self._slots, pool.k, pool.v, recording)
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
@@ -85,6 +99,9 @@ class ModelRunner:
 
     def warmup(self) -> None:
         run_warmup(self, self.num_pages, self.page_size, self.samples)
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.record_all(self.samples)
 
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """On a tensor-parallel follower: what the main rank sampled for these slots in the last step."""
@@ -118,25 +135,31 @@ class ModelRunner:
             logits = self._pool.aux_logits[[first.aux_slot for first in plan.first_tokens]]
             tokens.append(self._sample(logits, first_slots))
             slots.extend(first_slots)
-        if plan.prefill or plan.decode:
-            forward_slots = [chunk.slot for chunk in plan.prefill if chunk.sample] + list(plan.decode)
-            sampled = self._forward(plan, forward_slots, on_layer)
+        for chunks, decoding in self._forwards(plan):
+            sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
+            sampled = self._forward(chunks, decoding, sampled_slots, on_layer)
             if sampled is not None:
                 tokens.append(sampled)
-                slots.extend(forward_slots)
+                slots.extend(sampled_slots)
         if not tokens:
             return StepResult([], [])
         return StepResult(slots, (tokens[0] if len(tokens) == 1 else torch.cat(tokens)).tolist())
 
-    def _forward(self, plan: StepPlan, sample_slots: list[int], on_layer: LayerCallback | None) -> torch.Tensor | None:
-        """Compute chunks and decodes; logits only of rows that someone reads. Sampled tokens, or None."""
-        batch, token_ids_T = self._slots.build(plan.prefill, plan.decode)
-        callback = self._visible(on_layer) if plan.prefill else None
-        hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
-        ends = [(chunk, span.row + span.length - 1) for chunk, span in zip(plan.prefill, batch.spans, strict=True)]
-        wanted = [(chunk, row) for chunk, row in ends if chunk.sample or chunk.aux_slot >= 0]
-        decode_rows = range(batch.decode_row, batch.decode_row + len(plan.decode))
-        rows = [row for _, row in wanted] + list(decode_rows)
+    def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
+        """What is computed together: everything, or where steps are recorded, chunks and decodes by themselves."""
+        if self._graphs is None or not (plan.prefill and plan.decode):
+            return [(plan.prefill, plan.decode)] if plan.prefill or plan.decode else []
+        return [(plan.prefill, []), ([], plan.decode)]
+
+    def _forward(
+        self, chunks: list[PrefillChunk], decoding: list[int], sampled_slots: list[int], on_layer: LayerCallback | None
+    ) -> torch.Tensor | None:
+        """Logits only of rows that someone reads. Sampled tokens, or None."""
+        if self._graphs is not None and decoding:
+            return self._replay_decode(self._graphs, decoding)
+        hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
+        wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
+        rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
         if not rows:
             return None
         if len(rows) < hidden_TD.shape[0]:
@@ -147,18 +170,48 @@ class ModelRunner:
         for index, (chunk, _) in enumerate(wanted):
             if chunk.aux_slot >= 0:
                 self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
-        if not sample_slots:
+        if not sampled_slots:
             self._synchronize()  # the aux rows are read by a transfer as soon as the step returns
             return None
         picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
-        return self._sample(logits_RV if len(picked) == len(rows) else logits_RV[picked], sample_slots)
+        return self._sample(logits_RV if len(picked) == len(rows) else logits_RV[picked], sampled_slots)
+
+    def _compute(
+        self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
+    ) -> tuple[torch.Tensor, list[int], int]:
+        """Hidden states of all rows, the last row of each chunk, and the first row of the decodes."""
+        if self._graphs is not None and self._graphs.fits(chunks):
+            spans = self._slots.advance_prefill(chunks)
+            hidden_TD = self._graphs.prefill(spans)
+            if on_layer is not None:
+                self._synchronize()  # a recording has no layers to the outside: all of them leave at its end
+                for layer in range(self._spec.num_layers):
+                    on_layer(layer)
+            return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
+        batch, token_ids_T = self._slots.build(chunks, decoding)
+        callback = self._visible(on_layer) if chunks else None
+        hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
+        return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
+
+    def _replay_decode(self, graphs: StepGraphs, slots: list[int]) -> torch.Tensor:
+        positions = self._slots.advance_decode(slots)
+        logits_BV, greedy_B = graphs.decode(slots, positions)
+        if self._sampler is None or not self._sampler.is_greedy(slots):
+            return self._sample(logits_BV, slots)
+        self._require_sampled(slots)
+        self._slots.note_tokens(slots)
+        return greedy_B
 
     def _sample(self, logits_RV: torch.Tensor, slots: list[int]) -> torch.Tensor:
-        if self._sampler is None or not all(self._slots[slot].samples for slot in slots):
-            raise Internal(f"slots {slots}: a plan samples a sequence that was admitted without sampling parameters")
+        self._require_sampled(slots)
+        assert self._sampler is not None
         tokens = self._sampler.sample(logits_RV, slots)
         self._slots.append_tokens(slots, tokens)
         return tokens
+
+    def _require_sampled(self, slots: list[int]) -> None:
+        if self._sampler is None or not all(self._slots[slot].samples for slot in slots):
+            raise Internal(f"slots {slots}: a plan samples a sequence that was admitted without sampling parameters")
 
     # ------------------------------------------------------------------------------------------------ slots and pages
 

@@ -133,6 +133,10 @@ class Sampler:
         if slot in self._penalty_row:
             self._free_rows.append(self._penalty_row.pop(slot))
 
+    def is_greedy(self, slots: list[int]) -> bool:
+        """Whether the next token of each slot is the argmax of its logits."""
+        return not self._special or self._special.isdisjoint(slots)
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: list[int]) -> Tensor:
         """The next token of each slot: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.

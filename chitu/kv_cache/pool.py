@@ -35,16 +35,22 @@ def _aligned(nbytes: int) -> int:
 
 
 class KVPool:
-    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]`; `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
+    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more with a scratch page); `aux`: uint8
+    `[num_aux_slots, aux_row_bytes]`."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, device: str = "cpu") -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int, num_aux_slots: int, device: str = "cpu", *, has_scratch: bool = False
+    ) -> None:
+        """With `has_scratch` the regions have one page more, `scratch_page`: it is nobody's, no peer may be told of it,
+        and rows that only pad a batch write there."""
         self.layout = layout
         self.num_pages = num_pages
+        self.scratch_page = num_pages if has_scratch else None
         self.num_aux_slots = num_aux_slots
         self.device = torch.device(device)
         self.page_bytes = page_bytes(layout)
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
-        region_bytes = _aligned(num_pages * self.page_bytes)
+        region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
         self.arena_bytes = 2 * layout.num_layers * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
         self.memfd = -1
         self._map: mmap.mmap | None = None
@@ -53,8 +59,8 @@ class KVPool:
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * layout.num_layers))
         self.aux_base = self.arena_base + 2 * layout.num_layers * region_bytes
         heads = max(1, layout.num_kv_heads // layout.tp_size)
-        shape = (num_pages, heads, layout.page_size, layout.head_dim)
-        used = num_pages * self.page_bytes
+        shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
+        used = (num_pages + has_scratch) * self.page_bytes
         regions = [
             arena[r * region_bytes : r * region_bytes + used].view(DTYPES[layout.dtype]).view(shape)
             for r in range(2 * layout.num_layers)

@@ -13,6 +13,7 @@ import transformers
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
+from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.messages import KVLayout, SamplingParams, pack_i32
 from chitu.models.config import model_hash, read_model_spec
@@ -39,14 +40,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(folder: Path, family: str, **save: Any) -> transformers.PreTrainedModel:
-    """A random float32 model of 3 layers; biases and norms are random too, so that forgetting one shows."""
+def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any) -> transformers.PreTrainedModel:
+    """A random float32 model; biases and norms are random too, so that forgetting one shows."""
     prefix, extra = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=112,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -98,6 +99,9 @@ class GreedySampler:
     def release(self, slot: int) -> None:
         del self.admitted[slot]
 
+    def is_greedy(self, slots: list[int]) -> bool:
+        return all(slot in self.admitted for slot in slots)
+
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
         assert logits.dtype == torch.float32
         assert all(slot in self.admitted for slot in slots)
@@ -118,6 +122,7 @@ class Engine:
         ops: Ops | None = None,
         sampling: bool = True,
         device: str = "cpu",
+        recording: Recording | None = None,
     ) -> None:
         self.spec = read_model_spec(path)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
@@ -130,10 +135,10 @@ class Engine:
             dtype=dtype,
             vocab_size=self.spec.vocab_size,
         )
-        self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device)
+        self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device, has_scratch=recording is not None)
         self.sampler = GreedySampler()
         self.runner = ModelRunner(
-            self.spec, model, self.pool, num_slots, max_model_len, self.sampler if sampling else None
+            self.spec, model, self.pool, num_slots, max_model_len, self.sampler if sampling else None, recording
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)

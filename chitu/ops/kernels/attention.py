@@ -169,6 +169,7 @@ def _prefill_tiles(
         v = v.to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
+    total = tl.where(total > 0, total, 1.0)  # rows that are not there have no keys
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
 
 

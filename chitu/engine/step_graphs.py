@@ -1,0 +1,234 @@
+"""Steps that are recorded once and replayed: one launch for a whole forward, where the device has graphs.
+
+A recording works on tensors that stay where they are (`rows`, `tiles`, results), sized by a bucket; what does not fill
+a bucket is padded with rows of the scratch slot, whose only page is the scratch page. A decode recording ends with the
+greedy token of every row put behind its sequence and the positions advanced, so a batch that stays the same needs
+nothing from the host. Owned by `ModelRunner`, step thread only.
+
+`Recorder` is what a device offers: CUDA graphs, or (the twin, for tests without a GPU) the same function called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from chitu.engine.batch import SlotTable
+from chitu.engine.executor import PrefillChunk
+from chitu.layers.decoder import DecoderModel
+from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
+
+Replay = Callable[[], None]
+
+DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
+"""Rows. Longer prefills are bound by arithmetic; recording them would save nothing."""
+SPARE_TILES = 8
+"""So many spans fit a prefill recording however they are cut."""
+
+
+class Recorder(Protocol):
+    def record(self, body: Callable[[], None]) -> Replay:
+        """Run `body` until it is warm, record it, return what runs it again on the same tensors."""
+        ...
+
+
+class EagerRecorder:
+    """The twin: a recording is the function itself."""
+
+    def record(self, body: Callable[[], None]) -> Replay:
+        body()
+        return body
+
+
+class CudaRecorder:
+    """CUDA graphs with one memory pool: they never run side by side, so they may share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, body: Callable[[], None]) -> Replay:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels, and lets libraries allocate what they keep
+                body()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            body()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """How an executor records its steps."""
+
+    recorder: Recorder
+    decode_sizes: Sequence[int] = DECODE_SIZES
+    prefill_sizes: Sequence[int] = PREFILL_SIZES
+    """Empty: prefills are not recorded."""
+
+
+@dataclass(slots=True)
+class _Decode:
+    """A recording of `size` decoding rows."""
+
+    rows_2B: torch.Tensor
+    """Slots and positions."""
+    replay: Replay
+    logits_BV: torch.Tensor
+    tokens_B: torch.Tensor
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """What `rows_2B` holds, as the host knows it."""
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """A recording of `size` rows of spans."""
+
+    rows_2T: torch.Tensor
+    tiles_Y4: torch.Tensor
+    replay: Replay
+    hidden_TD: torch.Tensor
+
+
+class StepGraphs:
+    """`k_pages`, `v_pages`: all layers. `slots` must have a scratch slot."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        slots: SlotTable,
+        k_pages: Sequence[torch.Tensor],
+        v_pages: Sequence[torch.Tensor],
+        recording: Recording,
+    ) -> None:
+        self._model = model
+        self._table = slots
+        self._pages = k_pages, v_pages
+        self._recorder = recording.recorder
+        self._decode_sizes = [size for size in recording.decode_sizes if size < slots.num_slots] + [slots.num_slots]
+        self._prefill_sizes = list(recording.prefill_sizes)
+        self._decodes: dict[int, _Decode] = {}
+        self._prefills: dict[int, _Prefill] = {}
+
+    def record_all(self, is_decoding: bool) -> None:
+        """Every bucket, before the first request; the largest first: the smaller ones then reuse its memory."""
+        for size in reversed(self._prefill_sizes):
+            self._prefills[size] = self._record_prefill(size)
+        for size in reversed(self._decode_sizes) if is_decoding else ():
+            self._decodes[size] = self._record_decode(size)
+
+    # --------------------------------------------------------------------------------------------------------- decode
+
+    def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token further for each slot, which feeds its token at `positions`. Logits float32 `[B, V]` and greedy
+        tokens int64 `[B]`, already put behind their sequences; both are overwritten by the next call."""
+        size = next(size for size in self._decode_sizes if size >= len(slots))
+        recording = self._decodes.get(size)
+        if recording is None:
+            recording = self._decodes[size] = self._record_decode(size)
+        if recording.slots != slots or recording.positions != positions:
+            padding = size - len(slots)
+            rows = [slots + [self._table.scratch_slot] * padding, positions + [0] * padding]
+            recording.rows_2B.copy_(self._upload(rows), non_blocking=True)
+            recording.slots = list(slots)
+        recording.replay()
+        recording.positions = [position + 1 for position in positions]
+        return recording.logits_BV[: len(slots)], recording.tokens_B[: len(slots)]
+
+    def _record_decode(self, size: int) -> _Decode:
+        table = self._table
+        rows_2B = torch.zeros(2, size, dtype=torch.int64, device=table.device)
+        rows_2B[0] = table.scratch_slot
+        vocab_size = self._model.head.out_features
+        logits_BV = torch.zeros(size, vocab_size, dtype=torch.float32, device=table.device)
+        tokens_B = torch.zeros(size, dtype=torch.int64, device=table.device)
+        batch = Batch(
+            slots_T=rows_2B[0],
+            positions_T=rows_2B[1],
+            page_table=table.page_table,
+            spans=(),
+            spans_X4=torch.zeros(0, 4, dtype=torch.int64),
+            tiles_Y4=torch.zeros(0, 4, dtype=torch.int64, device=table.device),
+            decode_row=0,
+            decode_slots=(table.scratch_slot,) * size,
+            max_decode_len=table.max_model_len,
+        )
+
+        def body() -> None:
+            hidden_BD = self._model.forward(table.token_ids[rows_2B[0], rows_2B[1]], batch, *self._pages)
+            logits = self._model.logits(hidden_BD)
+            assert logits is not None  # one rank
+            logits_BV.copy_(logits)
+            tokens_B.copy_(logits_BV.argmax(-1))
+            # The last column of the table takes what a full sequence emits but never feeds.
+            table.token_ids[rows_2B[0], rows_2B[1] + 1] = tokens_B
+            rows_2B[1] += rows_2B[0] != table.scratch_slot
+
+        return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B)
+
+    # -------------------------------------------------------------------------------------------------------- prefill
+
+    def fits(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Whether a recording has room for these chunks."""
+        num_rows = sum(chunk.length for chunk in chunks)
+        tiles = sum(-(-chunk.length // TILE_ROWS) for chunk in chunks)
+        size = self._size_of(num_rows)
+        return num_rows > 0 and size is not None and tiles <= size // TILE_ROWS + SPARE_TILES
+
+    def _size_of(self, num_rows: int) -> int | None:
+        return next((size for size in self._prefill_sizes if size >= num_rows), None)
+
+    def prefill(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Hidden states `[T, D]` of the rows of spans that fit, K and V of all layers in the pages. Overwritten by the
+        next call."""
+        num_rows = sum(span.length for span in spans)
+        size, tiles = self._size_of(num_rows), tiles_of(spans)
+        assert size is not None
+        recording = self._prefills.get(size)
+        if recording is None:
+            recording = self._prefills[size] = self._record_prefill(size)
+        slots = [span.slot for span in spans for _ in range(span.length)]
+        positions = [position for span in spans for position in range(span.start, span.start + span.length)]
+        padding = size - num_rows
+        rows = [slots + [self._table.scratch_slot] * padding, positions + [0] * padding]
+        recording.rows_2T.copy_(self._upload(rows), non_blocking=True)
+        empty = [(0, 0, 0, 0)] * (len(recording.tiles_Y4) - len(tiles))
+        recording.tiles_Y4.copy_(self._upload([list(tile) for tile in [*tiles, *empty]]), non_blocking=True)
+        recording.replay()
+        return recording.hidden_TD[:num_rows]
+
+    def _record_prefill(self, size: int) -> _Prefill:
+        table = self._table
+        rows_2T = torch.zeros(2, size, dtype=torch.int64, device=table.device)
+        rows_2T[0] = table.scratch_slot
+        tiles_Y4 = torch.zeros(size // TILE_ROWS + SPARE_TILES, 4, dtype=torch.int64, device=table.device)
+        hidden_TD = self._model.embedding_VD.new_zeros(size, self._model.embedding_VD.shape[1])
+        batch = Batch(
+            slots_T=rows_2T[0],
+            positions_T=rows_2T[1],
+            page_table=table.page_table,
+            spans=(),
+            spans_X4=torch.zeros(0, 4, dtype=torch.int64),
+            tiles_Y4=tiles_Y4,
+            decode_row=size,
+            decode_slots=(),
+            max_decode_len=0,
+        )
+
+        def body() -> None:
+            token_ids_T = table.token_ids[rows_2T[0], rows_2T[1]]
+            hidden_TD.copy_(self._model.forward(token_ids_T, batch, *self._pages))
+
+        return _Prefill(rows_2T, tiles_Y4, self._recorder.record(body), hidden_TD)
+
+    def _upload(self, values: list[list[int]]) -> torch.Tensor:
+        """Pinned where the device is CUDA: the copy then waits for nothing, and torch keeps the memory until it ran."""
+        return torch.tensor(values, dtype=torch.int64, pin_memory=self._table.device.type == "cuda")

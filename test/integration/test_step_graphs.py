@@ -1,0 +1,123 @@
+"""Recorded steps give the tokens of steps that are not recorded. Here the twin records: the same function again, on the
+same tensors, padded to the same buckets; on a GPU `test/gpu` runs the same cases with CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_checkpoints import Engine, chunks_of, expected_tokens, generate, make_prompt, write_checkpoint
+
+from chitu.engine.executor import Offload, Restore, StepPlan
+from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.errors import Internal
+from chitu.kv_cache.pool import KVPool
+from chitu.ops.torch_ops import TorchOps
+
+DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
+"""torch's operations look at a batch's host side for spans, so with them only decodes can be recorded."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, write_checkpoint(folder, "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tokens_are_right_in_every_bucket_and_as_sequences_come_and_go(checkpoint):
+    folder, reference = checkpoint
+    prompts = [make_prompt(length) for length in (3, 40, 16, 150, 7)]
+    expected = [expected_tokens(reference, prompt, 10) for prompt in prompts]
+    engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
+    assert generate(engine, prompts, 10) == expected, "five of eight slots: a bucket of eight, three rows of it padding"
+    assert generate(engine, prompts[:3], 10) == expected[:3]
+    assert generate(engine, prompts[3:4], 10) == expected[3:4]
+
+
+def test_rows_that_pad_a_bucket_write_into_nobodys_page(checkpoint):
+    folder, _ = checkpoint
+    engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
+    prompts = [make_prompt(20), make_prompt(21), make_prompt(5)]
+    generate(engine, prompts[:1], 2)  # what was recorded so far wrote once
+    before = [region.clone() for region in (*engine.pool.k, *engine.pool.v)]
+    admit = [engine.admit(slot, prompt, 64) for slot, prompt in enumerate(prompts)]
+    own = sorted(page for entry in admit for page in entry.pages)
+    plan = StepPlan(
+        admit=admit, prefill=[next(iter(chunks_of(s, len(p), 64, sample=True))) for s, p in enumerate(prompts)]
+    )
+    engine.runner.execute(plan)
+    for _ in range(3):
+        engine.runner.execute(StepPlan(decode=[0, 1, 2]))
+    others = [page for page in range(engine.pool.num_pages) if page not in own]
+    for region, old in zip((*engine.pool.k, *engine.pool.v), before, strict=True):
+        assert torch.equal(region[others], old[others])
+        assert not torch.equal(region[own], old[own])
+
+
+def test_a_slot_that_was_away_goes_on_where_it_stopped(checkpoint):
+    """The batch of a recording is the same list of slots again, at other positions."""
+    folder, reference = checkpoint
+    engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
+    prompt = make_prompt(30)
+    expected = expected_tokens(reference, prompt, 9)
+    admit = engine.admit(0, prompt, 64)
+    tokens = engine.runner.execute(StepPlan(admit=[admit], prefill=list(chunks_of(0, 30, 64, sample=True)))).tokens
+    for _ in range(3):
+        tokens += engine.runner.execute(StepPlan(decode=[0])).tokens
+    engine.runner.execute(StepPlan(offload=[Offload(0, 1)]))
+    other = make_prompt(12, seed=5)
+    for_other = engine.runner.execute(
+        StepPlan(admit=[engine.admit(0, other, 32)], prefill=list(chunks_of(0, 12, 64, sample=True)))
+    ).tokens
+    for _ in range(2):
+        for_other += engine.runner.execute(StepPlan(decode=[0])).tokens
+    assert for_other == expected_tokens(reference, other, 3)
+    back = engine.admit(0, prompt + tokens, 64, kv_len=33, prompt_len=30)
+    engine.runner.execute(StepPlan(release=[0], admit=[back], restore=[Restore(0, 1)]))
+    for _ in range(5):
+        tokens += engine.runner.execute(StepPlan(decode=[0])).tokens
+    assert tokens == expected
+
+
+def test_the_last_token_of_a_full_sequence_overwrites_nothing(checkpoint):
+    folder, reference = checkpoint
+    engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=32)
+    prompts = [make_prompt(20), make_prompt(29)]
+    expected = [expected_tokens(reference, prompts[0], 12), expected_tokens(reference, prompts[1], 3)]
+    outputs: list[list[int]] = [[], []]
+    admit = [engine.admit(slot, prompt, 32) for slot, prompt in enumerate(prompts)]
+    plan = StepPlan(
+        admit=admit, prefill=[next(iter(chunks_of(s, len(p), 64, sample=True))) for s, p in enumerate(prompts)]
+    )
+    while len(outputs[0]) < 12:
+        result = engine.runner.execute(plan)
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            outputs[slot].append(token)
+        plan = StepPlan(decode=[0, 1] if len(outputs[1]) < 4 else [0])
+    assert [outputs[0], outputs[1][:3]] == expected
+
+
+def test_recorded_prefills_with_the_kernels_of_the_gpu(tmp_path):
+    pytest.importorskip("triton", reason="triton is in the dev extra")
+    from chitu.ops.triton_ops import TritonOps
+
+    reference = write_checkpoint(tmp_path, "qwen3", num_layers=1)
+    recording = Recording(EagerRecorder(), decode_sizes=(1,), prefill_sizes=(72,))
+    engine = Engine(tmp_path, ops=TritonOps(4), recording=recording, max_model_len=128, num_slots=1)
+    prompt = make_prompt(70)
+    assert generate(engine, [prompt], 2, chunk_size=70) == [expected_tokens(reference, prompt, 2)]
+
+
+def test_without_a_scratch_page_nothing_is_recorded(checkpoint):
+    folder, _ = checkpoint
+    engine = Engine(folder)
+    pool = KVPool(engine.pool.layout, 4, 1)
+    with pytest.raises(Internal, match="scratch"):
+        type(engine.runner)(engine.spec, engine.runner._model, pool, 2, 64, None, DECODES)
