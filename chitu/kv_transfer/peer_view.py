@@ -49,6 +49,8 @@ class PeerView:
         self._version = -1
         self._members: dict[int, _Member] = {}
         self._newest: dict[int, int] = {}
+        self._ended: set[int] = set()
+        """Incarnations whose main process we saw alive and then gone."""
 
     def update(self, view: ClusterView) -> bool:
         """Take a view; False where it is older than the last one."""
@@ -73,11 +75,25 @@ class PeerView:
         was_alive = old is not None and old.instance.incarnation == instance.incarnation and old.was_alive_here
         if not was_alive and instance.host == self._host and instance.pid > 0 and self._shares_pids(instance):
             was_alive = all(self._is_pid_alive(pid) for pid in _pids(instance))
-        self._members[rank] = _Member(instance, self._router_incarnation, True, was_alive)
+        is_present = instance.incarnation not in self._ended  # the router may not know yet
+        self._members[rank] = _Member(instance, self._router_incarnation, is_present, was_alive)
 
     def _shares_pids(self, instance: InstanceInfo) -> bool:
         """Whether its pid is the same process for us. One that does not say where its pid counts is believed."""
         return not instance.pid_namespace or instance.pid_namespace == self._pid_namespace
+
+    def find_ended(self) -> bool:
+        """Look for members whose main process has ended: they are lost at once, also while no router says so. True
+        where there is a new one. Only of those that say in which pid namespace they live, and live in ours."""
+        found = False
+        for member in self._members.values():
+            instance = member.instance
+            if not (member.was_alive_here and instance.pid_namespace) or instance.incarnation in self._ended:
+                continue
+            if not self._is_pid_alive(instance.pid):
+                self._ended.add(instance.incarnation)
+                member.is_present, found = False, True
+        return found
 
     def note(self, rank: int, incarnation: int) -> None:
         """An incarnation spoke to us or was found in the directory: older ones of its rank are dead."""
@@ -90,10 +106,10 @@ class PeerView:
         return self._newest.get(rank, 0) > incarnation
 
     def is_lost(self, rank: int, incarnation: int) -> bool:
-        """It was in a view of this router and is not any more, or it was replaced."""
+        """It was in a view of this router and is not any more, or it was replaced, or its process has ended."""
         member = self._member(rank, incarnation)
         gone = member is not None and not member.is_present and member.router_incarnation == self._router_incarnation
-        return gone or self.is_replaced(rank, incarnation)
+        return gone or incarnation in self._ended or self.is_replaced(rank, incarnation)
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
         """Nothing of it can write to anybody any more."""

@@ -133,6 +133,8 @@ class ReceiveRooms:
 
     def tick(self, now_s: float) -> None:
         """Deadlines, repeats, and writers that died."""
+        if self._view.find_ended():
+            self.fail_lost()
         for room in self.table.expired(now_s):
             self._expire(room)
         for room, entry in self.table.items():

@@ -191,7 +191,9 @@ class SendRooms:
     # ------------------------------------------------------------------------------------------------------------ clock
 
     def tick(self, now_s: float) -> None:
-        """Deadlines, due settle attempts and status repeats."""
+        """Deadlines, due settle attempts and status repeats; D that have ended."""
+        if self._view.find_ended():
+            self.fail_lost()
         for room in self.table.expired(now_s):
             self._expire(room)
         for room, entry in self.table.items():

@@ -39,6 +39,7 @@ from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.transfer_queue import Batch
 from chitu.lifecycle import RECEIVER_POLL, SENDER_POLL, KVPoll, SequenceState
 from chitu.messages import ClusterView, InstanceInfo, SchedulerMessage
+from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.scheduling.sequence import Sequence
 from chitu.token_manager import TokenManager
@@ -231,7 +232,11 @@ class Process:
 
     @property
     def info(self) -> InstanceInfo:
-        return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+        """Of those with an even rank the others see at once when they are killed; of the others the router tells."""
+        namespace = "" if self.rank % 2 else pid_namespace()
+        return InstanceInfo(
+            self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid, pid_namespace=namespace
+        )
 
     # ----------------------------------------------------------------------------------------------------- its threads
 
