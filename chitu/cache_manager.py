@@ -16,9 +16,12 @@ from chitu.kv_cache.page_allocator import PageAllocator
 class BufferSource(Protocol):
     """What the manager needs to know of the pool (`kv_cache/pool.py`)."""
 
-    num_pages: int
-    page_bytes: int
-    region_bases: tuple[int, ...]
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def region_bases(self) -> tuple[int, ...]: ...
 
 
 class BufferInfo(NamedTuple):

@@ -93,13 +93,17 @@ def instances_on(topology: Topology, host: str) -> list[Instance]:
 
 
 def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
-    """The same cluster with every process on `host`: what `chitu serve` starts."""
+    """The same cluster with every process on `host`: what `chitu serve` starts. Loopback addresses stay as they are."""
     router = topology.dp_config.router
+
+    def there(old: str) -> str:
+        return old if is_loopback(old) else host
+
     moved = {
-        section: tuple(msgspec.structs.replace(config, host=host) for config in getattr(router, section))
+        section: tuple(msgspec.structs.replace(config, host=there(config.host)) for config in getattr(router, section))
         for section in SECTIONS.values()
     }
-    router = msgspec.structs.replace(router, host=host, **moved)
+    router = msgspec.structs.replace(router, host=there(router.host), **moved)
     return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 

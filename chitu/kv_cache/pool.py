@@ -13,7 +13,9 @@ from __future__ import annotations
 import mmap
 import os
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
@@ -72,6 +74,12 @@ class KVPool:
         )
         self.aux_logits = self.aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * layout.vocab_size].view(torch.float32)
         """`[num_aux_slots, vocab_size]` float32 view of the rows."""
+
+    @property
+    def aux_rows(self) -> NDArray[np.uint8]:
+        """`aux` as a view of numpy."""
+        rows: NDArray[np.uint8] = self.aux.numpy()
+        return rows
 
     def _allocate(self) -> torch.Tensor:
         if self.device.type != "cpu":

@@ -2,8 +2,8 @@
 
 Owned by `PrefillSender` (about D) and `DecodeReceiver` (about P), called under their lock. The difference between lost
 and dead is what keeps memory safe: a lost process may only be frozen and can still write when it thaws; a dead one
-cannot. Dead is: replaced by a newer incarnation of its rank, or gone from the view while its process on this host,
-which we once saw alive, does not exist any more (a pid that we never saw may belong to another pid namespace).
+cannot. Dead is: replaced by a newer incarnation of its rank, or gone from the view while its process on this machine,
+which we once saw alive, does not exist any more (its pid must mean the same here: `InstanceInfo.pid_namespace`).
 """
 
 from __future__ import annotations
@@ -73,14 +73,17 @@ class PeerView:
         self.note(rank, instance.incarnation)
         old = self._members.get(rank)
         was_alive = old is not None and old.instance.incarnation == instance.incarnation and old.was_alive_here
-        if not was_alive and instance.host == self._host and instance.pid > 0 and self._shares_pids(instance):
+        if not was_alive and instance.pid > 0 and self._shares_pids(instance):
             was_alive = all(self._is_pid_alive(pid) for pid in _pids(instance))
         is_present = instance.incarnation not in self._ended  # the router may not know yet
         self._members[rank] = _Member(instance, self._router_incarnation, is_present, was_alive)
 
     def _shares_pids(self, instance: InstanceInfo) -> bool:
-        """Whether its pid is the same process for us. One that does not say where its pid counts is believed."""
-        return not instance.pid_namespace or instance.pid_namespace == self._pid_namespace
+        """Whether its pid is the same process for us. One that does not say where its pid counts is judged by its
+        address."""
+        if instance.pid_namespace:
+            return instance.pid_namespace == self._pid_namespace
+        return instance.host == self._host
 
     def find_ended(self) -> bool:
         """Look for members whose main process has ended: they are lost at once, also while no router says so. True

@@ -169,7 +169,7 @@ class LocalCluster:
     def pid(self, name: str) -> int:
         """Pid of the process that does the work: the scheduler under torchrun, or the router itself."""
         child = self._supervisor.child(name)
-        if name == ROUTER:
+        if name == ROUTER or not self._entries.torchrun:
             return child.pid
         workers = child.worker_pids()
         if not workers:

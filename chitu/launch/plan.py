@@ -34,6 +34,8 @@ class Entries:
     router: str = "chitu.serve.api_server"
     scheduler: str = "chitu.serve.scheduler"
     python: str = sys.executable
+    torchrun: bool = True
+    """False: a scheduler that needs no torch is started by itself (one rank only)."""
 
 
 def router_spec(
@@ -53,12 +55,13 @@ def instance_spec(
     topology: Topology, instance: Instance, config: str, overrides: Sequence[str], cores: int, entries: Entries
 ) -> ProcessSpec:
     """One torchrun. `cores`: CPU cores of its host."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone")
+    ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
     return ProcessSpec(
         name=instance.name,
         host=instance.config.host,
         argv=(
-            *(entries.python, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0"),
+            *(entries.python, *(torchrun + ranks if entries.torchrun else ())),
             *("-m", entries.scheduler, "--config", config),
             *("--role", instance.role.value, "--rank", str(instance.engine_rank), *overrides),
         ),

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
@@ -37,7 +37,6 @@ from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.select import open_transports
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
@@ -46,6 +45,7 @@ from chitu.net.curve import derive
 from chitu.net.threads import Waker
 from chitu.pd_comm import CommLoop, RouterAddress
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
+from chitu.serve.makers import Makers, RankPool
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ logger = logging.getLogger(__name__)
 EngineAdapter = Callable[[EngineParts], EngineParts]
 
 
-def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None) -> int:
-    """`adapt`: of benchmarks, which put another executor in place of the model's before anything runs."""
+def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None, makers: Makers = Makers()) -> int:
+    """`adapt`: of benchmarks, which put another executor in place of the model's before anything runs. `makers`: of
+    engine and transports, where they are not the real ones."""
     arguments = _parse(argv)
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None) 
         setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
         warn_without_key(topology)
-        return _serve(topology, instance, adapt)
+        return _serve(topology, instance, adapt, makers)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -89,7 +90,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None) -> int:
+def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None, makers: Makers) -> int:
     ranks = torchrun_rank()
     if ranks.world_size != instance.config.tp_size:
         raise ConfigError(
@@ -126,7 +127,7 @@ def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None) 
         secrets,
     )
     bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
-    engine = build_engine(topology, instance, identity, comm, bootstrap, progress)
+    engine = build_engine(topology, instance, identity, comm, bootstrap, progress, makers)
     if adapt is not None:
         engine = adapt(engine)
     progress.state("ready")
@@ -151,17 +152,17 @@ def build_engine(
     comm: CommLoop,
     bootstrap: BootstrapClient,
     progress: ProgressWriter,
+    makers: Makers,
 ) -> EngineParts:
-    """Load the model and everything that touches its memory. torch is imported here, after the configuration passed."""
-    from chitu.engine.build import build_rank
-
-    engine = build_rank(topology, instance, MAIN_RANK, progress)
+    """Load the model and everything that touches its memory."""
+    engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, engine.pool)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []
     if engine.group is not None:
+        from chitu.engine.model_runner import ModelRunner
         from chitu.engine.tp_executor import TensorParallelExecutor
         from chitu.serve.ranks import Greeting, greet, watch_others
 
@@ -172,12 +173,13 @@ def build_engine(
             fan_out = FanOut(instance.config.tp_size - 1, 0)
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
         greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes))
+        assert isinstance(engine.runner, ModelRunner)
         executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux: MetadataBuffers | None = None
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
-        aux, kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out)
+        aux, kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers)
     progress.state("warmup")
     executor.warmup()
 
@@ -203,14 +205,15 @@ def _build_transfer(
     identity: Identity,
     comm: CommLoop,
     bootstrap: BootstrapClient,
-    pool: KVPool,
+    pool: RankPool,
     wake: Waker,
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
+    makers: Makers,
 ) -> tuple[MetadataBuffers, KVManager]:
     """Aux slots and the transfer layer over the pool; from here on the pool never moves."""
     pd = topology.dp_config.router.pd_disaggregation
-    aux = MetadataBuffers(pool.aux.numpy(), 4 * pool.layout.vocab_size)
+    aux = MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size)
     config = KVManagerConfig(
         engine_rank=identity.engine_rank,
         incarnation=identity.incarnation,
@@ -226,7 +229,7 @@ def _build_transfer(
         config,
         memory=pool,
         aux=aux,
-        transports=open_transports(pd, identity.instance.host),
+        transports=makers.open_transports(pd, identity.instance.host),
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),
@@ -234,12 +237,12 @@ def _build_transfer(
         # A follower of P has memory too, but nobody writes there.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
-        page_sums=page_sums_of(pool, MAIN_RANK) if pd.verify_kv != "off" else None,
+        page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if pd.verify_kv != "off" else None,
     )
     return aux, kv
 
 
-def _exit(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End now. Everything was closed; the interpreter would take a second of CPU time to take torch apart."""
     logging.shutdown()
     sys.stdout.flush()
@@ -249,4 +252,4 @@ def _exit(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     die_with_torchrun()
-    _exit(main())
+    end_process(main())

@@ -1,0 +1,140 @@
+"""Process entry of an instance with the checksum engine: `python -m chitu.bench.checksum_scheduler --role decode ...`.
+
+Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
+"checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which the key
+`checksum_engine` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
+folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D. A held thread
+behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of what a request does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.bench.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from chitu.config.schema import PDDisaggregationConfig, Topology
+from chitu.config.topology import Instance
+from chitu.engine.executor import ExecutorInfo
+from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.launch.plan import Entries
+from chitu.launch.progress import ProgressWriter
+from chitu.models.config import read_model_spec
+from chitu.serve.makers import Makers
+from chitu.serve.scheduler import end_process, main
+from chitu.types import Role
+
+ENTRIES = Entries(scheduler="chitu.bench.checksum_scheduler", torchrun=False)
+"""For `LocalCluster`."""
+CONFIG_KEY = "checksum_engine"
+HOLD_POLL_S = 0.005
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """`config.json` of the model, below `CONFIG_KEY`."""
+
+    step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    holds: str = ""
+    """Folder of the holds; empty: none."""
+
+
+def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
+    """A model folder without weights: the tokenizer of the embedded model, and `config`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in TINY_MODEL_DIR.iterdir():
+        if path.suffix == ".json" and "index" not in path.name:
+            shutil.copyfile(path, folder / path.name)
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    described[CONFIG_KEY] = msgspec.to_builtins(config)
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return msgspec.convert(described.get(CONFIG_KEY, {}), EngineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumRank:
+    """`serve.scheduler.BuiltRank`"""
+
+    pool: ChecksumPool
+    runner: ChecksumExecutor
+    group: None = None
+
+    def prepare_thread(self) -> None:
+        """There is no math library."""
+
+
+def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
+    """One rank, whose pool has `num_pages` (1024 where unset) pages."""
+    assert tp_rank == 0
+    folder = Path(topology.model.path)
+    spec = read_model_spec(folder, topology.model.max_model_len)
+    config = read_engine_config(folder)
+    progress.state("loading")
+    num_slots = topology.scheduler.max_running_requests
+    num_aux_slots = 0 if instance.role is Role.UNIFIED else topology.cache.num_aux_slots or 2 * num_slots
+    layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
+    pool = ChecksumPool(layout, instance.config.num_pages or topology.cache.num_pages or 1024, num_aux_slots)
+    max_len = min(topology.model.max_model_len or spec.max_position_embeddings, pool.num_pages * layout.page_size)
+    info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
+    pace = Pace(config.step_s, config.prompt_token_s)
+    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))
+
+
+def hold_in(folder: str) -> Callable[[str], None]:
+    """`hold(what)` returns once no file `what` lies in the folder."""
+    pause = threading.Event()
+
+    def hold(what: str) -> None:
+        while folder and Path(folder, what).exists():
+            pause.wait(HOLD_POLL_S)
+
+    return hold
+
+
+class HeldShmTransport(ShmTransport):
+    """Waits ahead of each write while the hold `transfer` is there; WriteError where that takes over the time-out."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._hold = Path(folder, "transfer") if folder else None
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while self._hold is not None and self._hold.exists():
+            if time.monotonic() > end_s:
+                raise WriteError(f"held for {timeout_s:g} s", settled=True)
+            pause.wait(HOLD_POLL_S)
+        super().write(peer, copies, max(0.0, end_s - time.monotonic()))
+
+
+def _main() -> int:
+    holds = ""
+
+    def build(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
+        nonlocal holds
+        holds = read_engine_config(Path(topology.model.path)).holds
+        return build_checksum_rank(topology, instance, tp_rank, progress)
+
+    def open_transports(config: PDDisaggregationConfig, host: str) -> list[Transport]:
+        return [HeldShmTransport(holds)]
+
+    return main(makers=Makers(build, open_transports))
+
+
+if __name__ == "__main__":
+    end_process(_main())

@@ -1,0 +1,60 @@
+"""Where the engine and the transports of a scheduler process come from: the real ones, or those of a test or benchmark.
+
+`serve/scheduler.py` calls them on its main thread; `bench/checksum_scheduler.py` gives others. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from chitu.config.schema import PDDisaggregationConfig, Topology
+from chitu.config.topology import Instance
+from chitu.engine.executor import Executor
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.select import open_transports
+from chitu.kv_transfer.transport import Transport
+from chitu.launch.progress import ProgressWriter
+from chitu.messages import KVLayout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from chitu.engine.parallel import RankGroup
+
+
+class RankPool(PagedMemory, Protocol):
+    """The memory that an engine computes in."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def aux_rows(self) -> NDArray[np.uint8]: ...
+    def close(self) -> None: ...
+
+
+class BuiltRank(Protocol):
+    """What `engine.build.build_rank` returns, as much as an instance needs of it."""
+
+    @property
+    def group(self) -> RankGroup | None: ...
+    @property
+    def pool(self) -> RankPool: ...
+    @property
+    def runner(self) -> Executor: ...
+    def prepare_thread(self) -> None: ...
+
+
+def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> BuiltRank:
+    """torch is imported here, after the configuration passed."""
+    from chitu.engine.build import build_rank
+
+    return build_rank(topology, instance, tp_rank, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Makers:
+    build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
+    open_transports: Callable[[PDDisaggregationConfig, str], list[Transport]] = open_transports

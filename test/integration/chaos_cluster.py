@@ -1,0 +1,204 @@
+"""A real 2P2D to be hurt: checksum engines behind proxied wires, under a steady load whose answers are all checked.
+
+Used by the chaos, drain and soak tests, from one thread. A *blow* hits one process (SIGKILL, SIGSTOP, or all its
+connections cut), `mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in
+which the blow shall find them; what phase that is, the router says (`GET /cluster`).
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from chaos_proxy import Wires
+
+from chitu.bench.checksum_engine import expected_tokens
+from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.bench.steady_load import Ask, SteadyLoad
+from chitu.chat.client import RouterClient
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.messages import LoadReport, SamplingParams
+from chitu.serve.cluster_snapshot import ClusterSnapshot
+
+Blow = Literal["SIGKILL", "SIGSTOP", "cut"]
+VOCAB_SIZE = 1280
+"""Of the embedded model's tokenizer."""
+PATIENCE_S = 40.0
+"""A client that waited so long has been hung up on."""
+ADDRESSES = {"router": "127.0.9.1", "P0": "127.0.1.1", "P1": "127.0.1.2", "D0": "127.0.2.1", "D1": "127.0.2.2"}
+ROUTER = "dp_config.router"
+DEADLINES = f"{ROUTER}.pd_disaggregation.deadlines"
+ANY_PORTS = [
+    *(f"{ROUTER}.{name}_port=0" for name in ("stats", "token")),
+    *(f"{ROUTER}.pd_disaggregation.{name}_port=0" for name in ("coordination", "metadata_sync", "bootstrap")),
+]
+SETTINGS = [
+    "model.served_name=m",
+    "model.max_model_len=1024",
+    "cache.num_pages=320",
+    "cache.num_aux_slots=8",
+    "scheduler.max_running_requests=16",
+    "scheduler.chunk_size=64",
+    f"{ROUTER}.prefill_schedulers=[{{host: 127.0.1.1}}, {{host: 127.0.1.2}}]",
+    f"{ROUTER}.decode_schedulers=[{{host: 127.0.2.1}}, {{host: 127.0.2.2}}]",
+    f"{ROUTER}.pd_disaggregation.transport=shm",
+    f"{DEADLINES}.bootstrap_s=2",
+    f"{DEADLINES}.queue_s=4",
+    f"{DEADLINES}.transfer_s=4",
+    f"{DEADLINES}.router_s=3",
+    f"{DEADLINES}.heartbeat_interval_s=0.2",
+    f"{DEADLINES}.lease_s=1.5",
+    f"{DEADLINES}.retry_interval_s=0.2",
+]
+"""Short deadlines, so that a blow can outlast all of them."""
+CUT_S = 2.5
+STOP_S = 4.5
+"""Longer than every deadline above."""
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> float:
+    """Seconds until it held; AssertionError where it does not."""
+    start_s = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - start_s < timeout_s, f"not within {timeout_s:g} s: {what()}"
+        pause.wait(0.03)
+    return time.monotonic() - start_s
+
+
+def short_ask(rng: random.Random) -> Ask:
+    """What the clients of the steady load ask: short, half of it streamed, a third sampled."""
+    prompt = tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(rng.randint(4, 60)))
+    seed = rng.randrange(1 << 32) if rng.random() < 0.3 else None
+    return Ask(prompt, rng.randint(4, 40), seed, stream=rng.random() < 0.5)
+
+
+def right_tokens(ask: Ask) -> list[int]:
+    sampling = None
+    if ask.seed is not None:
+        sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=1.0, seed=ask.seed)
+    return expected_tokens(ask.prompt, ask.max_tokens, VOCAB_SIZE, sampling)
+
+
+class ChaosCluster:
+    """`with ChaosCluster(folder) as cluster:` serves, with `cluster.load` paused."""
+
+    def __init__(self, folder: Path, *settings: str, clients: int = 4, restart: bool = False) -> None:
+        self.holds = folder / "holds"
+        self.holds.mkdir(parents=True)
+        model = make_checksum_model(folder / "model", EngineConfig(0.004, 0.0002, str(self.holds)))
+        topology = load_topology("pd_disagg_2p2d_multi_node", [f"model.path={model}", *ANY_PORTS, *SETTINGS, *settings])
+        self.processes = LocalCluster(
+            topology,
+            entries=ENTRIES,
+            log_dir=str(folder / "logs"),
+            restart=restart,
+            env={"PD_MASTER_ADDR": ADDRESSES["router"]},
+        )
+        self.wires = Wires(ADDRESSES, self._pids)
+        self.load = SteadyLoad(lambda: self.processes.url, "m", short_ask, right_tokens, PATIENCE_S)
+        self._clients = clients
+
+    def __enter__(self) -> ChaosCluster:
+        try:
+            self.processes.start()
+            wait_for(self._router_listens, 60, lambda: self.processes.logs("router"))
+            ports = dict(self.processes.ports)
+            del ports["port"]
+            self.wires.open(ports.values(), ports["metadata_sync_port"])
+            self.processes.wait_ready(60)
+            self.load.start(self._clients)
+            self.load.pause(PATIENCE_S)
+            self.load.take_answers()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.release()
+        self.load.close()
+        self.wires.close()
+        self.processes.stop()
+
+    def _router_listens(self) -> bool:
+        self.processes.poll()
+        return bool(self.processes.ports)
+
+    def _pids(self) -> dict[str, int]:
+        children = {name: member.child for name, member in self.processes.members.items()}
+        return {name: child.pid for name, child in children.items() if child is not None}
+
+    # ------------------------------------------------------------------------------------------------- what is seen
+
+    def snapshot(self) -> ClusterSnapshot:
+        return RouterClient(self.processes.url).cluster()
+
+    def loads(self) -> dict[str, LoadReport]:
+        """Last report of each instance that is there."""
+        return {i.name: i.load for i in self.snapshot().instances if i.load is not None}
+
+    def not_whole(self) -> list[str]:
+        """What is not as it is in a cluster at rest, a few words each."""
+        snapshot = self.snapshot()
+        words = [f"{i.name} is {i.status}" for i in snapshot.instances if i.status != "up"]
+        words += [f"{snapshot.in_flight} requests in flight"] if snapshot.in_flight else []
+        for instance in snapshot.instances:
+            if (load := instance.load) is not None:
+                pages, aux = load.pages_total - load.pages_free, load.aux_total - load.aux_free
+                busy = load.waiting + load.transferring + load.running + load.retracted + load.closing
+                if pages or aux or busy or not load.pages_total:
+                    words.append(f"{instance.name}: {pages} pages and {aux} aux slots not free, {busy} requests")
+        return words
+
+    def pages_not_free(self) -> int:
+        return sum(load.pages_total - load.pages_free for load in self.loads().values())
+
+    # ------------------------------------------------------------------------------------------------------------ blows
+
+    def hold(self, what: str) -> None:
+        (self.holds / what).touch()
+
+    def release(self) -> None:
+        for path in self.holds.iterdir():
+            path.unlink()
+
+    def strike(self, blow: Blow, name: str) -> None:
+        if blow == "cut":
+            assert self.wires.connections_of(name), f"{name} has no connection that could be cut"
+            self.wires.cut(name)
+        else:
+            self.processes.kill(name, signal.Signals[blow])
+
+    def mend(self, blow: Blow, name: str) -> None:
+        """Undo a blow after its time: a killed process is started again at once."""
+        pause = threading.Event()
+        if blow == "cut":
+            pause.wait(CUT_S)
+            self.wires.heal(name)
+        elif blow == "SIGSTOP":
+            pause.wait(STOP_S)
+            self.processes.kill(name, signal.SIGCONT)
+        else:
+            self.processes.wait_exit(name)
+            self.processes.restart(name)
+
+    def wait_recovered(self, timeout_s: float) -> float:
+        """Seconds until every process is there and four requests in a row were right."""
+        start_s = time.monotonic()
+        wait_for(self.processes.ready, timeout_s, lambda: "; ".join(self.not_whole()))
+        for answer in [future.result() for future in self.load.send([short_ask(random.Random(n)) for n in range(4)])]:
+            assert answer.outcome == "right", f"after the recovery: {answer.outcome}: {answer.detail}"
+        return time.monotonic() - start_s

@@ -1,0 +1,166 @@
+"""The wires between the processes of a cluster, to be cut: a TCP proxy of every ZMQ and bootstrap port.
+
+Each process publishes another loopback address than the one it listens at (all of 127.0.0.0/8 is this machine), and at
+that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
+view, which the router publishes. Who connects is found by the local port of the connection in /proc, so a cut can take
+exactly one process off: its connections break, and new ones are taken and dropped, until it is healed. No root needed.
+
+One thread with an asyncio loop; `cut` and `heal` may be called by any thread. Clients talk to the router directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from chitu.messages import view_codec
+from chitu.types import instance_name
+
+REAL_HOST = "127.0.0.1"
+ROUTER = "router"
+
+
+@dataclass(eq=False)
+class Wire:
+    """One proxied connection."""
+
+    ends: frozenset[str]
+    """Names of the two processes."""
+    writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+
+    def break_off(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+class Wires:
+    """`addresses`: where each process seems to be. `pids`: of the processes that live now, by name."""
+
+    def __init__(self, addresses: Mapping[str, str], pids: Callable[[], Mapping[str, int]]) -> None:
+        self._addresses = addresses
+        self._pids = pids
+        self._cut: set[str] = set()
+        self._wires: set[Wire] = set()
+        self._servers: dict[tuple[str, int], asyncio.Server] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="wires", daemon=True)
+        self._thread.start()
+
+    def open(self, router_ports: Iterable[int], view_port: int) -> None:
+        """Proxy the router's ports, and from now on those of every instance that the router lists."""
+
+        async def begin() -> None:
+            for port in router_ports:
+                await self._listen(ROUTER, port)
+            self._watching = asyncio.create_task(self._watch(view_port))
+
+        asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+
+    def cut(self, name: str) -> None:
+        """Break every connection of a process, and drop each new one until `heal`."""
+
+        async def cut() -> None:
+            self._cut.add(name)
+            for wire in [wire for wire in self._wires if name in wire.ends]:
+                wire.break_off()
+
+        asyncio.run_coroutine_threadsafe(cut(), self._loop).result()
+
+    def heal(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self._cut.discard, name)
+
+    def connections_of(self, name: str) -> int:
+        return sum(name in wire.ends for wire in list(self._wires))
+
+    def close(self) -> None:
+        async def end() -> None:
+            for server in self._servers.values():
+                server.close()
+            self._cut.update(self._addresses)
+            for wire in self._wires:
+                wire.break_off()
+            if self._watching is not None:
+                self._watching.cancel()
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    async def _watch(self, view_port: int) -> None:
+        """The router's view goes past the proxies: it tells where they have to be."""
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://{REAL_HOST}:{view_port}")
+            while True:
+                view = view_codec.decode(await socket.recv())
+                for info in view.instances:
+                    name = instance_name(info.role, info.engine_rank)
+                    for port in (info.port, info.control_port):
+                        await self._listen(name, port)
+
+    async def _listen(self, name: str, port: int) -> None:
+        where = self._addresses[name], port
+        if where not in self._servers:
+
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                with contextlib.suppress(OSError):
+                    await self._connect(name, port, reader, writer)
+
+            self._servers[where] = await asyncio.start_server(accept, *where)
+
+    async def _connect(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = frozenset((name, owner_of_port(writer.get_extra_info("peername")[1], self._pids())))
+        if ends & self._cut:
+            writer.transport.abort()
+            return
+        try:
+            there = await asyncio.open_connection(REAL_HOST, port)
+        except OSError:
+            writer.transport.abort()
+            return
+        wire = Wire(ends, (writer, there[1]))
+        self._wires.add(wire)
+        try:
+            await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+        finally:
+            self._wires.discard(wire)
+            wire.break_off()
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    """Until one side ends; OSError then takes the other direction with it."""
+    while data := await source.read(1 << 16):
+        target.write(data)
+        await target.drain()
+    raise ConnectionResetError
+
+
+def owner_of_port(port: int, pids: Mapping[str, int]) -> str:
+    """The process with a TCP socket at this local port; empty where it is none of these."""
+    inode = ""
+    for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        fields = line.split()
+        if int(fields[1].partition(":")[2], 16) == port and fields[9] != "0":
+            inode = f"socket:[{fields[9]}]"
+    for name, pid in pids.items():
+        with contextlib.suppress(OSError):
+            for fd in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if inode and os.readlink(fd.path) == inode:
+                        return name
+    return ""

@@ -1,0 +1,185 @@
+"""The chaos matrix: {SIGKILL, SIGSTOP, connection cut} x {P, D, router} x {queued, prefilling, transferring, decoding}.
+
+A real 2P2D serves a steady load whose every answer is checked token by token. For each cell more requests are sent and
+held in the phase, the blow falls when the router shows them there, and then everything must come back by itself: no
+request hung, no wrong token, no page lost, and no failed request where a pair survived. `ALLOWED` says what clients may
+see. The table of all cells is printed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster, wait_for
+
+from chitu.bench.steady_load import HUNG, LOST, RIGHT, WRONG, Ask, count_outcomes
+
+pytestmark = pytest.mark.timeout(120)
+Phase = Literal["queued", "prefilling", "transferring", "decoding"]
+BLOWS: tuple[Blow, ...] = ("SIGKILL", "SIGSTOP", "cut")
+TARGETS = ("P0", "D0", "router")
+PHASES: tuple[Phase, ...] = ("queued", "prefilling", "transferring", "decoding")
+HOLDS = {"queued": "transfer", "prefilling": "prefill", "transferring": "transfer"}
+VICTIMS = {"queued": 28, "prefilling": 4, "transferring": 4, "decoding": 4}
+"""To be queued, requests must find 8 aux slots of each instance taken."""
+ALLOWED: dict[tuple[Blow, str], set[str]] = {
+    ("SIGKILL", "router"): {LOST},
+    # All instances are lost to a router without connections: there is no pair to go on with.
+    ("cut", "router"): {"no_instance", "prefill_lost", "decode_lost"},
+}
+"""Outcomes that clients may see beside right answers, by blow and process; nothing else anywhere."""
+RECOVERY_S = 20.0
+
+
+@dataclass(slots=True)
+class Row:
+    """One cell of the matrix as it went."""
+
+    blow: Blow
+    target: str
+    phase: Phase
+    outcomes: Counter[str] = field(default_factory=Counter)
+    leaked: int = -1
+    recovery_s: float = -1.0
+    details: list[str] = field(default_factory=list)
+
+    def cells(self) -> tuple[str, ...]:
+        failed = {code: n for code, n in self.outcomes.items() if code not in (RIGHT, WRONG, HUNG)}
+        return (
+            *(self.blow, self.target, self.phase),
+            *(str(self.outcomes.total()), str(self.outcomes[RIGHT]), str(self.outcomes[WRONG])),
+            ", ".join(f"{n} {code}" for code, n in sorted(failed.items())) or "-",
+            *(str(self.outcomes[HUNG]), str(self.leaked), f"{self.recovery_s:.1f}"),
+        )
+
+
+COLUMNS = ("blow", "to", "while", "sent", "right", "wrong", "failed", "hung", "pages leaked", "recovery s")
+
+
+def table(rows: list[Row]) -> str:
+    lines = [COLUMNS, *[row.cells() for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+class Arena:
+    """One cluster for all cells; a new one after a cell that failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cluster: ChaosCluster | None = None
+        self._count = itertools.count()
+        self.rows: list[Row] = []
+
+    def enter(self) -> ChaosCluster:
+        if self._cluster is None:
+            self._cluster = ChaosCluster(self._folder / str(next(self._count))).__enter__()
+        return self._cluster
+
+    def leave(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Arena]:
+    arena = Arena(tmp_path_factory.mktemp("chaos"))
+    try:
+        yield arena
+    finally:
+        arena.leave()
+        capture = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+            print(f"\n\n{table(arena.rows)}\n")
+
+
+def victims(phase: Phase) -> list[Ask]:
+    """Requests that are long enough to be seen; half of them streamed, so that tokens are out when the blow falls."""
+    rng = random.Random(phase)
+    return [
+        Ask(
+            tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(300)),
+            max_tokens=300 if phase == "decoding" else 30,
+            seed=rng.randrange(1 << 32) if n % 4 == 1 else None,
+            stream=n % 2 == 0,
+            request_id=f"victim-{n}",
+        )
+        for n in range(VICTIMS[phase])
+    ]
+
+
+def is_reached(cluster: ChaosCluster, phase: Phase, target: str) -> bool:
+    """Whether the router shows a victim that the target serves in this phase (for the router: that anyone does)."""
+    snapshot = cluster.snapshot()
+    state = "decode" if phase == "decoding" else "prefill"
+    held = [
+        {request.prefill, request.decode}
+        for request in snapshot.requests
+        if request.ended_at_s is None and request.state == state and "victim" in request.request_id
+    ]
+    pairs = [pair for pair in held if target == "router" or target in pair]
+    if not pairs:
+        return False
+    if phase == "decoding":
+        return True
+    loads = {i.name: i.load for i in snapshot.instances if i.load is not None}
+    for pair in pairs:
+        there = [loads[name] for name in sorted(pair) if name in loads and (target in ("router", name))]
+        if phase == "prefilling":  # it is P that computes, whoever is hit
+            there = [loads[name] for name in pair if name in loads and name.startswith("P")]
+        field = {"queued": "waiting", "prefilling": "running", "transferring": "transferring"}[phase]
+        if any(getattr(load, field) for load in there):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("blow", BLOWS)
+def test_every_request_survives_or_fails_with_a_word(arena: Arena, blow: Blow, target: str, phase: Phase) -> None:
+    cluster = arena.enter()
+    row = Row(blow, target, phase)
+    arena.rows.append(row)
+    try:
+        run_cell(cluster, row)
+    except BaseException:
+        arena.leave()
+        raise
+    allowed = ALLOWED.get((blow, target), set()) | {RIGHT}
+    assert set(row.outcomes) <= allowed, "\n".join(row.details)
+    assert row.outcomes[RIGHT] > 0
+    assert row.leaked == 0
+
+
+def run_cell(cluster: ChaosCluster, row: Row) -> None:
+    load = cluster.load
+    load.resume()
+    if row.phase in HOLDS:
+        cluster.hold(HOLDS[row.phase])
+    sent = load.send(victims(row.phase))
+    wait_for(lambda: is_reached(cluster, row.phase, row.target), 10, lambda: f"{row.phase} on {row.target}")
+    cluster.strike(row.blow, row.target)
+    cluster.release()
+    cluster.mend(row.blow, row.target)
+    try:
+        row.recovery_s = cluster.wait_recovered(RECOVERY_S)
+        for future in sent:
+            future.result(PATIENCE_S + 10)
+        load.pause(PATIENCE_S + 10)
+    finally:
+        answers = load.take_answers()
+        row.outcomes = count_outcomes(answers)
+        row.details = [f"{a.outcome}: {a.detail}" for a in answers if a.outcome != RIGHT]
+    try:
+        wait_for(lambda: not cluster.not_whole(), 10, lambda: "; ".join(cluster.not_whole()))
+    finally:
+        row.leaked = cluster.pages_not_free()
