@@ -51,6 +51,7 @@ DEADLINES = DeadlineConfig(
     bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
 )
 REQUEST_TIMEOUT_S = 12.0
+NAMESPACE = pid_namespace()
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
 
 
@@ -232,10 +233,10 @@ class Process:
 
     @property
     def info(self) -> InstanceInfo:
-        """Of those with an even rank the others see at once when they are killed; of the others the router tells."""
-        namespace = "" if self.rank % 2 else pid_namespace()
+        """Those of even rank run on one machine and see at once when one is killed; of the others the router tells."""
+        host, namespace = ("elsewhere", "") if self.rank % 2 else ("h", NAMESPACE)
         return InstanceInfo(
-            self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid, pid_namespace=namespace
+            self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid, pid_namespace=namespace
         )
 
     # ----------------------------------------------------------------------------------------------------- its threads

@@ -396,7 +396,7 @@ class ClusterWorld:
         while self.leftovers():
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
             self.fabric.release_late_writes()
-            self.turns(1) or self.advance(0.2)
+            self.turns(3) or self.advance(0.2)
             self.check()
         for process in self.processes:
             process.check_empty()

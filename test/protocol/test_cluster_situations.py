@@ -1,0 +1,170 @@
+"""Single situations of the whole cluster: the minimal cases of what the scripts of faults once found, and who learns of
+a death, when, and from whom."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_process import DEADLINES, Process
+from cluster_world import Asked, ClusterWorld, Op
+
+from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
+from chitu.lifecycle import SequenceState
+from chitu.types import Role
+
+
+def pair(num_prefill: int = 1, num_decode: int = 1) -> tuple[ClusterWorld, Process, Process]:
+    world = ClusterWorld(num_prefill, num_decode)
+    return world, world.of(Role.PREFILL)[0], world.of(Role.DECODE)[0]
+
+
+def ask(world: ClusterWorld, num_tokens: int = 22, max_tokens: int = 8, lost: int = 0) -> Asked:
+    asked = world.ask(0, num_tokens, max_tokens, lost)
+    assert asked is not None
+    return asked
+
+
+def until(world: ClusterWorld, process: Process, state: SequenceState) -> None:
+    for _ in range(300):
+        if state in [sequence.state for sequence in process.sequences().values()]:
+            return
+        world.turns(1)
+    raise AssertionError(f"{process.name} never came to {state.name}")
+
+
+# -------------------------------------------------------------------------------------------- found by the scripts
+
+
+def test_a_request_whose_announcement_failed_before_p_took_it_ends_on_p_too() -> None:
+    """P's step thread was slow, D gave up, the status was not acknowledged yet: P kept the request for ever."""
+    world = ClusterWorld(2, 2)
+    world.play([Op("slow", 1), Op("ask", 1), Op("run", 1), Op("pass", 3), Op("lose", 2)])
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+@pytest.mark.parametrize("is_closing", [False, True], ids=["live", "closing"])
+def test_a_request_that_comes_twice_is_one_request(is_closing: bool) -> None:
+    """On D the second one announced a live room again, which ended the step thread; on P it hid the first."""
+    world, p, d = pair()
+    asked = ask(world)
+    halves = list(world.orders)
+    until(world, d, SequenceState.TRANSFER)
+    if is_closing:
+        p.is_frozen = True  # so D's pages stay where they are
+        world._end(asked, "cancelled")
+        until(world, d, SequenceState.CLOSING)
+    world.orders.extend(halves)
+    world.turns(2)
+    assert len(d.sequences()) == 1
+    world.settle_down()
+    assert asked.end == ("cancelled" if is_closing else "finished")
+
+
+# ------------------------------------------------------------------------------------------------ who learns of a death
+
+
+@pytest.mark.parametrize("is_router_alive", [True, False], ids=["router", "no_router"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=str)
+def test_a_killed_peer_is_known_at_once_on_the_same_machine_with_and_without_a_router(
+    role: Role, is_router_alive: bool
+) -> None:
+    world, p, d = pair()
+    ask(world)
+    until(world, d, SequenceState.TRANSFER)
+    until(world, p, SequenceState.COMPUTING)
+    if not is_router_alive:
+        world.op_router(0, 0)
+    dead, other = (p, d) if role is Role.PREFILL else (d, p)
+    world.kill(dead)
+    world.turns(5)
+    assert not other.sequences() and not len(other.table)
+    other.check_empty()
+
+
+def test_a_d_that_is_silent_while_the_router_is_away_costs_p_its_transfer_deadline_and_nothing_more() -> None:
+    """P cannot tell a stopped D from a slow one; it gives its own pages back all the same."""
+    world, p, d = pair()
+    ask(world)
+    until(world, p, SequenceState.COMPUTING)
+    world.op_router(0, 0)
+    d.is_frozen = True
+    p.write = lambda: False  # type: ignore[method-assign]  # as if the wire to D stood still
+    world.turns(20)
+    assert p.sequences()
+    world.advance(DEADLINES.transfer_s)
+    world.turns(2)
+    assert not p.sequences(), "pages and aux slot are back"
+    world.advance(DEADLINES.transfer_s)
+    world.turns(1)
+    p.check_empty()
+
+
+def test_the_pages_of_a_frozen_p_stay_quarantined_until_it_runs_again_or_is_dead() -> None:
+    world, p, d = pair()
+    ask(world)
+    until(world, d, SequenceState.TRANSFER)
+    p.is_frozen = True
+    for _ in range(100):
+        world.turns(1)
+        world.advance(1.0)
+    assert [s.state for s in d.sequences().values()] == [SequenceState.CLOSING]
+    assert d.cache.num_quarantined_pages == 6
+    world.kill(p)
+    world.turns(5)
+    assert d.cache.num_quarantined_pages == 0
+    d.check_empty()
+
+
+def test_a_new_incarnation_of_p_frees_what_the_old_one_held_on_another_machine() -> None:
+    """Of a pid elsewhere nothing is known, so only its successor says that it is dead."""
+    world = ClusterWorld(2, 1)
+    old, d = world.of(Role.PREFILL)[1], world.of(Role.DECODE)[0]
+    world.ask(1, 22, 8)
+    until(world, d, SequenceState.TRANSFER)
+    world.kill(old)
+    for _ in range(50):
+        world.turns(1)
+        world.advance(1.0)
+    assert d.cache.num_quarantined_pages == 6
+    world.start(0)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+def test_a_write_that_may_still_land_keeps_the_source_pages_too() -> None:
+    world, p, d = pair()
+    world.fabric.inject(Fault(FaultKind.LATE))
+    asked = ask(world)
+    until(world, p, SequenceState.CLOSING)
+    for _ in range(50):
+        world.turns(1)
+        world.advance(1.0)
+    assert asked.end == "transfer_failed"
+    assert [s.state for s in p.sequences().values()] == [SequenceState.CLOSING]
+    assert len(p.cache.get_page_indices(asked.room)) == 6 and d.cache.num_quarantined_pages == 6
+    assert world.fabric.release_late_writes() == 1
+    world.settle_down()
+
+
+def test_requests_of_a_router_that_was_replaced_end_on_both_sides_and_the_new_one_serves() -> None:
+    world, p, d = pair()
+    ask(world, max_tokens=30)
+    until(world, d, SequenceState.RUNNING)
+    ask(world, max_tokens=30)
+    world.op_router(0, 0)
+    world.turns(3)
+    world.op_router(0, 0)
+    world.turns(6)
+    assert not p.sequences() and not d.sequences()
+    asked = ask(world)
+    world.settle_down(3.0)
+    assert asked.end == "finished"
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["P's half", "D's half"])
+def test_a_half_that_never_came_ends_the_other_within_its_deadline(lost: int) -> None:
+    world, *_ = pair()
+    asked = ask(world, lost=lost)
+    world.settle_down(DEADLINES.queue_s + DEADLINES.bootstrap_s + DEADLINES.transfer_s + DEADLINES.transfer_s)
+    assert asked.end == ("transfer_timeout" if lost == 1 else "bootstrap_timeout")
+    assert " waited " in asked.message and (" in REQUESTED for D0's" in asked.message or "P0" in asked.message)
