@@ -27,6 +27,7 @@ BENCHMARKS = {
     "scheduler": "scheduler and messaging time per step, fake executor",
     "router": "CPU per request and streamed tokens/s of the router, fake workers",
     "routing": "routing decisions/s with 5 to 1000 instances, and the time from a join to its first request",
+    "verify_kv": "what checksums of all KV or of a sample cost, in GB/s and in the first two tokens of 1P1D",
     "ttft": "time to first token, 1P1D over unified",
     "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }

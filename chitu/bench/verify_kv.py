@@ -1,0 +1,192 @@
+"""What `verify_kv` costs: the checksum beside memcpy and CRC-32, and 1P1D with it off, sampled and on all KV.
+
+    python -m chitu.bench.verify_kv [--model DIR]
+
+First one thread over the same scattered pages (K and V of all layers): a copy of each page with one call, CRC-32 of
+each page with one call, and the checksum, in turn; CPU time of the thread, so that other work does not count. Then
+three clusters that differ in `verify_kv` alone; requests of 2048 tokens go to them in turn, one at a time, streamed. KV
+is verified between the first and the second token, which has to wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import http.client
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.config.load import load_topology
+from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_cache.pool import KVPool
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.messages import KVLayout
+
+LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
+"""Of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""
+PROMPT_TOKENS = 2048
+MODES = ("off", "sample", "all")
+
+
+class Speed(msgspec.Struct, frozen=True):
+    what: str
+    gb_per_s: float
+    """Median of the rounds."""
+    fraction_of_memcpy: float
+    """Median of the ratios of a round."""
+    rounds: int
+
+
+def measure_sums(rounds: int) -> list[Speed]:
+    num_pages = PROMPT_TOKENS // LAYOUT.page_size
+    pool, other = (KVPool(LAYOUT, 2 * num_pages, 1) for _ in range(2))
+    for each in (pool, other):
+        ctypes.memset(each.arena_base, 1, each.arena_bytes)
+    pages = random.Random(0).sample(range(2 * num_pages), num_pages)
+    offsets = [base - pool.arena_base + page * pool.page_bytes for base in pool.region_bases for page in pages]
+    views = [memoryview((ctypes.c_char * pool.page_bytes).from_address(pool.arena_base + at)) for at in offsets]
+    page_sums, layers = page_sums_of(pool, 0), range(LAYOUT.num_layers)
+
+    def copy() -> None:
+        for at in offsets:
+            ctypes.memmove(other.arena_base + at, pool.arena_base + at, pool.page_bytes)
+
+    def crc() -> None:
+        for view in views:
+            zlib.crc32(view)
+
+    calls: dict[str, Callable[[], object]] = {
+        "memcpy": copy,
+        "CRC-32": crc,
+        "checksum": lambda: page_sums.sums(layers, pages),
+    }
+    seconds = _in_turn(calls, rounds)
+    nbytes = len(offsets) * pool.page_bytes
+    return [
+        Speed(
+            name,
+            nbytes / statistics.median(own) / 1e9,
+            statistics.median(reference / each for reference, each in zip(seconds["memcpy"], own, strict=True)),
+            rounds,
+        )
+        for name, own in seconds.items()
+    ]
+
+
+def _in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started_s = time.thread_time()
+            call()
+            seconds[name].append(time.thread_time() - started_s)
+    return seconds
+
+
+class Times(msgspec.Struct, frozen=True):
+    verify_kv: str
+    first_token_ms: float
+    second_token_ms: float
+    """Medians, from sending the request."""
+    first_over_off: float
+    second_over_off: float
+    """Medians of the ratios of a round."""
+    rounds: int
+
+
+def two_tokens_s(url: str, prompt: list[int]) -> tuple[float, float]:
+    """Seconds from sending the request to its first and second streamed token."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["return_token_ids"] = True
+    connection.connect()
+    start_s = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    times_s: list[float] = []
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                times_s += [time.perf_counter() - start_s] * len(choice.get("token_ids") or ())
+    connection.close()
+    if len(times_s) != 2:
+        raise RuntimeError(f"{response.status}: {len(times_s)} tokens")
+    return times_s[0], times_s[1]
+
+
+def measure_clusters(settings: list[str], rounds: int) -> list[Times]:
+    rng = random.Random(1)
+    times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    with ExitStack() as stack:
+        urls: dict[str, str] = {}
+        for mode in MODES:
+            more = [*settings, f"dp_config.router.pd_disaggregation.verify_kv={mode}"]
+            cluster = stack.enter_context(LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", more)))
+            cluster.wait_ready()
+            urls[mode] = cluster.url
+        for number in range(rounds + 2):
+            prompt = [rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
+            for mode in MODES[number % 3 :] + MODES[: number % 3]:
+                times[mode].append(two_tokens_s(urls[mode], prompt))
+    results = []
+    for mode in MODES:
+        own, off = times[mode][2:], times["off"][2:]  # the first rounds warm all of them up
+        first_ms, second_ms = (1e3 * statistics.median(each[token] for each in own) for token in (0, 1))
+        first, second = (
+            statistics.median(mine[token] / theirs[token] for mine, theirs in zip(own, off, strict=True))
+            for token in (0, 1)
+        )
+        results.append(Times(mode, first_ms, second_ms, first, second, rounds))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=None, help="checkpoint folder; a random 34 M Qwen3 where unset")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--transport", default="shm")
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = arguments.model or make_model(
+            Path(scratch) / "qwen3",
+            family="qwen3",
+            hidden_size=512,
+            layers=8,
+            heads=8,
+            kv_heads=4,
+            head_dim=64,
+            intermediate_size=1536,
+            vocab_size=8192,
+        )
+        settings = [
+            f"model.path={model}",
+            "model.served_name=m",
+            "dp_config.router.port=0",
+            "cache.num_pages=400",
+            f"scheduler.threads={os.cpu_count() or 1}",
+            f"dp_config.router.pd_disaggregation.transport={arguments.transport}",
+        ]
+        times = measure_clusters(settings, arguments.rounds)
+    for name, results in (("verify_kv_sums", measure_sums(arguments.rounds)), ("verify_kv", times)):
+        columns = results[0].__struct_fields__
+        publish(
+            name, columns, [[getattr(result, column) for column in columns] for result in results], arguments.json_dir
+        )
+
+
+if __name__ == "__main__":
+    main()
