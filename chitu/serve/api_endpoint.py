@@ -20,10 +20,12 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig, Topology
 from chitu.errors import ConfigError, NoInstance
 from chitu.net.aio import BulkReader, Outbox
+from chitu.net.curve import ClusterSecrets
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.request_dispatch import ReplyAddress
 from chitu.routing import InstanceKey, make_selector
+from chitu.serve.access import Access
 from chitu.serve.admin_routes import add_admin_routes
 from chitu.serve.app import RouterApp
 from chitu.serve.cluster_snapshot import SnapshotSource
@@ -50,6 +52,7 @@ class ApiEndpoint:
         clock: Clock,
         make_cluster: Callable[[PDRequestRouter], ClusterSource],
         worker: tuple[int, int] | None = None,
+        secrets: ClusterSecrets | None = None,
     ) -> None:
         """`worker`: index and incarnation of this API process, where there are several."""
         config = topology.dp_config.router
@@ -71,7 +74,7 @@ class ApiEndpoint:
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         cold = make_cold_app(model, self.router, cluster, self._snapshots, chitu.__version__)
         add_admin_routes(cold, cluster)
-        self.app = RouterApp(hot, cold, config.api_keys)
+        self.app = RouterApp(hot, cold, Access(config, secrets, clock))
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 

@@ -21,14 +21,15 @@ from typing import Protocol
 
 import msgspec
 import uvloop
-import zmq
 
 from chitu.clock import RealClock
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import warn_of_faults
+from chitu.config.topology import warn_of_faults, warn_without_key
 from chitu.errors import ChituError
 from chitu.log import setup_logging
+from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, settle_memory
 from chitu.serve.cluster_source import OwnCluster
@@ -65,14 +66,15 @@ class RouterProcess:
         self._deadlines = config.pd_disaggregation.deadlines
         self._loop = asyncio.get_running_loop()
         clock = RealClock()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        secrets = derive(cluster_key_of(topology))
+        context = make_context(secrets)
         self._config = config
 
         def cluster_of(router: PDRequestRouter) -> OwnCluster:
-            self._membership = Membership(config, context, clock, router)
+            self._membership = Membership(config, context, clock, router, secrets)
             return OwnCluster(router, self._membership)
 
-        self._api = ApiEndpoint(topology, model, context, clock, cluster_of)
+        self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
         self._http = HTTPServer(self._api.app, listen(config.host, config.port, "dp_config.router.port"))
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -149,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology = load_topology(args.config, args.overrides)
         handler = setup_logging("router", topology.log.level, deferred=True)
         warn_of_faults(topology)
+        warn_without_key(topology)
         uvloop.run(_serve(topology, args.ready_file, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)

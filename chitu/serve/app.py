@@ -1,15 +1,15 @@
-"""The ASGI application of the API port: request ids, API keys, hot routes beside the FastAPI ones. Loop thread."""
+"""The ASGI application of the API port: request ids, access, hot routes beside the FastAPI ones. Loop thread."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 
-from chitu.errors import ChituError, Internal, Unauthorized
+from chitu.errors import ChituError, Internal
 from chitu.net.http import Headers, Message, Receive, Scope, Send, error_body, header, respond, respond_error
+from chitu.serve.access import Access
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,6 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 HotRoute = Callable[[Scope, Receive, Send, str], Awaitable[None]]
 
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
-OPEN_PATHS = frozenset({"/", "/health", "/livez"})
-"""Asked by probes and browsers, which have no key."""
-OPEN_FOLDER = "/web/"
-"""The page's files, which are in every copy of the project."""
 
 
 class MethodNotAllowed(ChituError):
@@ -29,11 +25,12 @@ class MethodNotAllowed(ChituError):
 
 
 class RouterApp:
-    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, api_keys: tuple[str, ...]) -> None:
-        """`hot`: POST routes by path, called with the request id. `cold` answers everything else."""
+    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, access: Access) -> None:
+        """`hot`: POST routes by path, called with the request id, each counted by `access`. `cold` answers everything
+        else."""
         self._hot = hot
         self._cold = cold
-        self._api_keys = [key.encode() for key in api_keys]
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,12 +51,12 @@ class RouterApp:
 
         try:
             path = scope["path"]
-            if self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-                self._require_key(scope)
+            self._access.require(scope)
             route = self._hot.get(path)
             if route is None:
                 await self._cold(scope, receive, tracked_send)
             elif scope["method"] == "POST":
+                self._access.count(scope)
                 await route(scope, receive, send, request_id)
             else:
                 error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
@@ -71,11 +68,3 @@ class RouterApp:
             if started:
                 raise
             await respond_error(send, Internal("the server failed to handle this request"), headers)
-
-    def _require_key(self, scope: Scope) -> None:
-        given = header(scope, b"authorization") or b""
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
-            raise Unauthorized("an API key is required: Authorization: Bearer KEY")
-        if not any(hmac.compare_digest(key.strip(), known) for known in self._api_keys):
-            raise Unauthorized("the API key is not one of this server's")

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import zmq
-
 from chitu.clock import RealClock
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
 from chitu.errors import ChituError
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, Wire
 from chitu.metrics import RouterMetrics, add_up
+from chitu.net.curve import derive, make_context
 from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
 from chitu.serve.api_endpoint import TICK_S
 from chitu.serve.cluster_source import WorkerReport, drain_instance
@@ -62,7 +62,7 @@ class _Question:
 
 
 @dataclass(slots=True)
-class _Ended:
+class EndedWorkers:
     """What API processes that are no more had counted and remembered: counters must not fall when one dies."""
 
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
@@ -88,14 +88,15 @@ class Coordinator:
         self._config = config
         self._flush_log = flush_log
         self._loop = asyncio.get_running_loop()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._membership = Membership(config, context, RealClock(), _ToAll(self._broadcast))
+        secrets = derive(cluster_key_of(topology))
+        context = make_context(secrets)
+        self._membership = Membership(config, context, RealClock(), _ToAll(self._broadcast), secrets)
         self._gate = ConnectionGate(self._loop, listen(config.host, config.port, "dp_config.router.port"))
         events = PoolEvents(self._greeting, self._on_incarnations, self._on_message, self._on_ended)
         self._pool = WorkerPool(topology, created_s, self._gate, events)
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
-        self._ended = _Ended()
+        self._ended = EndedWorkers()
         self._ending = asyncio.Event()
         self._hurry = asyncio.Event()
 

@@ -18,6 +18,7 @@ from chitu.errors import ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed
 from chitu.metrics import CoordinationMetrics
+from chitu.net.curve import ClusterSecrets
 from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
 from chitu.serve.http_server import HTTPServer, listen
 from chitu.types import Role, new_incarnation
@@ -43,13 +44,18 @@ class Membership:
     """Binds at construction (ConfigError where it cannot); `start`, then `tick` every 50 ms or so."""
 
     def __init__(
-        self, config: RouterConfig, context: zmq.Context[zmq.Socket[bytes]], clock: Clock, listener: MembershipListener
+        self,
+        config: RouterConfig,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Clock,
+        listener: MembershipListener,
+        secrets: ClusterSecrets | None = None,
     ) -> None:
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock
         self._listener = listener
-        self._bootstrap = BootstrapServer(clock, pd.deadlines.lease_s)
+        self._bootstrap = BootstrapServer(clock, pd.deadlines.lease_s, secrets)
         try:
             self.ports = CoordinationPorts(
                 asyncio.get_running_loop(),

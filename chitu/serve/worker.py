@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import uvloop
-import zmq
 
 from chitu.clock import RealClock
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
 from chitu.errors import ChituError, Internal, from_code
 from chitu.launch.process import die_with_parent
 from chitu.log import setup_logging
 from chitu.messages import ClusterView, Heartbeat, LoadReport, RequestFailed
 from chitu.metrics import CoordinationMetrics
+from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, settle_memory, share_of
 from chitu.serve.cluster_source import Draining, Loads, RouterRecord, report_of
@@ -155,13 +156,15 @@ class WorkerProcess:
         handler = setup_logging(f"router.{welcome.index}", topology.log.level, deferred=True)
         self._flush_log: Callable[[], None] = handler.flush
         model = ServedModel.load(topology.model, welcome.created_s)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        secrets = derive(cluster_key_of(topology))
+        context = make_context(secrets)
 
         def cluster_of(router: PDRequestRouter) -> RemoteCluster:
             self.cluster = RemoteCluster(router, welcome.index, feed)
             return self.cluster
 
-        self._api = ApiEndpoint(topology, model, context, RealClock(), cluster_of, (welcome.index, welcome.incarnation))
+        me = (welcome.index, welcome.incarnation)
+        self._api = ApiEndpoint(topology, model, context, RealClock(), cluster_of, me, secrets)
         self._http = HTTPServer(self._api.app, None, [("x-chitu-worker", str(welcome.index))])
         self._intake = ConnectionIntake(
             self._loop, channel, self._http, lambda count: feed.send(ConnectionsClosed(count))

@@ -135,6 +135,7 @@ def test_a_message_does_not_cross_the_wire_in_clear(cluster: Cluster) -> None:
     client = connect(cluster.context, zmq.PUSH, "127.0.0.1", relay_port)
     inside.connect(f"tcp://127.0.0.1:{port}")
     to_server, to_client = inside.getsockopt(zmq.IDENTITY), b""
+    assert isinstance(to_server, bytes)
     client.send(b"what is my PIN")
     seen = b""
     poller = zmq.Poller()

@@ -35,7 +35,7 @@ def call(server: BootstrapServer, method: str, target: str, body: bytes = b"") -
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode()}
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": []}
     asyncio.run(server.app(scope, receive, send))
     return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
 

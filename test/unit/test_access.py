@@ -1,0 +1,166 @@
+"""Who may ask for what on the API port, and how often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.clock import FakeClock
+from chitu.config.schema import AdmissionConfig, RouterConfig
+from chitu.errors import ChituError, Forbidden, RateLimited, Unauthorized
+from chitu.net.curve import derive
+from chitu.net.http import error_headers
+from chitu.net.rate_limit import RateLimiter
+from chitu.serve.access import Access
+
+SECRETS = derive("a key of more than sixteen characters")
+assert SECRETS is not None
+TOKEN = SECRETS.token
+LOCAL, FAR = ("127.0.0.1", 5000), ("10.0.0.9", 5000)
+
+
+def request(
+    path: str, credential: str | None = None, client: tuple[str, int] | None = LOCAL, **headers: str
+) -> dict[str, Any]:
+    given = [(name.encode(), value.encode()) for name, value in headers.items()]
+    if credential is not None:
+        given.append((b"authorization", f"Bearer {credential}".encode()))
+    return {"type": "http", "path": path, "client": client, "headers": given}
+
+
+def access(
+    *, keys: tuple[str, ...] = (), has_cluster_key: bool = False, **admission: float
+) -> tuple[Access, FakeClock]:
+    clock = FakeClock()
+    config = RouterConfig(api_keys=keys, admission=AdmissionConfig(**admission))  # type: ignore[arg-type]
+    return Access(config, SECRETS if has_cluster_key else None, clock), clock
+
+
+def verdict(guard: Access, scope: dict[str, Any]) -> type[ChituError] | None:
+    try:
+        guard.require(scope)
+    except ChituError as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/livez", "/web/chat.js"])
+def test_probes_and_the_page_need_no_key(path: str) -> None:
+    assert verdict(access(keys=("sk",), has_cluster_key=True)[0], request(path, client=FAR)) is None
+
+
+@pytest.mark.parametrize(
+    ("credential", "expected"),
+    [(None, Unauthorized), ("", Unauthorized), ("wrong", Unauthorized), ("sk-2", None), (TOKEN, None)],
+)
+def test_api_keys_open_the_rest_and_so_does_the_token(
+    credential: str | None, expected: type[ChituError] | None
+) -> None:
+    guard, _ = access(keys=("sk-1", "sk-2"), has_cluster_key=True)
+    assert verdict(guard, request("/v1/completions", credential)) is expected
+    assert verdict(guard, request("/cluster", credential)) is expected
+
+
+def test_without_api_keys_everybody_may_generate_but_not_administrate() -> None:
+    guard, _ = access(has_cluster_key=True)
+    assert verdict(guard, request("/v1/completions", client=FAR)) is None
+    assert verdict(guard, request("/admin/drain")) is Unauthorized
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_cluster_key", "credential", "client", "expected"),
+    [
+        ((), True, TOKEN, FAR, None),
+        ((), True, TOKEN[:-1] + ("0" if TOKEN[-1] != "0" else "1"), LOCAL, Unauthorized),
+        (("sk",), True, "sk", LOCAL, Unauthorized),  # the key of a user is not that of an operator
+        (("sk",), True, TOKEN, FAR, None),
+        (("sk",), False, "sk", FAR, None),
+        (("sk",), False, None, LOCAL, Unauthorized),
+        ((), False, None, LOCAL, None),
+        ((), False, None, ("::1", 1), None),
+        ((), False, None, ("::ffff:127.0.0.1", 1), None),
+        ((), False, None, FAR, Forbidden),
+        ((), False, None, None, Forbidden),
+        ((), False, TOKEN, FAR, Forbidden),
+    ],
+)
+def test_admin_calls(
+    keys: tuple[str, ...],
+    has_cluster_key: bool,
+    credential: str | None,
+    client: tuple[str, int] | None,
+    expected: type[ChituError] | None,
+) -> None:
+    guard, _ = access(keys=keys, has_cluster_key=has_cluster_key)
+    assert verdict(guard, request("/admin/drain", credential, client)) is expected
+
+
+def test_a_web_page_in_a_browser_of_this_machine_cannot_administrate() -> None:
+    assert verdict(access()[0], request("/admin/drain", origin="http://127.0.0.1:21003")) is Forbidden
+
+
+def test_the_rate_is_per_client_and_says_when_to_come_back() -> None:
+    guard, clock = access(requests_per_s=2.0, burst=3)
+    for _ in range(3):
+        guard.count(request("/v1/completions", client=FAR))
+    with pytest.raises(RateLimited) as caught:
+        guard.count(request("/v1/completions", client=FAR))
+    assert caught.value.http_status == 429
+    assert caught.value.retry_after_s == pytest.approx(0.5)
+    assert error_headers(caught.value) == [(b"retry-after", b"1")]
+    guard.count(request("/v1/completions", client=("10.0.0.10", 1)))
+    clock.advance(0.5)
+    guard.count(request("/v1/completions", client=FAR))
+    with pytest.raises(RateLimited):
+        guard.count(request("/v1/completions", client=FAR))
+
+
+def test_with_api_keys_the_rate_is_the_keys_wherever_it_comes_from() -> None:
+    guard, _ = access(keys=("a", "b"), requests_per_s=1.0, burst=1)
+    guard.count(request("/v1/completions", "a", FAR))
+    with pytest.raises(RateLimited):
+        guard.count(request("/v1/completions", "a", LOCAL))
+    guard.count(request("/v1/completions", "b", LOCAL))
+
+
+def test_a_network_of_ipv6_addresses_is_one_client() -> None:
+    guard, _ = access(requests_per_s=1.0, burst=1)
+    guard.count(request("/v1/completions", client=("2001:db8::1", 1)))
+    with pytest.raises(RateLimited):
+        guard.count(request("/v1/completions", client=("2001:db8::ffff", 1)))
+    guard.count(request("/v1/completions", client=("2001:db8:0:1::1", 1)))
+
+
+def test_without_a_rate_nothing_is_counted() -> None:
+    guard, _ = access()
+    for _ in range(10_000):
+        guard.count(request("/v1/completions"))
+
+
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=60), st.floats(0.1, 50), st.integers(1, 10), st.integers(1, 20))
+def test_no_client_gets_more_than_burst_and_rate_allow(
+    pauses_s: list[float], per_s: float, burst: int, tries: int
+) -> None:
+    clock = FakeClock()
+    limiter: RateLimiter[str] = RateLimiter(clock, per_s, burst)
+    taken = 0
+    for pause_s in pauses_s:
+        clock.advance(pause_s)
+        waits = [limiter.take("c") for _ in range(tries)]
+        taken += waits.count(0.0)
+        assert taken <= burst + clock.monotonic() * per_s + 1e-6
+        if waits[-1]:  # who waits as long as told gets through
+            clock.advance(waits[-1] + 1e-9)
+            assert limiter.take("c") == 0.0
+            taken += 1
+
+
+def test_a_flood_of_clients_does_not_grow_memory() -> None:
+    limiter: RateLimiter[int] = RateLimiter(FakeClock(), 1.0, 1, max_buckets=100)
+    for client in range(10_000):
+        assert limiter.take(client) == 0.0
+    assert len(limiter) == 100
+    assert limiter.take(9_999) > 0
