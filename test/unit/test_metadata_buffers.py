@@ -103,3 +103,49 @@ def test_buf_infos_name_the_rows() -> None:
 def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
     with pytest.raises(ValueError):
         MetadataBuffers(rows, 4 * VOCAB)
+
+
+def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -> None:
+    """Fields are magic, version, checksum, length and room (40 bytes) and the logits; reserved bytes and padding carry
+    nothing."""
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    buffers = MetadataBuffers(rows, 4 * VOCAB)
+    buffers.get(0)[:] = np.random.default_rng(1).normal(size=VOCAB)
+    buffers.seal(0, room)
+    fields = {*range(40), *range(AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB)}
+    for byte in range(ROW_BYTES):
+        for bit in range(8):
+            rows[0, byte] ^= 1 << bit
+            if byte in fields:
+                with pytest.raises(Integrity):
+                    buffers.verify(0, room)
+            else:
+                buffers.verify(0, room)
+            rows[0, byte] ^= 1 << bit
+    buffers.verify(0, room)
+
+
+def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off_as_the_next_ones() -> None:
+    """Whole rows of earlier rooms, their logits under a new header, or a new row that came in part."""
+    source, target = new_buffers(2), new_buffers(2)
+    earlier: list[tuple[bytes, np.ndarray]] = []
+    for turn in range(7):  # around both slots more than three times
+        src, dst, room = source.allocate(), target.allocate(), new_room()
+        assert src is not None and dst is not None
+        for _, row in earlier:  # a late write, before the new row came
+            target._rows[dst] = row
+            with pytest.raises(Integrity, match="belongs to room"):
+                target.verify(dst, room)
+        source.get(src)[:] = np.arange(VOCAB) + turn
+        source.seal(src, room)
+        row = source._rows[src].copy()
+        for _, old in earlier:
+            target._rows[dst, :AUX_HEADER_BYTES] = row[:AUX_HEADER_BYTES]
+            target._rows[dst, AUX_HEADER_BYTES:] = old[AUX_HEADER_BYTES:]
+            with pytest.raises(Integrity, match="checksum"):
+                target.verify(dst, room)
+        target._rows[dst] = row
+        target.verify(dst, room)
+        earlier.append((room, row))
+        source.free(src)
+        target.free(dst)
