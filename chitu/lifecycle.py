@@ -43,6 +43,9 @@ class Deadline(Enum):
     REQUEST = auto()
     """`router.request_timeout_s` from the arrival, wherever the request stands. The router's ends first and cancels; an
     instance keeps it too, for requests whose cancellation was lost."""
+    FIRST_TOKEN = auto()
+    """The sum of what P and D may take before they give up, and a lease: by then an end has come, or its message is
+    lost (a cut connection loses what is under way)."""
     ROOM = auto()
     """Of the same room in the transfer layer, which ends it by an event."""
     HANDSHAKE = auto()
@@ -208,7 +211,7 @@ class ReceiverEvent(Enum):
     PEER_LOST = auto()
     """P's incarnation left the cluster view or was replaced."""
     CORRUPT = auto()
-    """The aux row or the byte count is not what was announced."""
+    """The aux row, the byte count or verified KV is not what was announced."""
     DEADLINE = auto()
     WRITER_STOPPED = auto()
     """AbortAck, a settled Failed, Success, or the writer's process is dead."""
@@ -300,7 +303,7 @@ SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
 
 
 class AttemptState(Enum):
-    """One try of a request on one pair."""
+    """One try of a request on one pair. `Deadline.REQUEST` holds over all of its tries and states."""
 
     PREFILL = auto()
     """Dispatched; no token came yet."""
@@ -310,7 +313,7 @@ class AttemptState(Enum):
 
 
 ATTEMPT_DEADLINES: Final[Mapping[AttemptState, Deadline]] = {
-    AttemptState.PREFILL: Deadline.REQUEST,
+    AttemptState.PREFILL: Deadline.FIRST_TOKEN,
     AttemptState.DECODE: Deadline.REQUEST,
     AttemptState.ENDED: Deadline.TERMINAL,
 }

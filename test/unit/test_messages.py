@@ -5,6 +5,7 @@ The hex strings are also printed in docs/protocol.md: a change here is a change 
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from chitu.messages import (
     Finish,
     Heartbeat,
     KVLayout,
+    KVSums,
     LoadReport,
     PrefillRequest,
     PrefillTimes,
@@ -67,6 +69,26 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         "84a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c04ae62797465735f7065725f72616e6b"
         "91cd1000",
         {"type": "transfer_status", "incarnation": 9, "poll": 4, "bytes_per_rank": [4096]},
+    ),
+    (
+        TransferStatus(
+            9, 4, bytes_per_rank=(4096,), kv_sums=KVSums(pack_i32([0, 2]), struct.pack("<2q", 7, -1), "shm")
+        ),
+        peer_codec,
+        "85a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c04ae62797465735f7065725f72616e6b"
+        "91cd1000a76b765f73756d7383a9706f736974696f6e73c4080000000002000000a473756d73c4100700000000000000ffffffffffffffff"
+        "a97472616e73706f7274a373686d",
+        {
+            "type": "transfer_status",
+            "incarnation": 9,
+            "poll": 4,
+            "bytes_per_rank": [4096],
+            "kv_sums": {
+                "positions": b"\0\0\0\0\x02\0\0\0",
+                "sums": b"\x07\0\0\0\0\0\0\0" + b"\xff" * 8,
+                "transport": "shm",
+            },
+        },
     ),
     (
         TransferStatus(9, 0, False, "transfer_failed", "x"),
