@@ -51,6 +51,8 @@ def test_a_failure_before_the_first_token_moves_to_others_with_a_new_room(code: 
     assert new != old
     suspects = FAILURES[code][reporter == "P0"]
     assert not suspects & set(world.pair(client.generation).split("-"))
+    assert client.generation is not None
+    assert {f"{key.role.letter}{key.engine_rank}" for key in client.generation.avoid} == suspects
     assert sorted(world.cancelled()) == ["D0", "P0"], "the old pair is told that it is over"
     world.emit(old, 90, 91)
     world.decode_fails(old, "capacity")
@@ -113,9 +115,11 @@ def test_a_reader_that_waits_for_the_end_gets_every_token_once() -> None:
     client = world.add_client(wake_per_token=False)
     world.emit(world.room(client.generation), 11, 12)
     world.lose(Role.DECODE)
-    assert client.tokens == []
-    world.emit(world.room(client.generation), 13, finish="length")
-    assert client.tokens == [11, 12, 13]
+    assert client.tokens == [] and world.router.running()[0].state == "prefill"
+    world.emit(world.room(client.generation), 13)
+    assert client.tokens == [] and world.router.running()[0].state == "decode"
+    world.emit(world.room(client.generation), 14, finish="length")
+    assert client.tokens == [11, 12, 13, 14]
 
 
 def test_a_unified_instance_continues_too() -> None:
@@ -184,6 +188,30 @@ def test_the_same_pair_is_tried_again_where_it_is_the_only_one_but_not_when_it_h
     world.decode_fails(world.room(busy.generation), "capacity")
     assert busy.generation is not None and busy.generation.error is not None
     assert busy.generation.error.code == "capacity"
+
+
+def test_all_that_failed_a_request_are_left_out_until_nobody_else_is_there() -> None:
+    world = World(Role.PREFILL, *[Role.DECODE] * 3, retry=RetryConfig(max_attempts=9))
+    client = world.add_client()
+    seen = [world.pair(client.generation)]
+    for _ in range(2):
+        world.decode_fails(world.room(client.generation), "decode_lost")
+        seen.append(world.pair(client.generation))
+    assert set(seen) == {"P0-D0", "P0-D1", "P0-D2"}
+    world.decode_fails(world.room(client.generation), "decode_lost")
+    assert world.pair(client.generation) in seen
+
+
+def test_who_failed_a_request_once_comes_before_who_fails_all_of_them() -> None:
+    world = World(Role.PREFILL, Role.DECODE, Role.DECODE, breaker=BreakerConfig(failures=2), retry=RetryConfig())
+    for client in [world.add_client() for _ in range(4)]:
+        if world.pair(client.generation) == "P0-D1":
+            world.decode_fails(world.room(client.generation), "decode_lost")
+        serve(world, client)
+    assert world.router.metrics().breakers["D1"] == {"open": 1}
+    client = world.add_client()
+    world.decode_fails(world.room(client.generation), "decode_lost")
+    assert world.pair(client.generation) == "P0-D0"
 
 
 def test_nobody_left_is_told_by_the_error_that_caused_it() -> None:

@@ -268,3 +268,24 @@ def test_p_and_d_have_policies_of_their_own() -> None:
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="'fastest'"):
         make_policy("fastest")
+
+
+# --------------------------------------------------------------------------------------------------- who is left out
+
+
+@pytest.mark.parametrize("policy", PAIR_POLICIES)
+def test_who_is_left_out_gets_nothing_while_others_can_serve(policy: str) -> None:
+    chosen = selector(policy, view(3, 3))
+    p0, d1, d2 = (InstanceKey(Role.PREFILL, 0, 1), *(InstanceKey(Role.DECODE, k, 1) for k in (1, 2)))
+    pairs = {names(chosen.select(prompt(200, seed=n), {p0, d1}, {d2})) for n in range(60)}
+    assert pairs == {(1, 0), (2, 0)}
+    assert len({names(chosen.select(prompt(200, seed=n))) for n in range(60)}) > 2, "for that one request only"
+
+
+@pytest.mark.parametrize("policy", PAIR_POLICIES)
+def test_where_all_are_unwanted_a_second_try_comes_before_an_open_breaker(policy: str) -> None:
+    chosen = selector(policy, view(1, 2))
+    p0, d0, d1 = (InstanceKey(Role.PREFILL, 0, 1), *(InstanceKey(Role.DECODE, k, 1) for k in (0, 1)))
+    assert {names(chosen.select(prompt(200, seed=n), {d0}, {d1})) for n in range(20)} == {(0, 0)}
+    assert {names(chosen.select(prompt(200, seed=n), {d0}, {p0, d0, d1})) for n in range(20)} == {(0, 1)}
+    assert len({names(chosen.select(prompt(200, seed=n), set(), {d0, d1})) for n in range(40)}) == 2
