@@ -74,9 +74,10 @@ async def ask(port: int, prompt: list[int]) -> Answer:
 
 async def flood(port: int, prompts: Iterator[list[int]]) -> list[Answer]:
     """More than may run at once, and then some; when the router knows how slowly that queue moves, ten that insist."""
-    tasks = [asyncio.create_task(ask(port, next(prompts))) for _ in range(MAX_IN_FLIGHT + 40)]
+    first = [asyncio.create_task(ask(port, next(prompts))) for _ in range(MAX_IN_FLIGHT + 40)]
+    tasks = first.copy()
     while not any(task.done() and task.result().code == "overloaded" for task in tasks):
-        assert not all(task.done() for task in tasks), "the queue was gone before the router rejected anything"
+        assert not all(task.done() for task in first), "the queue was gone before the router rejected anything"
         tasks.append(asyncio.create_task(ask(port, next(prompts))))
         await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.ALL_COMPLETED)
 
