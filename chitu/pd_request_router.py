@@ -33,9 +33,11 @@ from chitu.errors import (
     RequestCancelled,
     RequestTimeout,
     TooManyRequests,
+    TransferTimeout,
     from_code,
 )
 from chitu.generation import Attempt, GenerateRequest, Generation
+from chitu.lifecycle import ATTEMPT_AWAITS, AttemptState, waited_text
 from chitu.log import CREATED_PD_REQUEST
 from chitu.messages import (
     ClusterView,
@@ -86,6 +88,9 @@ class PDRequestRouter:
         self._attempts: dict[bytes, Attempt] = {}
         """In order of creation."""
         self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
+        self._first_tokens: DeadlineWheel[bytes] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
+        deadlines = config.pd_disaggregation.deadlines
+        self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = RouterMetrics()
@@ -299,8 +304,12 @@ class PDRequestRouter:
         self.flush()
 
     def tick(self) -> None:
-        """End requests that are out of time."""
+        """End requests that are out of time, and attempts whose end must have got lost on the way here."""
         now_s = self._clock.monotonic()
+        for room in self._first_tokens.expired(now_s):
+            late = self._attempts.get(room)
+            if late is not None and late.first_token_s is None:
+                self._on_failure(late, TransferTimeout(_waited(late, now_s)), late.decode)
         for generation in self._deadlines.expired(now_s):
             attempt = generation.attempt
             if attempt is not None:
@@ -312,11 +321,7 @@ class PDRequestRouter:
         generation = attempt.generation
         limit_s = generation.deadline_s - generation.created_s
         whose = "router.request_timeout_s" if limit_s >= self._timeout_s else "X-Request-Timeout"
-        waits = "its first token" if attempt.first_token_s is None else "the rest"
-        return RequestTimeout(
-            f"not finished within {limit_s:g} s ({whose}): attempt {attempt.number} waited for {waits} on "
-            f"{attempt.pair} for {now_s - attempt.created_s:.1f} s"
-        )
+        return RequestTimeout(f"not finished within {limit_s:g} s ({whose}): {_waited(attempt, now_s)}")
 
     # ----------------------------------------------------------------------------------------------------- internal
 
@@ -338,6 +343,8 @@ class PDRequestRouter:
         )
         generation.attempt, generation.noted = attempt, False
         self._attempts[attempt.room] = attempt
+        if attempt.prefill is not None:  # how long a unified instance may compute a prompt nobody says
+            self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
             if key is not None:
@@ -493,7 +500,16 @@ class PDRequestRouter:
     def _release(self, attempt: Attempt, state: RequestState) -> None:
         """The attempt is over: whatever still comes for its room is stale."""
         del self._attempts[attempt.room]
+        self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
         if attempt.prefill is not None and attempt.first_token_s is None:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
         self._selector.count(attempt.decode, -1, -attempt.num_tokens)
+
+
+def _waited(attempt: Attempt, now_s: float) -> str:
+    state, since_s = AttemptState.PREFILL, attempt.created_s
+    if attempt.first_token_s is not None:
+        state, since_s = AttemptState.DECODE, attempt.first_token_s
+    what = ATTEMPT_AWAITS[state].format(peer=attempt.pair)
+    return waited_text(f"attempt {attempt.number}", now_s - since_s, state, what)

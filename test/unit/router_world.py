@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chitu.clock import FakeClock
-from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
+from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
     CancelRequest,
@@ -67,6 +67,7 @@ class World:
         max_in_flight: int = 8,
         retry: RetryConfig | None = None,
         breaker: BreakerConfig | None = None,
+        deadlines: DeadlineConfig | None = None,
     ) -> None:
         """One instance for each role named; those of one role have the ranks 0, 1, ..."""
         self.clock = FakeClock()
@@ -76,6 +77,7 @@ class World:
             request_timeout_s=60.0,
             retry=retry or RetryConfig(),
             breaker=breaker or BreakerConfig(),
+            pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines or DeadlineConfig()),
         )
         self.router = PDRequestRouter(make_selector(config), self.outbox, self.clock, config)  # type: ignore[arg-type]
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]

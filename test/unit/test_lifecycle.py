@@ -97,3 +97,35 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
         if source is not None and deadlines[source] is Deadline.HANDSHAKE:
             assert event.name in ("SETTLED", "WRITER_STOPPED")
     assert set(deadlines) == set(states)
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "awaits"),
+    [
+        (lifecycle.SENDER_DEADLINES, lifecycle.SENDER_AWAITS),
+        (lifecycle.RECEIVER_DEADLINES, lifecycle.RECEIVER_AWAITS),
+        (lifecycle.ATTEMPT_DEADLINES, lifecycle.ATTEMPT_AWAITS),
+    ],
+    ids=["sender", "receiver", "attempt"],
+)
+def test_every_state_has_a_deadline_and_what_a_clock_ends_has_words(
+    deadlines: dict[Enum, Deadline], awaits: dict[Enum, str]
+) -> None:
+    assert set(deadlines) == set(type(next(iter(deadlines))))
+    assert set(awaits) == {state for state, deadline in deadlines.items() if deadline not in lifecycle.NO_CLOCK}
+
+
+def test_every_state_of_a_request_on_its_instance_is_ended_by_a_clock_unless_a_peer_may_touch_its_pages() -> None:
+    assert set(lifecycle.SEQUENCE_DEADLINES) == set(lifecycle.SequenceState)
+    for state, deadlines in lifecycle.SEQUENCE_DEADLINES.items():
+        has_clock = bool(deadlines - lifecycle.NO_CLOCK)
+        assert has_clock == (state is not lifecycle.SequenceState.CLOSING)
+        assert has_clock == (state in lifecycle.SEQUENCE_AWAITS)
+
+
+def test_the_words_of_a_deadline_name_who_state_seconds_and_peer() -> None:
+    what = lifecycle.SENDER_AWAITS[lifecycle.SenderState.REQUESTED].format(peer="D1")
+    text = lifecycle.waited_text("P0", 10.04, lifecycle.SenderState.REQUESTED, what)
+    assert text == "P0 waited 10.0 s in REQUESTED for D1's announcement"
+    for awaits in (lifecycle.SENDER_AWAITS, lifecycle.RECEIVER_AWAITS, lifecycle.ATTEMPT_AWAITS):
+        assert all("{peer}" in text for text in awaits.values())
