@@ -123,7 +123,9 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
             clock=FakeClock(),
         )
     )
-    scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt_of(1, 5)), SamplingParams(5, temperature=0.0)))
+    for index in (1, 2):
+        prompt = pack_i32(prompt_of(index, 5))
+        scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(5, temperature=0.0)))
     while not scheduler.is_idle:
         scheduler.step()
-    assert (scheduler.load.tokens, scheduler.load.tokens_dropped) == (5, 3)
+    assert (scheduler.load.tokens, scheduler.load.tokens_dropped) == (10, 6)

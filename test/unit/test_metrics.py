@@ -203,6 +203,7 @@ def histogram(report: MetricsReport, name: str, **labels: str) -> tuple[dict[str
     buckets, before = {}, 0.0
     for sample in families(report)[name].samples:
         if sample.name == f"{name}_bucket" and sample.labels == {**labels, "le": sample.labels["le"]}:
+            assert sample.value >= before, "buckets are cumulative"
             if sample.value > before:
                 buckets[sample.labels["le"]] = sample.value - before
             before = sample.value
