@@ -22,7 +22,7 @@ class DevicePageSums:
         num_heads = pool.k[0].shape[1]
         weights = page_weights(pool.layout, tp_rank, pool.page_bytes // num_heads)
         self._low_W, self._high_W, self._salt_RH = (torch.from_numpy(part.copy()).to(pool.device) for part in weights)
-        shape = (pool.num_pages, num_heads, pool.page_bytes // num_heads // WORD_BYTES)
+        shape = (pool.k[0].shape[0], num_heads, pool.page_bytes // num_heads // WORD_BYTES)
         pairs = zip(pool.k, pool.v, strict=True)
         self._regions_PHW = [region.flatten().view(torch.int64).view(shape) for pair in pairs for region in pair]
         self._device = pool.device

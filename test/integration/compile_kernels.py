@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from chitu.ops.interface import TILE_ROWS
-from chitu.ops.kernels import attention, rope, rows, small_linear
+from chitu.ops.kernels import attention, blocks, rope, rows, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 WIDE, INT, FLOAT, HALF = "*fp32", "*i64", "fp32", "*bf16"
@@ -77,6 +77,9 @@ def main() -> None:
             constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
             constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
             found.append(compiled(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    for word_bytes in (8, 4, 1):
+        constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
+        found.append(compiled(blocks._copy_pieces, {"pieces_ptr": INT}, constants, num_warps=4))
     print(json.dumps(found))
 
 

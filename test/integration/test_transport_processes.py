@@ -1,4 +1,4 @@
-"""Transports between two real processes: shm and Mooncake over TCP."""
+"""Transports between two real processes: shm, Mooncake over TCP, and cuda_ipc on its twin of a GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Writer:
         return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake"])
+@pytest.fixture(scope="module", params=["shm", "mooncake", "cuda_ipc"])
 def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
     torch.set_num_threads(1)
     try:
@@ -222,8 +222,8 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
 def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver
 ) -> None:
-    if writer.kind == "shm":
-        pytest.skip("shm writes do not need the peer to run")
+    if writer.kind != "mooncake":
+        pytest.skip(f"{writer.kind} writes do not need the peer to run")
     peer, pool, pages = writer.connect(own_receiver), writer.pool, range(NUM_PAGES)
     copies = plan_page_copies(pool, own_receiver.memory, pages, pages, LAYERS)
     assert copies.nbytes > 16 << 20
@@ -295,6 +295,32 @@ def test_a_write_after_disconnect_is_refused(writer: Writer, receiver: Receiver)
 )
 def test_shm_refuses_a_session_that_names_another_file(name: str, value: str, words: str) -> None:
     pool, transport = new_pool(), ShmTransport()
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    transport.disconnect(transport.connect(memory, session))
+    wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferFailed, match=words):
+        transport.connect(memory, wrong)
+    assert len(os.listdir("/proc/self/fd")) == before
+    transport.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("start_time", "1", "another one"),
+        ("host_id", "elsewhere", "not a process of this host"),
+        ("pid", "nobody", "not well formed"),
+        ("handle", "xyz", "not well formed"),
+        ("handle", "00" * 64, "cannot be mapped"),
+        ("offset", str(1 << 40), "do not fit"),
+        ("offset", "-1", "do not fit"),
+    ],
+)
+def test_cuda_ipc_refuses_a_session_that_names_other_memory(name: str, value: str, words: str) -> None:
+    pool, transport = new_pool(), new_transport("cuda_ipc")
     transport.register(pool.arena_base, pool.arena_bytes)
     memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
     transport.disconnect(transport.connect(memory, session))

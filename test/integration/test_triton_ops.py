@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
@@ -21,6 +22,7 @@ from chitu.ops.reference import ReferenceOps
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.kernels.attention import decode_attention, num_splits_for
+from chitu.ops.kernels.blocks import BlockCopier, cut, word_bytes_of
 from chitu.ops.kernels.small_linear import MAX_ROWS
 from chitu.ops.triton_ops import TritonOps
 
@@ -145,6 +147,33 @@ def test_a_strided_input_is_read_as_it_looks():
     expected = REFERENCE.linear(x, REFERENCE.prepare(weight, None))
     torch.testing.assert_close(OPS.linear(x, OPS.prepare(weight, None)), expected, rtol=1e-4, atol=1e-4)
     close(OPS.rms_norm(x, weight[0], 1e-6), REFERENCE.rms_norm(x, weight[0], 1e-6))
+
+
+@pytest.mark.parametrize("unit", [16, 4, 1])
+def test_scattered_pieces_are_copied_whatever_their_alignment(unit):
+    """One launch; the bytes between the pieces stay as they are."""
+    torch.manual_seed(unit)
+    source, target = (
+        torch.randint(0, 256, (4, 20_000), dtype=torch.uint8),
+        torch.full((4, 20_000), 7, dtype=torch.uint8),
+    )
+    starts, lengths = np.array([unit * 3, 0, unit * 100, unit * 7]), np.array([unit, 9_000 // unit * unit, unit * 5, 0])
+    rows = np.arange(4) * 20_000
+    expected = target.clone()
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        expected[row, start : start + length] = source[row, start : start + length]
+    assert source.data_ptr() % 16 == target.data_ptr() % 16 == 0
+    copier = BlockCopier(torch.device("cpu"))
+    copier.copy(source.data_ptr() + rows + starts, target.data_ptr() + rows + starts, lengths)
+    assert torch.equal(target, expected)
+
+
+def test_a_long_copy_is_cut_into_pieces_that_make_it_up_again():
+    pieces = cut(np.array([1000, 5000]), np.array([0, 9000]), np.array([250, 100]), piece_bytes=100)
+    assert pieces.tolist() == [[1000, 1100, 1200, 5000], [0, 100, 200, 9000], [100, 100, 50, 100]]
+    assert [
+        word_bytes_of(np.array(numbers)) for numbers in ([[16], [32], [48]], [[16], [8], [4]], [[1], [16], [16]])
+    ] == [8, 4, 1]
 
 
 def test_every_kernel_compiles_for_the_gpu():

@@ -1,4 +1,4 @@
-"""The other process of the transport tests: `python transport_process.py receive|send shm|mooncake`.
+"""The other process of the transport tests: `python transport_process.py receive|send shm|mooncake|cuda_ipc`.
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name). Ends at end of file.
@@ -33,6 +33,10 @@ def new_pool() -> KVPool:
 
 
 def new_transport(kind: str) -> Transport:
+    if kind == "cuda_ipc":
+        from cuda_ipc_twin import cuda_ipc_twin
+
+        return cuda_ipc_twin()
     return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
 
 

@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import select
 import threading
 import time
 from dataclasses import dataclass
@@ -23,27 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import Int64s, first_outside
 from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
 NAME = "shm"
-
-
-def host_id() -> str:
-    """Equal for two processes that may open each other's files: same boot, same pid namespace, same user."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
-        return f"{boot_id}:{os.readlink('/proc/self/ns/pid')}:{os.geteuid()}"
-    except OSError:
-        return ""
-
-
-def _start_time(stat: str) -> str:
-    """Field 22 of /proc/<pid>/stat; the command name before it may hold spaces and brackets."""
-    return stat.rpartition(")")[2].split()[19]
 
 
 class _Range(NamedTuple):
@@ -63,18 +48,12 @@ class ShmPeer:
     arena_base: int
     """In the peer's address space."""
     arena_bytes: int
-    pidfd: int
+    process: PeerProcess
     mapping: mmap.mmap
     local_base: int
     """Where `arena_base` is in ours."""
     writers: int = 0
     is_closed: bool = False
-
-    def is_alive(self) -> bool:
-        """A pidfd becomes readable when its process ends, even before it is reaped."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return not poll.poll(0)
 
 
 class ShmTransport:
@@ -97,15 +76,13 @@ class ShmTransport:
     def local_session(self) -> TransportSession:
         for known in self._ranges:
             if known.fd >= 0:
-                with open("/proc/self/stat") as file:
-                    start_time = _start_time(file.read())
                 return TransportSession(
                     transport=NAME,
                     session_id=f"{self._host_id}/{os.getpid()}/{known.fd}",
                     attributes={
                         "host_id": self._host_id,
                         "pid": str(os.getpid()),
-                        "start_time": start_time,
+                        "start_time": own_start_time(),
                         "fd": str(known.fd),
                         "inode": str(os.fstat(known.fd).st_ino),
                         "offset": str(known.offset),
@@ -146,7 +123,7 @@ class ShmTransport:
             peer.writers += 1
         try:
             self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
-            is_alive = peer.is_alive()
+            is_alive = peer.process.is_alive()
         except CopyFault as error:
             raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
         except CopyTimeout as error:
@@ -197,23 +174,13 @@ class ShmTransport:
 
 
 def _unmap(peer: ShmPeer) -> None:
-    os.close(peer.pidfd)
+    peer.process.close()
     peer.mapping.close()
 
 
 def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int, inode: int, offset: int) -> ShmPeer:
-    """Map the file. The pidfd and the /proc folder hold on to one process, so a reused pid cannot slip in between."""
-    with contextlib.ExitStack() as stack:
-        pidfd = os.pidfd_open(pid)
-        stack.callback(os.close, pidfd)
-        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with open(os.open("stat", os.O_RDONLY, dir_fd=folder)) as stat:
-                if _start_time(stat.read()) != session.attributes.get("start_time"):
-                    raise TransferFailed(f"shm: process {pid} of {session.session_id} is another one by now")
-            file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
-        finally:
-            os.close(folder)
+    with PeerProcess.entered(pid, session.attributes.get("start_time", "")) as (process, folder):
+        file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
         try:
             found = os.fstat(file)
             if found.st_ino != inode:
@@ -226,12 +193,11 @@ def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int,
             mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(file)
-        stack.pop_all()
     return ShmPeer(
         session_id=session.session_id,
         arena_base=memory.arena_base,
         arena_bytes=memory.arena_bytes,
-        pidfd=pidfd,
+        process=process,
         mapping=mapping,
         local_base=ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset,
     )

@@ -1,0 +1,176 @@
+"""Transport `cuda_ipc`: the peer is a process of the same host whose pool lies in device memory, on this GPU or on one
+that this GPU can reach.
+
+Its arena is mapped once, by CUDA's interprocess handle; a write is one launch that copies all pieces at once, on a
+stream of its own, and `write` returns when it is over. So nothing can land later and `settle` is always True. The
+peer's process is watched by pidfd: writes to a mapping whose owner has ended go nowhere that anybody reads, and are an
+error.
+
+Invariant: a mapping lives until the peer was disconnected and its last write has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.cuda_ipc.driver import IpcDriver
+from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
+from chitu.kv_transfer.plan import Int64s, first_outside
+from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
+from chitu.messages import RankMemory, TransportSession
+
+NAME = "cuda_ipc"
+
+
+class Copier(Protocol):
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
+        """Bytes between device addresses of this process; returns when they are there."""
+        ...
+
+
+@dataclass(slots=True)
+class CudaPeer:
+    session_id: str
+    arena_base: int
+    """In the peer's address space."""
+    arena_bytes: int
+    process: PeerProcess
+    mapping: int
+    """Address of its allocation in ours."""
+    local_base: int
+    """Where `arena_base` is in ours."""
+    writers: int = 0
+    is_closed: bool = False
+
+
+class CudaIpcTransport:
+    """See `kv_transfer.transport.Transport`."""
+
+    name = NAME
+
+    def __init__(self, driver: IpcDriver, copier: Copier) -> None:
+        self._driver = driver
+        self._copier = copier
+        self._host_id = host_id()
+        self._ranges: list[tuple[int, int]] = []
+        self._session: TransportSession | None = None
+        self._peers: list[CudaPeer] = []
+        self._lock = threading.Lock()
+
+    def register(self, base: int, nbytes: int) -> None:
+        if (base, nbytes) in self._ranges:
+            return
+        exported = self._driver.export(base)
+        if nbytes <= 0 or exported.offset + nbytes > exported.nbytes:
+            raise TransferFailed(f"cuda_ipc: {nbytes} bytes at {base:#x} are more than their allocation")
+        self._ranges.append((base, nbytes))
+        if self._session is None:
+            self._session = TransportSession(
+                transport=NAME,
+                session_id=f"{self._host_id}/{os.getpid()}/{base:#x}",
+                attributes={
+                    "host_id": self._host_id,
+                    "pid": str(os.getpid()),
+                    "start_time": own_start_time(),
+                    "handle": exported.handle.hex(),
+                    "offset": str(exported.offset),
+                    "nbytes": str(exported.nbytes),
+                },
+            )
+
+    def local_session(self) -> TransportSession:
+        if self._session is None:
+            raise TransferFailed("cuda_ipc: no memory is registered")
+        return self._session
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return session.transport == NAME and self._host_id != "" and session.attributes.get("host_id") == self._host_id
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> CudaPeer:
+        if not self.can_reach(session):
+            raise TransferFailed(f"cuda_ipc: {session.session_id} is not a process of this host and user")
+        try:
+            pid, offset, nbytes = (int(session.attributes[name]) for name in ("pid", "offset", "nbytes"))
+            handle = bytes.fromhex(session.attributes["handle"])
+        except (KeyError, ValueError) as error:
+            raise TransferFailed(f"cuda_ipc: session {session.session_id} is not well formed: {error}") from error
+        if min(pid, offset) < 0 or offset + memory.arena_bytes > nbytes:
+            raise TransferFailed(f"cuda_ipc: session {session.session_id} has numbers that do not fit its arena")
+        try:
+            with PeerProcess.entered(pid, session.attributes.get("start_time", "")) as (process, _):
+                mapping = self._driver.open(handle)
+        except (OSError, OverflowError) as error:
+            raise TransferFailed(f"cuda_ipc: cannot reach the process of {session.session_id}: {error}") from error
+        peer = CudaPeer(
+            session.session_id, memory.arena_base, memory.arena_bytes, process, mapping, local_base=mapping + offset
+        )
+        with self._lock:
+            self._peers.append(peer)
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        """`timeout_s` bounds nothing here: a launch ends by itself, and what was launched cannot be called back."""
+        assert isinstance(peer, CudaPeer)
+        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+        self._check(peer, src_N, dst_N, length_N)
+        with self._lock:
+            if peer.is_closed:
+                raise WriteError(f"cuda_ipc: {peer.session_id} was disconnected", settled=True)
+            peer.writers += 1
+        try:
+            self._copier.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N)
+            is_alive = peer.process.is_alive()
+        except RuntimeError as error:  # what torch and Triton raise for a device that fails
+            raise WriteError(f"cuda_ipc: writing to {peer.session_id}: {error}", settled=True) from error
+        finally:
+            self._leave(peer)
+        if not is_alive:
+            raise WriteError(f"cuda_ipc: the process of {peer.session_id} has ended", settled=True)
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        """Always True: a copy is over when `write` returns."""
+        return True
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, CudaPeer)
+        with self._lock:
+            if peer.is_closed:
+                return
+            peer.is_closed = True
+            self._peers.remove(peer)
+            is_idle = peer.writers == 0
+        if is_idle:
+            self._unmap(peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._ranges.clear()
+
+    def _check(self, peer: CudaPeer, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
+        outside = first_outside(dst_N, length_N, peer.arena_base, peer.arena_bytes)
+        if outside >= 0:
+            raise WriteError(
+                f"cuda_ipc: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's"
+                f" arena ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
+                settled=True,
+            )
+        if not any(first_outside(src_N, length_N, base, nbytes) < 0 for base, nbytes in self._ranges):
+            raise WriteError("cuda_ipc: a source lies outside the registered memory", settled=True)
+
+    def _leave(self, peer: CudaPeer) -> None:
+        with self._lock:
+            peer.writers -= 1
+            is_last = peer.is_closed and peer.writers == 0
+        if is_last:
+            self._unmap(peer)
+
+    def _unmap(self, peer: CudaPeer) -> None:
+        peer.process.close()
+        self._driver.close(peer.mapping)

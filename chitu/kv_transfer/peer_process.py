@@ -1,0 +1,70 @@
+"""The process behind a peer's memory on this host: found by pid and start time, held by a pidfd, watched for its end.
+
+Used by the transports that map another process's memory. A pid alone names nobody: it is reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chitu.errors import TransferFailed
+
+
+def host_id() -> str:
+    """Equal for two processes that may open each other's memory: same boot, same pid namespace, same user."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot_id = file.read().strip()
+        return f"{boot_id}:{os.readlink('/proc/self/ns/pid')}:{os.geteuid()}"
+    except OSError:
+        return ""
+
+
+def own_start_time() -> str:
+    with open("/proc/self/stat") as file:
+        return _start_time(file.read())
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProcess:
+    pid: int
+    pidfd: int
+
+    @classmethod
+    @contextlib.contextmanager
+    def entered(cls, pid: int, start_time: str) -> Iterator[tuple[PeerProcess, int]]:
+        """The process with a descriptor of its /proc folder, which is closed at the end; the process too if that is by
+        an exception. TransferFailed where another process has the pid by now, OSError where none has it.
+
+        pidfd and folder hold on to one process, so a reused pid cannot slip in between.
+        """
+        with contextlib.ExitStack() as on_failure:
+            pidfd = os.pidfd_open(pid)
+            on_failure.callback(os.close, pidfd)
+            folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                with open(os.open("stat", os.O_RDONLY, dir_fd=folder)) as stat:
+                    if _start_time(stat.read()) != start_time:
+                        raise TransferFailed(f"process {pid} is another one by now")
+                yield cls(pid, pidfd), folder
+            finally:
+                os.close(folder)
+            on_failure.pop_all()
+
+    def is_alive(self) -> bool:
+        """A pidfd becomes readable when its process ends, even before it is reaped."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def _start_time(stat: str) -> str:
+    """Field 22 of /proc/<pid>/stat; the command name before it may hold spaces and brackets."""
+    return stat.rpartition(")")[2].split()[19]

@@ -1,0 +1,82 @@
+"""Copies of many scattered pieces of memory in one launch: what a transfer between processes of one host is made of.
+
+Libraries cost by the piece (6 to 15 us each, measured with 64 KiB pieces); one launch for all of them runs at nearly
+the speed of a contiguous copy. Addresses are numbers: the destination is another process's memory, mapped into ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+PIECE_BYTES = 64 << 10
+"""A longer copy is cut, so that all programs have about the same to do."""
+WORDS_AT_ONCE = 1024
+
+Int64s = NDArray[np.int64]
+
+
+@triton.jit
+def _copy_pieces(pieces_ptr, num_pieces, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (piece, part of it). `pieces`: source addresses, destination addresses, lengths in words."""
+    piece = tl.program_id(0)
+    source = tl.load(pieces_ptr + piece)
+    target = tl.load(pieces_ptr + num_pieces + piece)
+    length = tl.load(pieces_ptr + 2 * num_pieces + piece)
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if WORD_BYTES == 8:
+        # Such pieces begin at multiples of 16, which lets the compiler use the widest loads there are.
+        source_ptr = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int64))
+        target_ptr = tl.multiple_of(target, 16).to(tl.pointer_type(tl.int64))
+        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=words < length), mask=words < length)
+    elif WORD_BYTES == 4:
+        source_ptr = source.to(tl.pointer_type(tl.int32))
+        target_ptr = target.to(tl.pointer_type(tl.int32))
+        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=words < length), mask=words < length)
+    else:
+        source_ptr = source.to(tl.pointer_type(tl.int8))
+        target_ptr = target.to(tl.pointer_type(tl.int8))
+        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=words < length), mask=words < length)
+
+
+def cut(src_N: Int64s, dst_N: Int64s, length_N: Int64s, piece_bytes: int = PIECE_BYTES) -> Int64s:
+    """The same copies in pieces of at most `piece_bytes`, `[3, pieces]`: sources, destinations, lengths in bytes."""
+    pieces_N = -(-length_N // piece_bytes)
+    copy_of = np.repeat(np.arange(len(length_N)), pieces_N)
+    offset = (np.arange(len(copy_of)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)) * piece_bytes
+    length = np.minimum(length_N[copy_of] - offset, piece_bytes)
+    return np.stack([src_N[copy_of] + offset, dst_N[copy_of] + offset, length])
+
+
+def word_bytes_of(pieces: Int64s) -> int:
+    """The widest word that every piece is made of: 8 where all is aligned to 16, else 4, else 1."""
+    combined = int(np.bitwise_or.reduce(pieces, axis=None)) if pieces.size else 0
+    return 8 if combined % 16 == 0 else 4 if combined % 4 == 0 else 1
+
+
+class BlockCopier:
+    """On one device, on a stream of its own. Any thread; `copy` returns when the bytes are there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
+        """`length_N[i]` bytes from address `src_N[i]` to `dst_N[i]`, all of them addresses that this device can use."""
+        pieces = cut(src_N, dst_N, length_N)
+        if not pieces.shape[1]:
+            return
+        word_bytes = word_bytes_of(pieces)
+        pieces[2] //= word_bytes
+        parts = triton.cdiv(int(pieces[2].max()), WORDS_AT_ONCE)
+        with torch.cuda.stream(self._stream):
+            pieces_3N = torch.from_numpy(pieces).to(self._device)
+            kernel: Any = _copy_pieces[(pieces.shape[1], parts)]
+            kernel(pieces_3N, pieces.shape[1], WORD_BYTES=word_bytes, BLOCK=WORDS_AT_ONCE, num_warps=4)
+        if self._stream is not None:
+            self._stream.synchronize()

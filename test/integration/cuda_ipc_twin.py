@@ -1,0 +1,59 @@
+"""Twins of the two things of a GPU that transport `cuda_ipc` needs, over shared files: so the transport itself, its
+sessions, checks, mappings and their ends run between two processes without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.cuda_ipc.driver import HANDLE_BYTES, Exported
+from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
+from chitu.kv_transfer.plan import Int64s
+from chitu.kv_transfer.shm.transfer_engine import _find_range
+from chitu.ops.kernels.blocks import cut
+
+
+class FileDriver:
+    """Allocations are shared files (what a pool on a CPU is made of); a handle names pid and descriptor."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, mmap.mmap] = {}
+
+    def export(self, address: int) -> Exported:
+        found = _find_range(address, 1)
+        if found.fd < 0:
+            raise TransferFailed("this memory cannot be shared")
+        handle = struct.pack("<qq", os.getpid(), found.fd).ljust(HANDLE_BYTES, b"\0")
+        return Exported(handle, found.offset, os.fstat(found.fd).st_size)
+
+    def open(self, handle: bytes) -> int:
+        pid, fd = struct.unpack_from("<qq", handle)
+        try:
+            file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        except OSError as error:
+            raise TransferFailed(f"the peer's memory cannot be mapped: {error}") from error
+        mapping = mmap.mmap(file, 0)
+        os.close(file)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._mappings[address] = mapping
+        return address
+
+    def close(self, address: int) -> None:
+        self._mappings.pop(address).close()
+
+    @property
+    def num_mapped(self) -> int:
+        return len(self._mappings)
+
+
+class HostCopier:
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
+        for source, target, length in zip(*cut(src_N, dst_N, length_N).tolist(), strict=True):
+            ctypes.memmove(target, source, length)
+
+
+def cuda_ipc_twin() -> CudaIpcTransport:
+    return CudaIpcTransport(FileDriver(), HostCopier())
