@@ -25,6 +25,7 @@ BENCHMARKS = {
     "engine": "unified engine against transformers generate",
     "transfer": "transports against memcpy",
     "scheduler": "scheduler and messaging time per step, fake executor",
+    "overload": "goodput and early rejection at 0.5 to 3 times the load that 1P1D sustains",
     "router": "CPU per request and streamed tokens/s of the router, fake workers",
     "routing": "routing decisions/s with 5 to 1000 instances, and the time from a join to its first request",
     "verify_kv": "what checksums of all KV or of a sample cost, in GB/s and in the first two tokens of 1P1D",
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
     command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
     command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", metavar="KEY", help="over CHITU_API_KEY, where the router asks for one")
+    command.add_argument("--api-key", metavar="KEY", help="over CHITU_CLUSTER_KEY and CHITU_API_KEY, where it asks")
     command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
     command.set_defaults(run=_drain)
@@ -180,9 +181,9 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _drain(arguments: argparse.Namespace) -> int:
     from chitu.chat.client import RouterClient
-    from chitu.launch.drain import drain
+    from chitu.launch.drain import credential, drain
 
-    client = RouterClient(arguments.url, arguments.api_key or api_key())
+    client = RouterClient(arguments.url, credential(arguments.api_key))
     say = functools.partial(print, flush=True)
     drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
     return 0

@@ -5,8 +5,8 @@ and 3 times that as Poisson arrivals. Goodput is what a user has of it: answers 
 `--ttft-s` and whose last one within `--done-s`; a client that waited that long leaves. With admission the router
 rejects early what would wait longer than `--max-queue-s`; `--without-admission` shows what happens otherwise.
 
-`--engine timed` (default): steps take a stated time and compute nothing (`timed_scheduler.py`), so that the figures are
-the system's. P is the bottleneck, or D with `--bottleneck decode` (few running requests). `--engine tiny`: chitu-tiny
+`--engine timed` (default): steps take a stated time (`checksum_engine.py`): the figures are the system's and not
+the machine's. P is the bottleneck, or D with `--bottleneck decode` (few running requests). `--engine tiny`: chitu-tiny
 computes, on the cores that router and load generator also use.
 
 Ends with code 1 where goodput at three times the load is below 90 % of its peak, or a rejection is not a typed one.
@@ -19,6 +19,7 @@ import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pathlib import Path
 import uvloop
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.bench.open_loop import Connections, Outcome, closed_loop, offer
 from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.load import load_topology
@@ -37,6 +39,8 @@ LEVELS = (0.5, 1.0, 2.0, 3.0)
 WANTED_RATIO = 0.9
 OUTPUT_TOKENS = 16
 NO_BOUND_S = 100_000
+PACE = EngineConfig(step_s=0.010, prompt_token_s=0.0001)
+"""Of `--engine timed`: 10,000 prompt tokens a second at most."""
 RUNNING_ON_D = {"prefill": 64, "decode": 6}
 COLUMNS = (
     *("load", "offered/s", "admitted", "rejected", "rejected p50 ms", "rejected p99 ms"),
@@ -119,10 +123,12 @@ async def measure(port: int, args: argparse.Namespace) -> tuple[float, list[Leve
     return sustained, levels, worst_s
 
 
-def cluster_of(args: argparse.Namespace) -> LocalCluster:
+def cluster_of(args: argparse.Namespace, folder: Path) -> LocalCluster:
+    """`folder`: for the files of an engine without a model."""
+    is_timed = args.engine == "timed"
     admission = "dp_config.router.admission.max_queue_s"
     overrides = [
-        f"model.path={TINY_MODEL_DIR}",
+        f"model.path={make_checksum_model(folder, PACE) if is_timed else TINY_MODEL_DIR}",
         "model.served_name=m",
         "model.dtype=float32",
         "log.level=WARNING",
@@ -134,8 +140,7 @@ def cluster_of(args: argparse.Namespace) -> LocalCluster:
         overrides += [
             f"dp_config.router.pd_disaggregation.deadlines.{key}={NO_BOUND_S}" for key in ("queue_s", "transfer_s")
         ]
-    entries = Entries(scheduler="chitu.bench.timed_scheduler") if args.engine == "timed" else Entries()
-    return LocalCluster(load_topology("pd_disagg_1p1d_local", overrides), entries=entries)
+    return LocalCluster(load_topology("pd_disagg_1p1d_local", overrides), entries=ENTRIES if is_timed else Entries())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     begin_s = time.monotonic()
-    with cluster_of(args) as cluster:
+    with tempfile.TemporaryDirectory() as folder, cluster_of(args, Path(folder) / "model") as cluster:
         cluster.wait_ready()
         sustained, levels, late_s = uvloop.run(measure(cluster.ports["port"], args))
     peak = max(level.goodput for level in levels)

@@ -55,12 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-EngineAdapter = Callable[[EngineParts], EngineParts]
-
-
-def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None, makers: Makers = Makers()) -> int:
-    """`adapt`: of benchmarks, which put another executor in place of the model's before anything runs. `makers`: of
-    engine and transports, where they are not the real ones."""
+def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
+    """`makers`: of engine and transports, where they are not the real ones."""
     arguments = _parse(argv)
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
@@ -72,7 +68,7 @@ def main(argv: Sequence[str] | None = None, adapt: EngineAdapter | None = None, 
         setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
         warn_without_key(topology)
-        return _serve(topology, instance, adapt, makers)
+        return _serve(topology, instance, makers)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -90,7 +86,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None, makers: Makers) -> int:
+def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
     ranks = torchrun_rank()
     if ranks.world_size != instance.config.tp_size:
         raise ConfigError(
@@ -128,8 +124,6 @@ def _serve(topology: Topology, instance: Instance, adapt: EngineAdapter | None, 
     )
     bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
     engine = build_engine(topology, instance, identity, comm, bootstrap, progress, makers)
-    if adapt is not None:
-        engine = adapt(engine)
     progress.state("ready")
     service = PDSchedulerService(topology, identity, host, comm, engine)
     _stop_on_signals(service.stop)

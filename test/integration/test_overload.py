@@ -10,23 +10,21 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from completions import instance_loads, is_whole, wait_until
 
-from chitu.assets import TINY_MODEL_DIR
+from chitu.bench.checksum_engine import expected_tokens
+from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.config.load import load_topology
-from chitu.engine.executor import ExecutorInfo
-from chitu.engine.fake import expected_tokens
 from chitu.launch.local import LocalCluster
-from chitu.launch.plan import Entries
 from chitu.models.config import read_model_spec
 
 OUTPUT_TOKENS = 8
 MAX_IN_FLIGHT = 100
 OVERRIDES = [
-    f"model.path={TINY_MODEL_DIR}",
     "model.served_name=m",
     "cache.num_pages=4096",
     f"dp_config.router.max_in_flight={MAX_IN_FLIGHT}",
@@ -35,9 +33,15 @@ OVERRIDES = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    entries = Entries(scheduler="chitu.bench.timed_scheduler")
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", OVERRIDES), entries=entries) as cluster:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pace = EngineConfig(step_s=0.010, prompt_token_s=0.0001)
+    return make_checksum_model(tmp_path_factory.mktemp("models") / "checksum", pace)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[LocalCluster]:
+    topology = load_topology("pd_disagg_1p1d_local", [f"model.path={model}", *OVERRIDES])
+    with LocalCluster(topology, entries=ENTRIES) as cluster:
         cluster.wait_ready()
         yield cluster
 
@@ -88,7 +92,7 @@ async def flood(port: int, prompts: Iterator[list[int]]) -> list[Answer]:
     return [*itertools.chain.from_iterable(late), *await asyncio.gather(*tasks)]
 
 
-def test_a_flood_is_rejected_at_once_and_what_was_admitted_ends_right(cluster: LocalCluster) -> None:
+def test_a_flood_is_rejected_at_once_and_what_was_admitted_ends_right(cluster: LocalCluster, model: Path) -> None:
     rng = random.Random(5)
     prompts = ([rng.randrange(10, 500) for _ in range(300)] for _ in iter(int, 1))
     answers = asyncio.run(flood(cluster.ports["port"], prompts))
@@ -100,12 +104,11 @@ def test_a_flood_is_rejected_at_once_and_what_was_admitted_ends_right(cluster: L
     assert len(early) > 20
     assert statistics.median(early) < 0.1, sorted(early)
 
-    spec = read_model_spec(str(TINY_MODEL_DIR), None)
-    info = ExecutorInfo(1, spec.max_position_embeddings, spec.vocab_size, 1, tuple(spec.eos_token_ids))
+    vocab_size = read_model_spec(model).vocab_size
     served = [answer for answer in answers if answer.status == 200]
     assert len(served) >= MAX_IN_FLIGHT
     for answer in served:
-        assert answer.body["choices"][0]["token_ids"] == expected_tokens(answer.prompt, OUTPUT_TOKENS, info)
+        assert answer.body["choices"][0]["token_ids"] == expected_tokens(answer.prompt, OUTPUT_TOKENS, vocab_size)
 
     def idle() -> bool:
         loads = instance_loads(cluster.url)
