@@ -12,7 +12,7 @@ import transformers
 
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.loader import load_model
-from chitu.engine.model_runner import ModelRunner
+from chitu.engine.model_runner import ModelRunner, TokenSampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.messages import KVLayout, SamplingParams, pack_i32
@@ -123,7 +123,9 @@ class Engine:
         sampling: bool = True,
         device: str = "cpu",
         recording: Recording | None = None,
+        sampler: TokenSampler | None = None,
     ) -> None:
+        """`sampler` in place of argmax."""
         self.spec = read_model_spec(path)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
         layout = KVLayout(
@@ -138,7 +140,13 @@ class Engine:
         self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device, has_scratch=recording is not None)
         self.sampler = GreedySampler()
         self.runner = ModelRunner(
-            self.spec, model, self.pool, num_slots, max_model_len, self.sampler if sampling else None, recording
+            self.spec,
+            model,
+            self.pool,
+            num_slots,
+            max_model_len,
+            (sampler or self.sampler) if sampling else None,
+            recording,
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)
