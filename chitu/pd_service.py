@@ -20,7 +20,7 @@ import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock, Silence
-from chitu.config.schema import InstanceConfig, Topology
+from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, Internal
 from chitu.kv_transfer.kv_manager import KVManager
@@ -73,6 +73,26 @@ class EngineParts:
     close: Callable[[], None]
     follower_pids: tuple[int, ...] = ()
     """Of the other TP ranks."""
+
+
+class SilenceWatch:
+    """What nobody outside can see: a router that is gone for good, a step thread that hangs while heartbeats go on."""
+
+    def __init__(self, deadlines: DeadlineConfig) -> None:
+        self._deadlines = deadlines
+        self._router = Silence(deadlines.heartbeat_interval_s)
+        self._step = Silence(deadlines.heartbeat_interval_s)
+        self._is_router_silent = False
+
+    def look(self, num_views: int, step_turns: int) -> float:
+        """Every `heartbeat_interval_s`. Seconds without a view, once in each silence, when it reaches `router_s`; else
+        0. Raises Internal for a step of `step_s`, which is to end the process."""
+        step_s = self._step.seconds(step_turns)
+        if step_s >= self._deadlines.step_s:
+            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
+        silence_s = self._router.seconds(num_views)
+        was_silent, self._is_router_silent = self._is_router_silent, silence_s >= self._deadlines.router_s
+        return silence_s if self._is_router_silent and not was_silent else 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -279,10 +299,13 @@ class PDSchedulerService:
         socket = connect(self._comm.context, zmq.PUSH, self._router_host, self._stats_port)
         # Only the newest state is worth sending: a router that was away needs no history.
         socket.setsockopt(zmq.SNDHWM, 10)
-        interval_s = self._deadlines.heartbeat_interval_s
-        router, step = Silence(interval_s), Silence(interval_s)
-        while not self._stop_step.wait(interval_s):
-            self._look_at_silence(router.seconds(self._comm.num_views), step.seconds(self._scheduler.turns))
+        watch = SilenceWatch(self._deadlines)
+        while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
+            silence_s = watch.look(self._comm.num_views, self._scheduler.turns)
+            if silence_s:
+                logger.error("no sign of the router for %.1f s: its requests end", silence_s)
+                self._scheduler.end_all(silence_s)
+                self._wake.wake()
             load = msgspec.structs.replace(self._scheduler.load, unknown_frames=self._unknown_frames())
             message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, load)
             try:
@@ -290,17 +313,6 @@ class PDSchedulerService:
             except zmq.Again:
                 logger.warning("the router does not take heartbeats")
         socket.close(0)
-
-    def _look_at_silence(self, router_s: float, step_s: float) -> None:
-        """Each is seen once, when it passes its deadline."""
-        deadlines = self._deadlines
-        if deadlines.router_s <= router_s < deadlines.router_s + deadlines.heartbeat_interval_s:
-            logger.error("no sign of the router for %.1f s: its requests end", router_s)
-            self._scheduler.end_all(router_s)
-            self._wake.wake()
-        if step_s >= deadlines.step_s:
-            # Heartbeats go on without it, so nobody else would see that no request advances. This ends the process.
-            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
 
     def _unknown_frames(self) -> int:
         kv = self._engine.kv
