@@ -53,15 +53,22 @@ class ConnectionGate:
         self._loop = loop
         self._listener = listener
         self.port: int = listener.getsockname()[1]
-        self._takers: Sequence[Taker] = ()
+        self._takers: list[Taker] = []
+        """The one that got the last connection is last."""
         self._unplaced: socket.socket | None = None
         """Accepted, and nobody took it: the first one for the next who can."""
         self._is_reading = False
         self._is_closed = False
 
+    @property
+    def has_unplaced(self) -> bool:
+        """A connection waits for somebody who can take it."""
+        return self._unplaced is not None
+
     def set_takers(self, takers: Sequence[Taker]) -> None:
         """Who gets connections from now on; accepts none while nobody does."""
-        self._takers = tuple(takers)
+        if set(takers) != set(self._takers):
+            self._takers = list(takers)
         self.retry()
 
     def retry(self) -> None:
@@ -110,6 +117,9 @@ class ConnectionGate:
         for taker in sorted(self._takers, key=lambda taker: taker.num_open):
             if taker.give(connection):
                 connection.close()
+                # Among equals the longest without one is next.
+                self._takers.remove(taker)
+                self._takers.append(taker)
                 return
         self._unplaced = connection
 

@@ -46,6 +46,7 @@ from chitu.serve.worker_feed import (
     RecordAsked,
     RecordReply,
     ReportAsked,
+    StartFailed,
     ToWorker,
     Welcome,
     WorkerReady,
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 REPORT_S = 0.5
 ANSWER_S = 2.0
 """Longest wait for the process that coordinates."""
+EXIT_NOT_STARTED = 2
 EXIT_ORPHAN = 71
 
 
@@ -187,7 +189,7 @@ class WorkerProcess:
         await self._http.stop(1.0)
         self._api.close()
         self._flush_log()
-        self._feed.close()
+        await self._feed.finish()
 
     def take(self, message: ToWorker) -> None:
         """A message of the feed."""
@@ -221,7 +223,7 @@ def _on_orphaned() -> None:
     os._exit(EXIT_ORPHAN)
 
 
-async def _serve(feed_fd: int, channel_fd: int) -> None:
+async def _serve(feed_fd: int, channel_fd: int) -> int:
     inbox: asyncio.Queue[ToWorker] = asyncio.Queue()
     take: Callable[[ToWorker], None] = inbox.put_nowait
     feed = await Feed.open(socket.socket(fileno=feed_fd), to_worker_codec, lambda message: take(message), _on_orphaned)
@@ -231,23 +233,24 @@ async def _serve(feed_fd: int, channel_fd: int) -> None:
     channel.setblocking(False)
     welcome = await inbox.get()
     assert isinstance(welcome, Welcome), welcome
-    process = WorkerProcess(welcome, feed, channel)
+    try:
+        process = WorkerProcess(welcome, feed, channel)
+    except ChituError as error:
+        feed.send(StartFailed(error.message))
+        await feed.finish()
+        return EXIT_NOT_STARTED
     # What came while the model was loaded, then everything as it comes.
     while not inbox.empty():
         process.take(inbox.get_nowait())
     take = process.take
     await process.run()
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parent, feed, channel = (int(word) for word in (sys.argv[1:] if argv is None else argv))
     die_with_parent(parent)
-    try:
-        uvloop.run(_serve(feed, channel))
-    except ChituError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 2
-    return 0
+    return uvloop.run(_serve(feed, channel))
 
 
 if __name__ == "__main__":

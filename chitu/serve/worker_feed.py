@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, Union, cast
 
 from chitu.config.schema import Topology
-from chitu.errors import BadFrame
+from chitu.errors import ProtocolError
 from chitu.messages import ClusterView, Codec, Heartbeat, InstanceInfo, RequestFailed, Wire, encode
 from chitu.metrics import CoordinationMetrics
 from chitu.serve.cluster_source import WorkerReport
@@ -89,6 +89,12 @@ class WorkerReady(Wire, frozen=True, tag="worker_ready"):
     token_port: int
 
 
+class StartFailed(Wire, frozen=True, tag="start_failed"):
+    """It ends, and any other would: a fault of the topology."""
+
+    message: str
+
+
 class ConnectionsClosed(Wire, frozen=True, tag="connections_closed"):
     """So many more of those that it was given are over."""
 
@@ -121,7 +127,7 @@ ToWorker = Union[
     DrainReply,
     End,
 ]
-ToCoordinator = Union[WorkerReady, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, EndAsked]
+ToCoordinator = Union[WorkerReady, StartFailed, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, EndAsked]
 
 to_worker_codec: Codec[ToWorker] = Codec(ToWorker)
 to_coordinator_codec: Codec[ToCoordinator] = Codec(ToCoordinator)
@@ -145,6 +151,7 @@ class Feed(asyncio.Protocol, Generic[M]):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._is_open = True
+        self._lost = asyncio.Event()
 
     @classmethod
     async def open(
@@ -174,6 +181,11 @@ class Feed(asyncio.Protocol, Generic[M]):
         if self._transport is not None:
             self._transport.close()
 
+    async def finish(self) -> None:
+        """`close`, and return when all has left."""
+        self.close()
+        await self._lost.wait()
+
     # -------------------------------------------------------------------------------------------- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -193,6 +205,7 @@ class Feed(asyncio.Protocol, Generic[M]):
         del buffer[:start]
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set()
         if self._is_open:
             self._is_open = False
             self._on_closed()
@@ -200,7 +213,7 @@ class Feed(asyncio.Protocol, Generic[M]):
     def _take(self, frame: bytes) -> None:
         try:
             message = self._codec.decode(frame)
-        except BadFrame as error:
+        except ProtocolError as error:
             log.error("a message of another process of this router is unreadable: %s", error)
             return
         try:

@@ -30,6 +30,7 @@ from chitu.serve.worker_feed import (
     ConnectionsClosed,
     End,
     Feed,
+    StartFailed,
     ToCoordinator,
     Welcome,
     WorkerReady,
@@ -197,8 +198,10 @@ class WorkerPool:
             return
         slot.worker = None
         self._corpses.append(worker)
-        with contextlib.suppress(ProcessLookupError):
-            worker.process.kill()
+        if not self._is_ending:
+            # It cannot come back from this, whatever it still does.
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.kill()
         worker.channel.close()
         if worker.feed is not None:
             worker.feed.close()
@@ -216,7 +219,7 @@ class WorkerPool:
         if self._is_ending and code == 0:
             return
         text = f"{_name(worker)} ended ({describe_exit(code)})"
-        if not self._has_started:
+        if not self._has_started and not self._failed_start:
             self._failed_start = f"{text} while it started"
         log.warning("%s", text)
 
@@ -249,6 +252,10 @@ class WorkerPool:
             # The instances are told of it before it gets a request that it could send them.
             self.events.on_incarnations(self.incarnations)
             self._choose_takers(worker.heard_s)
+        elif isinstance(message, StartFailed):
+            log.error("%s: %s", _name(worker), message.message)
+            if not self._has_started:
+                self._failed_start = message.message
         elif isinstance(message, ConnectionsClosed):
             worker.num_open -= message.count
         else:

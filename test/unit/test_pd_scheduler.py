@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.engine.fake import FakeExecutor, expected_tokens
-from chitu.errors import ChituError, TransferFailed
+from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.messages import (
     CancelRequest,
@@ -69,6 +70,9 @@ class Instance:
         self.tokens: dict[bytes, list[int]] = {}
         self.finishes: dict[bytes, Finish] = {}
         self.failures: dict[bytes, ChituError] = {}
+        self.ports: dict[int, list[bytes]] = {}
+        """Rooms of the messages that went to token ports of API processes."""
+        self.open_ports: list[int] = []
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE)
         self.aux = Slots(aux_slots)
         self.executor = FakeExecutor(INFO, num_pages, PAGE_SIZE, aux_slots)
@@ -81,7 +85,7 @@ class Instance:
                 deadlines=DeadlineConfig(),
                 executor=self.executor,
                 cache=self.cache,
-                tokens=TokenManager(1, self._take),
+                tokens=TokenManager(1, self._take, self._open_port),
                 report_failure=self.failures.__setitem__,
                 clock=self.clock,
                 aux=self.aux if sender or receiver else None,
@@ -90,6 +94,12 @@ class Instance:
                 receiver=receiver,
             )
         )
+
+    def _open_port(self, port: int) -> Port:
+        if not 0 < port < 65536:
+            raise BadFrame(f"{port} is no port")
+        self.open_ports.append(port)
+        return Port(port, self)
 
     def _take(self, frame: bytes) -> bool:
         batch = token_codec.decode(frame)
@@ -115,6 +125,21 @@ class Instance:
         load = self.scheduler.load
         assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
         assert load.pages_free == load.pages_total
+
+
+@dataclass
+class Port:
+    """Token port of one API process of the router."""
+
+    number: int
+    instance: Instance
+
+    def send(self, frame: bytes) -> bool:
+        self.instance.ports.setdefault(self.number, []).extend(token_codec.decode(frame).rooms)
+        return self.instance._take(frame)
+
+    def close(self) -> None:
+        self.instance.open_ports.remove(self.number)
 
 
 class Wire:

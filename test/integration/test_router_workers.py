@@ -1,0 +1,305 @@
+"""A router of three API processes: one cluster to its clients, whoever answers, and whoever of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from completions import complete_all, instance_loads, is_whole, wait_until
+
+from chitu.bench.router_process import RouterUnderTest
+from chitu.chat.client import RouterClient
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.serve.cluster_snapshot import ClusterSnapshot, WorkerSnapshot
+
+WORKERS = 3
+WAIT_S = 60.0
+"""Generous: three Pythons start on what may be two busy cores."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+
+
+@pytest.fixture
+def router(model: Path, tmp_path: Path) -> Iterator[RouterUnderTest]:
+    """With made-up instances: the text of an answer is its prompt, over and over."""
+    router = RouterUnderTest(tmp_path, model, ("model.served_name=m", f"dp_config.router.workers={WORKERS}"))
+    try:
+        router.start()
+        yield router
+    finally:
+        router.stop()
+
+
+def get(router: RouterUnderTest, path: str) -> httpx.Response:
+    """On a connection of its own, and so from the next API process."""
+    response = httpx.get(f"{router.url}{path}", timeout=30.0, trust_env=False)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def from_each(router: RouterUnderTest, path: str) -> dict[str, httpx.Response]:
+    """The same question to every API process."""
+    answers: dict[str, httpx.Response] = {}
+
+    def ask() -> bool:
+        answer = get(router, path)
+        answers[answer.headers["x-chitu-worker"]] = answer
+        return len(answers) == WORKERS
+
+    wait_until(ask, WAIT_S, lambda: sorted(answers))
+    return answers
+
+
+def complete(router: RouterUnderTest, **options: Any) -> httpx.Response:
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True, **options}
+    return httpx.post(f"{router.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+
+
+def workers(router: RouterUnderTest | LocalCluster) -> tuple[WorkerSnapshot, ...]:
+    return RouterClient(router.url).cluster().workers
+
+
+def metric(text: str, name: str) -> float:
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+async def stream(client: httpx.AsyncClient, max_tokens: int, started: asyncio.Event) -> tuple[str, str, bool]:
+    """Which API process served it, what came, and whether it was complete."""
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    text = worker = ""
+    with contextlib.suppress(httpx.TransportError):
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            worker = response.headers["x-chitu-worker"]
+            async for line in response.aiter_lines():
+                started.set()
+                text += line + "\n"
+    return worker, text, text.rstrip().endswith("data: [DONE]") and '"error"' not in text
+
+
+def test_connections_and_requests_land_on_all_and_tokens_are_right(router: RouterUnderTest) -> None:
+    router.start_worker("P0,P1,D0,D1,D2", "--vocab-size", "100000")
+    served: Counter[str] = Counter()
+
+    async def run() -> None:
+        async def client(number: int) -> None:
+            prompt = [number, 2 * number + 1, 3]
+            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as session:
+                for max_tokens in (7, 20):
+                    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+                    answer = await session.post("/v1/completions", json={**body, "ignore_eos": True})
+                    assert answer.status_code == 200, answer.text
+                    expected = (prompt * max_tokens)[:max_tokens]
+                    assert answer.json()["choices"][0]["token_ids"] == expected
+                    served[answer.headers["x-chitu-worker"]] += 1
+
+        await asyncio.gather(*(client(number) for number in range(30)))
+
+    asyncio.run(run())
+    assert set(served) == {"0", "1", "2"} and min(served.values()) >= 12, served
+    cluster = RouterClient(router.url).cluster()
+    assert len({(r.prefill, r.decode) for r in cluster.requests}) == 6, "every pair was used"
+    assert cluster.in_flight == 0
+
+
+def test_all_show_the_same_cluster_and_a_request_is_in_it_as_soon_as_it_was_answered(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000")
+    asked_of: Counter[tuple[str, str]] = Counter()
+    for _ in range(8):
+        answer = complete(router)
+        snapshot = get(router, "/cluster")
+        requests = [r["request_id"] for r in snapshot.json()["requests"] if r["state"] == "finished"]
+        assert requests[-1] == answer.headers["x-request-id"]
+        asked_of[answer.headers["x-chitu-worker"], snapshot.headers["x-chitu-worker"]] += 1
+    assert any(served != shown for served, shown in asked_of), asked_of
+
+    snapshots = [answer.json() for answer in from_each(router, "/cluster").values()]
+    for snapshot in snapshots:
+        del snapshot["time_s"]
+        for instance in snapshot["instances"]:
+            del instance["load"]  # a heartbeat may lie between two questions
+    assert snapshots[0] == snapshots[1] == snapshots[2]
+    assert len(snapshots[0]["requests"]) == 8 and len(snapshots[0]["workers"]) == WORKERS
+
+    health = [answer.json() for answer in from_each(router, "/health").values()]
+    assert health[0] == health[1] == health[2]
+    for answer in from_each(router, "/metrics").values():
+        assert metric(answer.text, "chitu_requests_total") == 8
+        assert metric(answer.text, "chitu_router_workers") == WORKERS
+        assert 'chitu_requests_finished_total{reason="length"} 8.0' in answer.text
+
+
+def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.05")
+    with httpx.stream("GET", f"{router.url}/cluster/events", timeout=30.0, trust_env=False) as events:
+        watched = events.headers["x-chitu-worker"]
+        lines = events.iter_lines()
+        next(lines)
+        results: list[httpx.Response] = []
+        threads = [threading.Thread(target=lambda: results.append(complete(router, max_tokens=20))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        seen: set[str] = set()
+        for line in lines:
+            if line.startswith("data: "):
+                seen |= {r["state"] for r in httpx.Response(200, text=line[6:]).json()["requests"]}
+            if "finished" in seen:
+                break
+        for thread in threads:
+            thread.join()
+    assert {"decode", "finished"} <= seen
+    assert {result.headers["x-chitu-worker"] for result in results} - {watched}
+
+
+def test_an_instance_is_drained_through_any_of_them_and_all_know(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0,D1", "--vocab-size", "100000")
+    refused = httpx.post(f"{router.url}/admin/drain", json={"instance": "P0"}, trust_env=False)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "last_instance")
+    unknown = httpx.post(f"{router.url}/admin/drain", json={"instance": "D7"}, trust_env=False)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_instance")
+    drained = httpx.post(f"{router.url}/admin/drain", json={"instance": "d1"}, trust_env=False)
+    assert drained.json()["status"] == "draining" and drained.json()["instance"] == "D1"
+    for answer in from_each(router, "/health").values():
+        left = {i["name"] for i in answer.json()["instances"] if not i["draining"]}
+        assert left == {"P0", "D0"}
+    wait_until(lambda: router.members() == {"P0", "D0"}, WAIT_S, router.members)
+    assert [complete(router).status_code for _ in range(4)] == [200] * 4
+
+
+def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0,D1", "--vocab-size", "100000", "--step-s", "0.02")
+    before = workers(router)
+    victim = before[1]
+
+    async def run() -> list[tuple[str, str, bool]]:
+        limits = httpx.Limits(max_connections=12)
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+            started = [asyncio.Event() for _ in range(12)]
+            streams = [asyncio.create_task(stream(client, 150, event)) for event in started]
+            await asyncio.gather(*(event.wait() for event in started))
+            os.kill(victim.pid, signal.SIGKILL)
+            # New ones are served as if nothing had happened.
+            late = [asyncio.create_task(stream(client, 3, asyncio.Event())) for _ in range(6)]
+            return await asyncio.gather(*streams, *late)
+
+    results = asyncio.run(run())
+    complete_of = {worker: [done for w, _, done in results[:12] if w == worker] for worker in "012"}
+    assert complete_of == {"0": [True] * 4, "1": [False] * 4, "2": [True] * 4}
+    assert [done for *_, done in results[12:]] == [True] * 6
+    wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, lambda: router.log[-2000:])
+    after = workers(router)
+    assert [w.pid for w in after][::2] == [w.pid for w in before][::2] and after[1].pid != victim.pid
+    for answer in from_each(router, "/cluster").values():
+        snapshot = answer.json()
+        assert snapshot["in_flight"] == 0
+    wait_until(
+        lambda: all(i["load"]["running"] == 0 for i in get(router, "/cluster").json()["instances"]),
+        WAIT_S,
+        lambda: get(router, "/cluster").json()["instances"],
+    )
+
+
+def test_sigterm_under_load_finishes_what_runs_and_exits_with_0(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
+    pids = [w.pid for w in workers(router)]
+
+    async def run() -> list[tuple[str, str, bool]]:
+        limits = httpx.Limits(max_connections=9)
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+            started = [asyncio.Event() for _ in range(9)]
+            streams = [asyncio.create_task(stream(client, 100, event)) for event in started]
+            await asyncio.gather(*(event.wait() for event in started))
+            router.signal(signal.SIGTERM)
+            return await asyncio.gather(*streams)
+
+    results = asyncio.run(run())
+    assert [done for *_, done in results] == [True] * 9
+    assert {worker for worker, *_ in results} == {"0", "1", "2"}
+    assert router.process is not None and router.process.wait(20) == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("who", ["a worker is told to end", "the coordinator is killed"])
+def test_the_router_ends_as_a_whole(router: RouterUnderTest, who: str) -> None:
+    pids = [w.pid for w in workers(router)]
+    assert router.process is not None
+    if who == "a worker is told to end":
+        os.kill(pids[2], signal.SIGTERM)
+        assert router.process.wait(20) == 0
+    else:
+        router.process.kill()
+        router.process.wait(20)
+    wait_until(lambda: not any(map(_runs, pids)), 20.0, lambda: pids)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_model_that_is_not_there_ends_the_start_with_a_reason(tmp_path: Path) -> None:
+    router = RouterUnderTest(tmp_path, tmp_path / "nothing", (f"dp_config.router.workers={WORKERS}",))
+    with pytest.raises(RuntimeError, match="ended with 2") as caught:
+        router.start()
+    assert f"error: model.path: {tmp_path}/nothing" in str(caught.value)
+
+
+def test_real_instances_lose_no_page_when_an_api_process_dies_with_its_requests(model: Path) -> None:
+    settings = [
+        f"model.path={model}",
+        "model.served_name=m",
+        "cache.num_pages=400",
+        "scheduler.threads=1",
+        f"dp_config.router.workers={WORKERS}",
+    ]
+    prompts = [[number, 9, 8, 7] for number in range(9)]
+    options = [{"max_tokens": 30, "temperature": 0, "ignore_eos": True}] * len(prompts)
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings)) as cluster:
+        cluster.wait_ready(200)
+        expected = [answer.token_ids for answer in complete_all(cluster.url, prompts, options)]
+        assert len(expected) == len(prompts)
+        client = RouterClient(cluster.url)
+        victim = client.cluster().workers[0]
+
+        async def run() -> list[bool]:
+            limits = httpx.Limits(max_connections=9)
+            async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits, trust_env=False) as session:
+                started = [asyncio.Event() for _ in range(9)]
+                streams = [asyncio.create_task(stream(session, 400, event)) for event in started]
+                await asyncio.gather(*(event.wait() for event in started))
+                os.kill(victim.pid, signal.SIGKILL)
+                return [done for *_, done in await asyncio.gather(*streams)]
+
+        done = asyncio.run(run())
+        assert done.count(True) == 6, "of three each, those of the two others"
+        loads: dict[str, dict[str, int]] = {}
+
+        def whole() -> bool:
+            loads.update(instance_loads(cluster.url))
+            return set(loads) == {"P0", "D0"} and all(map(is_whole, loads.values()))
+
+        wait_until(whole, WAIT_S, lambda: loads)
+        wait_until(lambda: len(client.cluster().workers) == WORKERS, WAIT_S, lambda: cluster.logs("router")[-2000:])
+        assert [answer.token_ids for answer in complete_all(cluster.url, prompts, options)] == expected
+        snapshot: ClusterSnapshot = client.cluster()
+        assert snapshot.in_flight == 0 and {i.status for i in snapshot.instances} == {"up"}
+        assert "page accounting" not in cluster.logs("P0") + cluster.logs("D0")
+    assert cluster.members["router"].exit_code == 0
