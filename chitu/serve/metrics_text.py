@@ -9,7 +9,7 @@ codes of closed lists.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from chitu.errors import ServiceError
 from chitu.messages import LoadReport
 from chitu.metrics import CoordinationMetrics, RouterMetrics, add_up
+from chitu.routing.breaker import BreakerState
 from chitu.serve.cluster_snapshot import InstanceSnapshot
 from chitu.serve.metric_families import PER_INSTANCE, by_instance, by_key, counter, gauge, histogram, histograms, one
 from chitu.types import Role
@@ -173,7 +174,7 @@ def _membership(
             ((*labels, state), count)
             for name, states in sorted(total.breakers.items())
             for labels, _ in by_instance({name: 0})
-            for state, count in sorted(states.items())
+            for (state,), count in by_key(states, get_args(BreakerState))
         ],
         (*PER_INSTANCE, "state"),
     )

@@ -258,6 +258,13 @@ def test_an_instance_that_is_away_is_down_and_has_no_load() -> None:
     assert [s.labels["instance"] for s in families(report)["chitu_instance_steps"].samples] == ["P0"]
 
 
+def test_the_state_of_a_breaker_is_the_number_of_processes_that_see_it() -> None:
+    workers = [RouterMetrics(breakers={"D0": {state: 1}}) for state in ("open", "closed", "open")]
+    report = MetricsReport("1", 3, workers, CoordinationMetrics(), ())
+    states = {s.labels["state"]: s.value for s in families(report)["chitu_instance_breaker"].samples}
+    assert states == {"closed": 1, "open": 2, "half_open": 0}
+
+
 # ------------------------------------------------------------------------------------------------------------- the text
 
 

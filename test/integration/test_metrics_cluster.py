@@ -1,0 +1,136 @@
+"""`/metrics` of a real 1P1D: what it says is what was sent, and a killed instance shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from completions import complete_all, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+NUM_PAGES = 200
+PROMPTS = [[7] * length for length in (1, 40, 100, 33)]
+TOKENS = [1, 5, 12, 30]
+STREAMED_PROMPT, STREAMED_TOKENS = [9] * 17, 8
+P0, D0 = 'role="prefill",instance="P0"', 'role="decode",instance="D0"'
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    model = make_model(tmp_path_factory.mktemp("models") / "llama", family="llama")
+    settings = [
+        f"model.path={model}",
+        "model.served_name=m",
+        f"cache.num_pages={NUM_PAGES}",
+        "dp_config.router.retry.max_attempts=1",
+    ]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+class Scrape:
+    """One answer of `/metrics`."""
+
+    def __init__(self, url: str) -> None:
+        response = httpx.get(f"{url}/metrics", timeout=5.0, trust_env=False)
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        self.samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+
+    def __call__(self, name: str, labels: str = "") -> float:
+        """The sum of the samples with that name and at least these labels (`a="b",c="d"`)."""
+        wanted = dict(re.findall(r'(\w+)="(\w+)"', labels)).items()
+        return sum(s.value for s in self.samples if s.name == name and wanted <= s.labels.items())
+
+
+def stream(url: str, prompt: list[int], max_tokens: int) -> None:
+    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False) as response:
+        events = [line for line in response.iter_lines() if line]
+    assert events[-1] == "data: [DONE]"
+
+
+def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalCluster) -> None:
+    """Runs first: only a cluster without a past has a known start."""
+    complete_all(cluster.url, PROMPTS, [{"max_tokens": count, "ignore_eos": True} for count in TOKENS])
+    stream(cluster.url, STREAMED_PROMPT, STREAMED_TOKENS)
+    prompts = [*PROMPTS, STREAMED_PROMPT]
+    requests, prompt_tokens = len(prompts), sum(map(len, prompts))
+    output_tokens = sum(TOKENS) + STREAMED_TOKENS
+    # The default model: 4 layers, 4 KV heads of 16, float32, pages of 16 tokens; 512 logits and a 64 byte header.
+    pages = sum(-(-len(prompt) // 16) for prompt in prompts)
+    moved = pages * 4 * 2 * (16 * 4 * 16 * 4) + requests * (64 + 512 * 4)
+
+    def told() -> bool:
+        """The instances' share comes with a heartbeat."""
+        scrape = Scrape(cluster.url)
+        return (
+            scrape("chitu_instance_tokens_total", D0) == output_tokens
+            and scrape("chitu_instance_requests") == 0
+            and scrape("chitu_instance_transferred_bytes_total") == 2 * moved
+        )
+
+    wait_until(told, 15.0, lambda: [s for s in Scrape(cluster.url).samples if s.name.startswith("chitu_instance")])
+    scrape = Scrape(cluster.url)
+    for name in ("chitu_requests_total", "chitu_attempts_total", "chitu_requests_finished_total"):
+        assert scrape(name) == requests, name
+    assert scrape("chitu_requests_finished_total", 'reason="length"') == requests
+    assert scrape("chitu_prompt_tokens_total") == scrape("chitu_instance_tokens_total", P0) == prompt_tokens
+    assert scrape("chitu_output_tokens_total") == output_tokens
+    assert scrape("chitu_time_to_first_token_seconds_count") == requests
+    assert scrape("chitu_request_duration_seconds_count") == requests
+    assert scrape("chitu_inter_token_latency_seconds_count") == output_tokens - requests
+    for stage in ("prefill_queue", "prefill_compute", "kv_transfer"):
+        assert scrape(f"chitu_{stage}_seconds_count", P0) == requests, stage
+    assert scrape("chitu_decode_admission_seconds_count", D0) == requests
+    assert 0 < scrape("chitu_time_to_first_token_seconds_sum") < scrape("chitu_request_duration_seconds_sum")
+    for labels in (P0, D0):
+        assert scrape("chitu_instance_pages", labels) == NUM_PAGES
+        assert scrape("chitu_instance_pages", f'{labels},state="free"') == NUM_PAGES
+        assert scrape("chitu_instance_transferred_bytes_total", labels) == moved
+        assert scrape("chitu_instance_breaker", f'{labels},state="closed"') == 1
+    for name in ("failed", "cancelled", "rejected", "in_flight"):
+        assert scrape(f"chitu_requests_{name}") == scrape(f"chitu_requests_{name}_total") == 0, name
+    assert scrape("chitu_retries_total") == scrape("chitu_stale_tokens_total") == 0
+
+
+def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluster) -> None:
+    headers = {"X-Request-Id": "who-knows"}
+    body = {"model": "other", "prompt": "x"}
+    httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=30.0, trust_env=False)
+    for sample in Scrape(cluster.url).samples:
+        for label, value in sample.labels.items():
+            if label == "instance":
+                assert value in ("P0", "D0")
+            elif label not in ("le", "version"):
+                assert re.fullmatch(r"[a-z_]{2,24}", value), sample
+            assert "who-knows" not in value
+
+
+def test_a_kill_is_seen_as_a_death_and_by_the_code_of_the_failures(cluster: LocalCluster) -> None:
+    body = {"model": "m", "prompt": [5] * 20, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60.0, trust_env=False) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        cluster.kill("D0", signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    code = json.loads(last.removeprefix("data: "))["error"]["code"]
+    wait_until(lambda: Scrape(cluster.url)("chitu_instance_up", D0) == 0, 10.0, lambda: cluster.logs("router")[-2000:])
+    scrape = Scrape(cluster.url)
+    assert scrape("chitu_requests_failed_total", f'code="{code}"') == scrape("chitu_requests_failed_total") == 1
+    assert scrape("chitu_instance_deaths_total", D0) + scrape("chitu_instance_leases_expired_total", D0) == 1
+    assert scrape("chitu_instance_up", P0) == 1
+    assert not [s for s in scrape.samples if s.name == "chitu_instance_steps_total" and s.labels["instance"] == "D0"]
+    # Nobody can decode: refused on arrival.
+    refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=30.0, trust_env=False)
+    assert refused.status_code == 503
+    assert Scrape(cluster.url)("chitu_requests_rejected_total", 'code="no_instance"') == 1
