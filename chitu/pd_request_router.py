@@ -122,13 +122,17 @@ class PDRequestRouter:
         newest = itertools.islice(reversed(self._attempts.values()), KEPT_RECORDS)
         return [a.snapshot("prefill" if a.first_token_s is None else "decode") for a in newest][::-1]
 
+    def rejected(self, error: ChituError, count: int = 1) -> ChituError:
+        """So many requests are refused on arrival: to be raised."""
+        self.counters.count(self.counters.rejected, error.code, count)
+        return error
+
     def require_admission(self) -> None:
         """The cheap first look at a request that nobody has parsed yet: TooManyRequests or Overloaded."""
         try:
             self._require_admission(1)
         except ChituError as error:
-            self.counters.count(self.counters.rejected, error.code)
-            raise
+            raise self.rejected(error) from None
 
     def require_room_for(self, count: int) -> None:
         """TooManyRequests where so many more requests are over the bound, Overloaded where they would wait too long;
@@ -136,8 +140,7 @@ class PDRequestRouter:
         try:
             self._require_room_for(count)
         except ChituError as error:
-            self.counters.count(self.counters.rejected, error.code, count)
-            raise
+            raise self.rejected(error, count) from None
 
     def _require_room_for(self, count: int) -> None:
         if not self.candidates.usable:

@@ -159,7 +159,7 @@ class GenerationRoutes:
         try:
             raw = await read_body(scope, receive, self._max_body_bytes)
             if self.draining:
-                raise NoInstance("the server is shutting down")
+                raise self._router.rejected(NoInstance("the server is shutting down"))
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             job = await parse(raw)
             job.timeout_s = client_timeout_s(scope)
@@ -219,7 +219,7 @@ class GenerationRoutes:
         wanted = wanted_tokens(body)
         limits = self._model.limits(self._router.candidates)
         if limits is None:
-            raise NoInstance(self._router.candidates.why_unusable())
+            raise self._router.rejected(NoInstance(self._router.candidates.why_unusable()))
         if len(prompts) * options.n > MAX_PROMPTS:
             raise InvalidRequest(f"{len(prompts)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
         samplings = []
