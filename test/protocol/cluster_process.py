@@ -136,14 +136,16 @@ class KVExecutor(FakeExecutor):
 
 @dataclass
 class EventLog:
-    """Each kind once; Success, or Failed and then Released; nothing behind the end."""
+    """Each kind once; Success, or Failed and then Released; nothing behind the end; only Released after an abort."""
 
     kinds: dict[bytes, list[Kind]] = field(default_factory=dict)
+    aborted: set[bytes] = field(default_factory=set)
 
     def take(self, event: TransferEvent) -> None:
         seen = self.kinds.setdefault(event.room, [])
         assert event.kind not in seen, f"{event.kind.name} came twice"
         assert Kind.RELEASED not in seen, f"{event.kind.name} after RELEASED"
+        assert event.kind is Kind.RELEASED or event.room not in self.aborted, f"{event.kind.name} after an abort"
         if event.kind is Kind.RELEASED:  # after SUCCESS only where an abort crossed it, which took it back
             assert Kind.SUCCESS not in seen, "RELEASED after SUCCESS"
         else:
@@ -211,7 +213,11 @@ class Process:
         """Look at what passes between the parts, without changing it."""
         role = self.transfer
         assert role is not None
-        poll = role.poll
+        poll, abort = role.poll, role.abort
+
+        def tapped_abort(room: bytes, error: ChituError) -> None:
+            abort(room, error)
+            self.events.aborted.add(room)
 
         def tapped() -> list[TransferEvent]:
             events = poll()
@@ -219,7 +225,7 @@ class Process:
                 self.events.take(event)
             return events
 
-        role.poll = tapped  # type: ignore[method-assign]
+        role.poll, role.abort = tapped, tapped_abort  # type: ignore[method-assign]
         if self.kv.sender is not None:
             queue = self.kv.sender.queue
             work = queue._work

@@ -89,6 +89,8 @@ class ClusterWorld:
         self._num_rooms = 0
         self._dead_pids: set[int] = set()
         self._writes: dict[int, tuple[bytes, CopyList]] = {}
+        self._stepping: list[Process] = []
+        self._is_inside_write = False
         self.missing: list[tuple[Role, int]] = []
         self.processes = [Process(self, Role.PREFILL, k) for k in range(num_prefill)]
         self.processes += [Process(self, Role.DECODE, m) for m in range(num_decode)]
@@ -316,7 +318,7 @@ class ClusterWorld:
             for process in list(self.processes):
                 if not process.is_frozen:
                     worked |= process.write()
-                    worked |= not process.is_slow and process.step()
+                    worked |= not process.is_slow and self._step(process)
             while self.reports and self.is_router_alive:
                 self.reports.popleft()()
             self.advance(TURN_S)
@@ -353,6 +355,27 @@ class ClusterWorld:
 
     def _note_write(self, target: str, copies: CopyList) -> None:
         self._writes[id(copies)] = self.writing, copies
+        if len(self._writes) % 3 == 0 and not self._is_inside_write:
+            self._in_the_middle_of_a_write()
+
+    def _in_the_middle_of_a_write(self) -> None:
+        """Which takes long: the comm threads and the step threads of D go on, and those of P hear of it."""
+        self._is_inside_write = True
+        for process in self.of(Role.DECODE):
+            if not process.is_frozen and not process.is_slow and process not in self._stepping:
+                self._step(process)
+        for _ in range(min(2, len(self.frames))):
+            self._deliver(0)
+        for process in self.of(Role.PREFILL):
+            if not process.is_frozen:
+                process.tick(self.clock.monotonic())
+        self._is_inside_write = False
+
+    def _step(self, process: Process) -> bool:
+        self._stepping.append(process)
+        worked = process.step()
+        self._stepping.remove(process)
+        return worked
 
     def _check_landing(self, target: str, copies: CopyList) -> None:
         """No byte of a room moves but between what is in that room's hands."""

@@ -1,6 +1,6 @@
 """Whole P and D under scripts of faults: whatever happens, each request ends once, right, in time; no page is lost.
 
-`CHITU_PROTOCOL_CASES` is the number of scripts (700); by hand many thousand. A failing script is shrunk and printed as
+`CHITU_PROTOCOL_CASES` is the number of scripts (400); by hand many thousand. A failing script is shrunk and printed as
 the list of `Op` that `ClusterWorld.play` takes: add it below as a test of its own.
 """
 
@@ -12,7 +12,7 @@ from cluster_world import ClusterWorld, Op
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "700"))
+CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "400"))
 KINDS = (
     *["ask"] * 6,
     *["run"] * 8,
@@ -22,12 +22,15 @@ KINDS = (
     *("again", "kill", "start", "replace", "freeze", "slow", "deafen", "router"),
 )
 OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
+NETWORK = ("ask", "run", "run", "lose", "double", "delay", "hasten")
+NETWORK_OPS = st.builds(Op, st.sampled_from(NETWORK), st.integers(0, 143), st.integers(0, 400))
+"""`a` below 144: no half of the router's is lost."""
 SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
 """In pieces, as hypothesis makes single lists short. About 40 ops; shrinks to few."""
 MANY = settings(
     max_examples=CASES,
     deadline=None,
-    derandomize=CASES == 700,
+    derandomize=CASES == 400,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
@@ -55,5 +58,14 @@ def test_any_script_of_faults_costs_requests_at_most_and_never_a_page_a_byte_or_
 def test_without_faults_every_request_finishes(script: list[Op]) -> None:
     world = ClusterWorld()
     world.play(script)
+    world.settle_down()
+    assert {asked.end for asked in world.requests.values()} <= {"finished"}
+
+
+@settings(MANY, max_examples=max(1, CASES // 3))
+@given(st.lists(st.lists(NETWORK_OPS, max_size=20), min_size=6, max_size=6))
+def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_request(pieces: list[list[Op]]) -> None:
+    world = ClusterWorld()
+    world.play([op for piece in pieces for op in piece])
     world.settle_down()
     assert {asked.end for asked in world.requests.values()} <= {"finished"}

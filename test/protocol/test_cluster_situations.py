@@ -3,12 +3,26 @@ a death, when, and from whom."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from cluster_process import DEADLINES, Process
 from cluster_world import Asked, ClusterWorld, Op
 
 from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
-from chitu.lifecycle import SequenceState
+from chitu.lifecycle import ReceiverState, SequenceState
+from chitu.messages import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    KVArgsRegisterInfo,
+    RegisterReply,
+    StatusAck,
+    TransferInfo,
+    TransferStatus,
+    encode,
+    peer_codec,
+)
+from chitu.messages.wire import Wire
 from chitu.types import Role
 
 
@@ -58,6 +72,76 @@ def test_a_request_that_comes_twice_is_one_request(is_closing: bool) -> None:
     assert len(d.sequences()) == 1
     world.settle_down()
     assert asked.end == ("cancelled" if is_closing else "finished")
+
+
+# ------------------------------------------------------------------------------------------------- what a repeat heals
+
+
+class Losing(ClusterWorld):
+    """One P and one D on a network that loses the first message of one kind."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self.has_lost = kind, False
+        super().__init__(1, 1)
+
+    def link(self, host: str, port: int, room: bytes, payload: bytes) -> None:
+        if not self.has_lost and isinstance(peer_codec.decode(payload), self._kind):
+            self.has_lost = True
+        else:
+            super().link(host, port, room, payload)
+
+
+@pytest.mark.parametrize("kind", [KVArgsRegisterInfo, RegisterReply, TransferInfo, AuxReady, TransferStatus, StatusAck])
+def test_any_message_of_a_transfer_may_be_lost_and_costs_no_more_than_a_repeat(kind: type) -> None:
+    world = Losing(kind)
+    asked = ask(world)
+    world.settle_down(2 * DEADLINES.retry_interval_s)
+    assert world.has_lost and asked.end == "finished"
+
+
+@pytest.mark.parametrize("kind", [AbortTransfer, AbortAck])
+def test_an_abort_that_is_lost_either_way_frees_the_pages_after_a_repeat(kind: type) -> None:
+    world = Losing(kind)
+    (p,), (d,) = world.of(Role.PREFILL), world.of(Role.DECODE)
+    asked = ask(world, lost=1)  # D alone knows of it, so that P has nothing to say by itself
+    until(world, d, SequenceState.TRANSFER)
+    world.turns(3)
+    world._end(asked, "cancelled")
+    world.settle_down(2 * DEADLINES.retry_interval_s)
+    assert world.has_lost and not p.sequences() and d.cache.num_quarantined_pages == 0
+
+
+@pytest.mark.parametrize(
+    "message", [TransferStatus(99, 4), TransferStatus(99, 0), AbortAck(99), AbortTransfer(99), AuxReady(99)]
+)
+def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_d(message: Wire) -> None:
+    world, p, d = pair()
+    asked = ask(world)
+    until(world, d, SequenceState.TRANSFER)
+    p.is_frozen = True
+    state = d.kv.receiver.state(asked.room)  # type: ignore[union-attr]
+    d.on_frame(asked.room, encode(message))
+    d.step()
+    assert d.kv.receiver.state(asked.room) is state is ReceiverState.WAITING  # type: ignore[union-attr]
+    world._end(asked, "cancelled")
+    world.turns(2)
+    d.on_frame(asked.room, encode(message))
+    d.step()
+    assert d.cache.num_quarantined_pages == 6
+    world.settle_down()
+
+
+@pytest.mark.parametrize("message", [StatusAck(99, 4), StatusAck(99, 0), AbortTransfer(99)])
+def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_p(message: Wire) -> None:
+    world, p, _ = pair(1, 2)
+    asked = ask(world)
+    until(world, p, SequenceState.INFLIGHT)
+    other = world.of(Role.DECODE)[1].incarnation
+    before = p.kv.sender.state(asked.room)  # type: ignore[union-attr]
+    p.on_frame(asked.room, encode(msgspec.structs.replace(message, incarnation=other)))
+    assert p.kv.sender.state(asked.room) is before  # type: ignore[union-attr]
+    world.settle_down()
+    assert asked.end == "finished"
 
 
 # ------------------------------------------------------------------------------------------------ who learns of a death
