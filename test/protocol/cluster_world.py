@@ -278,6 +278,7 @@ class ClusterWorld:
 
     def _end(self, asked: Asked, end: str, message: str = "") -> None:
         """As `PDRequestRouter`: each end that D did not bring about itself is told to both sides."""
+        assert end not in ("integrity", "internal", "bad_frame", "protocol"), f"no fault explains {end}: {message}"
         if not asked.end:
             asked.end, asked.message = end, message
             self.orders.extend((side, CancelRequest(asked.room)) for side in (asked.decode, asked.prefill))
