@@ -191,17 +191,20 @@ def test_verification_on_its_own_thread_does_not_hold_up_the_comm_thread() -> No
     compute(pair)
     pair.d.page_sums.meanwhile = hold
     pair.d.receiver.start()
-    while pair.world.frames:
-        pair.world.deliver_one()
-    assert begun.wait(10)
-    pair.d.receiver.tick(pair.world.clock.monotonic())
-    pair.d.kv.comm_side.on_frame(pair.room, b"nonsense")
-    assert pair.d.receiver.unknown_frames == 1
-    pair.d.poll()
-    assert pair.seen(pair.d) == [Kind.LOGITS_READY]
-    pair.d.wake = done.set
-    go_on.set()
-    assert done.wait(10), "the step thread is woken"
-    pair.d.poll()
-    assert pair.seen(pair.d)[-1] is Kind.SUCCESS
-    pair.d.receiver.close()
+    try:
+        while pair.world.frames:
+            pair.world.deliver_one()
+        assert begun.wait(10)
+        pair.d.receiver.tick(pair.world.clock.monotonic())
+        pair.d.kv.comm_side.on_frame(pair.room, b"nonsense")
+        assert pair.d.receiver.unknown_frames == 1
+        pair.d.poll()
+        assert pair.seen(pair.d) == [Kind.LOGITS_READY]
+        pair.d.wake = done.set
+        go_on.set()
+        assert done.wait(10), "the step thread is woken"
+        pair.d.poll()
+        assert pair.seen(pair.d)[-1] is Kind.SUCCESS
+    finally:
+        go_on.set()
+        pair.d.receiver.close()
