@@ -11,6 +11,7 @@ import os
 from cluster_world import ClusterWorld, Op
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from routed_world import RoutedWorld
 
 CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "400"))
 KINDS = (
@@ -69,3 +70,27 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
     world.play([op for piece in pieces for op in piece])
     world.settle_down()
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
+
+
+@settings(MANY, max_examples=max(1, CASES // 2))
+@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), SCRIPTS)
+def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(
+    shape: tuple[int, int], pieces: list[list[Op]]
+) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = RoutedWorld(*shape)
+    world.play(script)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+@MANY
+@given(st.lists(st.tuples(st.lists(NETWORK_OPS, max_size=20), st.integers(0, 1)), min_size=2, max_size=4))
+def test_where_a_pair_survives_crashes_of_the_other_cost_no_request(rounds: list[tuple[list[Op], int]]) -> None:
+    world = RoutedWorld()
+    script = [op for ops, role in rounds for op in (*ops, Op("crash", role))]
+    note(f"script = {script}")
+    world.play(script[:-1])
+    world.settle_down()
+    assert {client.end for client in world.clients} <= {"finished"}

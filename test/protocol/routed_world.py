@@ -1,0 +1,173 @@
+"""`ClusterWorld` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
+
+What a client sees is checked here: it gets each token once, in order and right, whatever became of its attempts, and
+exactly one end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
+from cluster_world import MAX_LIVE_REQUESTS, ClusterWorld
+
+from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
+from chitu.engine.fake import expected_tokens
+from chitu.errors import ChituError, NoInstance
+from chitu.generation import GenerateRequest, Generation
+from chitu.messages import ClusterView, InstanceInfo, RequestFailed, SamplingParams, pack_i32, scheduler_codec
+from chitu.pd_request_router import PDRequestRouter
+from chitu.routing import InstanceKey, make_selector
+from chitu.types import Role
+
+CONFIG = RouterConfig(
+    request_timeout_s=REQUEST_TIMEOUT_S,
+    retry=RetryConfig(max_attempts=4),
+    pd_disaggregation=PDDisaggregationConfig(deadlines=DEADLINES),
+)
+
+
+@dataclass
+class Client:
+    """Reads like the HTTP layer: takes what came at each wake."""
+
+    expected: list[int]
+    generation: Generation | None = None
+    tokens: list[int] = field(default_factory=list)
+    is_cut: bool = False
+    """Its router died."""
+
+    def wake(self) -> None:
+        assert self.generation is not None
+        self.tokens += self.generation.take()
+        assert self.tokens == self.expected[: len(self.tokens)], "a token is wrong, missing or there twice"
+
+    @property
+    def end(self) -> str:
+        generation = self.generation
+        if generation is None or not generation.done:
+            return "router gone" if self.is_cut else ""
+        return "finished" if generation.error is None else generation.error.code
+
+
+class RoutedWorld(ClusterWorld):
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
+        self.clients: list[Client] = []
+        self.open_peers: set[InstanceKey] = set()
+        self.known: dict[int, InstanceInfo] = {}
+        self.router: PDRequestRouter | None = None
+        super().__init__(num_prefill, num_decode)
+
+    # ------------------------------------------------------------------------------------- as the outbox of the router
+
+    def open(self, key: InstanceKey, host: str, port: int) -> None:
+        self.open_peers.add(key)
+
+    def send(self, key: InstanceKey, frame: bytes) -> bool:
+        if key not in self.open_peers:
+            return False
+        self.orders.append((key.incarnation, scheduler_codec.decode(frame)))
+        return True
+
+    def close_peer(self, key: InstanceKey) -> None:
+        self.open_peers.discard(key)
+
+    # ------------------------------------------------------------------------------------------- instances -> router
+
+    def take_tokens(self, frame: bytes) -> bool:
+        self.reports.append(lambda: self.router.on_token_frames([frame]) if self.router else None)
+        return True
+
+    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
+        failed = RequestFailed(process.role, process.rank, process.incarnation, room, error.code, error.message)
+        self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
+
+    def publish(self) -> None:
+        """Membership as `PDCoordination` has it, then the view to everybody."""
+        if not self.is_router_alive:
+            return
+        if self.router is None:
+            self.router = PDRequestRouter(make_selector(CONFIG), self, self.clock, CONFIG)  # type: ignore[arg-type]
+        now_s = self.clock.monotonic()
+        joined = [p for p in self.processes if p.router == self._router_incarnation]
+        present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}
+        if present.keys() != self.known.keys():
+            lost = [info for incarnation, info in self.known.items() if incarnation not in present]
+            new = [info for incarnation, info in present.items() if incarnation not in self.known]
+            self.known = present
+            self._view_version += 1
+            for info in new:
+                self.router.on_joined(info)
+            self.router.on_view(self._view())
+            for info in lost:
+                self.router.on_lost(info, "silent")
+        self.router.tick()
+        for process in self.processes:
+            if not process.is_frozen and not process.is_deaf:
+                process.on_view(self._view())
+
+    def _view(self) -> ClusterView:
+        return ClusterView(self._router_incarnation, self._view_version, tuple(self.known.values()))
+
+    # ------------------------------------------------------------------------------------------------------ the script
+
+    def op_ask(self, a: int, b: int) -> None:
+        if sum(not client.end for client in self.clients) < MAX_LIVE_REQUESTS and self.router is not None:
+            self.request(1 + b % 22, 1 + b // 22 % 14 * 2)
+
+    def request(self, num_tokens: int, max_tokens: int) -> Client | None:
+        """None where the router sees nobody who could serve."""
+        assert self.router is not None
+        self._num_rooms += 1
+        prompt = [(self._num_rooms * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        client = Client(expected_tokens(prompt, max_tokens, INFO, sampling))
+        asked = GenerateRequest(f"r{self._num_rooms}", pack_i32(array("i", prompt)), num_tokens, sampling)
+        try:
+            client.generation = self.router.add_request(asked, client.wake)
+        except NoInstance:
+            return None
+        self.clients.append(client)
+        return client
+
+    def op_cancel(self, a: int, b: int) -> None:
+        live = [client for client in self.clients if not client.end]
+        if live and self.router is not None:
+            client = live[a % len(live)]
+            assert client.generation is not None
+            self.router.cancel(client.generation)
+
+    def op_again(self, a: int, b: int) -> None: ...
+
+    def op_crash(self, a: int, b: int) -> None:
+        """P0 or D0 dies and is started again; P1 and D1 live."""
+        role = (Role.PREFILL, Role.DECODE)[a % 2]
+        self.kill(next(process for process in self.of(role) if process.rank == 0))
+        self.start(len(self.missing) - 1)
+
+    def op_router(self, a: int, b: int) -> None:
+        self.is_router_alive = not self.is_router_alive
+        self.router, self.known, self.open_peers = None, {}, set()
+        self.orders.clear()
+        self.reports.clear()
+        for client in self.clients:
+            client.is_cut = True
+        self._router_incarnation += self.is_router_alive
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def check(self) -> None:
+        super().check()
+        for client in self.clients:
+            if client.end == "finished":
+                assert client.tokens == client.expected, "an answer that is not whole"
+
+    def leftovers(self) -> list[str]:
+        return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end] + super().leftovers()
+
+    def check_it_still_serves(self) -> None:
+        """Breakers may be open, but a request still finds a pair."""
+        asked = [self.request(9, 5) for _ in range(4)]
+        self.settle_down(6.0)
+        assert [client.end for client in asked if client is not None] == ["finished"] * 4
