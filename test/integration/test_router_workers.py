@@ -192,11 +192,20 @@ def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: 
         limits = httpx.Limits(max_connections=12)
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
             started = [asyncio.Event() for _ in range(12)]
-            streams = [asyncio.create_task(stream(client, 150, event)) for event in started]
+            streams = [asyncio.create_task(stream(client, 400, event)) for event in started]
             await asyncio.gather(*(event.wait() for event in started))
             os.kill(victim.pid, signal.SIGKILL)
             # New ones are served as if nothing had happened.
             late = [asyncio.create_task(stream(client, 3, asyncio.Event())) for _ in range(6)]
+            # Its rooms end on the instances while the others' go on.
+            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
+                while True:
+                    cluster = (await watcher.get("/cluster")).json()
+                    running = sum(i["load"]["running"] for i in cluster["instances"])
+                    if (cluster["in_flight"], running) == (8, 8):
+                        break
+                    assert not all(task.done() for task in streams), (cluster["in_flight"], running)
+                    await asyncio.sleep(0.05)
             return await asyncio.gather(*streams, *late)
 
     results = asyncio.run(run())

@@ -107,6 +107,10 @@ def test_a_dead_process_takes_its_rooms_with_it_and_nobody_elses() -> None:
             DecodeRequest(late, "late", pack_i32(PROMPT), SAMPLING, 0, 1, router_worker=72, reply_port=5002)
         )
     instances = (prefill, decode)
+    for instance in instances:
+        instance.scheduler.step()
+        load = instance.scheduler.load
+        assert load.waiting + load.transferring + load.running == 2, "the dead one's room is over at once"
     rng = random.Random(1)
     for _ in range(300):
         for instance in instances:
