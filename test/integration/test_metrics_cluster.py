@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from completions import complete_all, wait_until
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from chitu.config.load import load_topology
@@ -100,7 +101,17 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
         assert scrape("chitu_instance_breaker", f'{labels},state="closed"') == 1
     for name in ("failed", "cancelled", "rejected", "in_flight"):
         assert scrape(f"chitu_requests_{name}") == scrape(f"chitu_requests_{name}_total") == 0, name
+    assert scrape("chitu_router_loop_lag_seconds_count") > 10
+    assert 0 < scrape("chitu_instance_heartbeat_age_seconds", D0) < scrape("chitu_instance_age_seconds", D0)
     assert scrape("chitu_retries_total") == scrape("chitu_stale_tokens_total") == 0
+
+
+def test_openmetrics_for_a_prometheus_server(cluster: LocalCluster) -> None:
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    response = httpx.get(f"{cluster.url}/metrics", headers={"Accept": accept}, timeout=5.0, trust_env=False)
+    assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    names = {family.name for family in parse_openmetrics(response.text)}
+    assert {"chitu_requests", "chitu_instance_pages", "chitu_time_to_first_token_seconds"} <= names
 
 
 def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluster) -> None:

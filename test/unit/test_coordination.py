@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+import pytest
+
 from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig
 from chitu.messages import (
@@ -83,6 +85,26 @@ def test_heartbeats_renew_and_silence_ends_the_lease() -> None:
     assert world.core.metrics().unknown_heartbeats == 1
     assert world.join(info()).code == ""
     assert world.members
+
+
+def test_ages_lost_leases_and_deaths_are_counted_by_instance() -> None:
+    world = World()
+    world.join(info())
+    world.pass_time(2.0)
+    world.beat(info())
+    world.pass_time(1.0)
+    metrics = world.core.metrics()
+    assert (metrics.ages_s, metrics.heartbeat_ages_s) == ({"P0": pytest.approx(3.0)}, {"P0": pytest.approx(1.0)})
+    assert (metrics.expired_leases, metrics.deaths) == ({}, {})
+    world.pass_time(3.0)
+    world.join(info(incarnation=2))
+    world.core.on_death(Role.PREFILL, 0, 1)
+    assert world.core.metrics().deaths == {}, "of an incarnation that is gone already"
+    world.core.on_death(Role.PREFILL, 0, 2)
+    world.join(info(incarnation=3))
+    world.core.on_message(Leave(Role.PREFILL, 0, 3, "stopped"))
+    metrics = world.core.metrics()
+    assert (metrics.expired_leases, metrics.deaths, metrics.ages_s) == ({"P0": 1}, {"P0": 1}, {})
 
 
 def test_a_stall_of_the_router_is_not_the_instances_silence() -> None:
