@@ -384,17 +384,19 @@ class PDRequestRouter:
             self._fail(attempt, error)
 
     def _try_again(self, attempt: Attempt, failure: Failure) -> bool:
-        """Another attempt in place of this one: a new room, where possible on others. False where there is none."""
+        """Another attempt in place of this one: a new room, where possible on others. False where there is none.
+
+        A request of which every token came is finished instead."""
         generation, now_s = attempt.generation, self._clock.monotonic()
         left_s = generation.deadline_s - now_s
-        if not may_retry(failure, self._retry, generation.num_attempts, generation.num_emitted, left_s):
-            return False
-        if reason := generation.end_reason():  # D was lost with the request's last token on its lips
+        if reason := generation.end_reason():  # nothing is missing but the end itself
             self._dispatcher.cancel(attempt)
             self._on_served(attempt, reason)
             generation.finish = Finish(attempt.room, reason)
             self._end(attempt, "finished")
             return True
+        if not may_retry(failure, self._retry, generation.num_attempts, generation.num_emitted, left_s):
+            return False
         generation.avoid |= failure.suspects
         token_ids = generation.request.token_ids + generation.output.tobytes()
         try:

@@ -247,11 +247,12 @@ class FakeWorker:
                 if isinstance(message, CancelRequest):
                     instance.running.pop(message.room, None)
                 elif isinstance(message, (DecodeRequest, UnifiedRequest)):
-                    prompt = unpack_i32(message.token_ids)
+                    token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
+                    prompt = token_ids[: len(token_ids) - emitted]  # what lies behind is output of a D that was lost
                     worker = message.router_worker
                     if worker:
                         self._tokens.expect(worker, message.reply_port)
-                    instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker)
+                    instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker, emitted)
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
                     failed = RequestFailed(

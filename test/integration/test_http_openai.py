@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from chitu.bench.router_process import RouterUnderTest, wait_until
+from chitu.chat.client import RouterClient
 from chitu.launch.make_model import make_model
 from chitu.messages import KVLayout, RouteEntry
 from chitu.serve.cluster_snapshot import ClusterSnapshot
@@ -175,6 +176,20 @@ def test_other_errors(router: RouterUnderTest) -> None:
     assert httpx.post(url + "/detokenize", json={"tokens": ids}).json()["prompt"].endswith(PROMPT)
 
 
+def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) -> None:
+    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("U0", "--step-s", "0.05")
+        url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3000}
+        for wrong in ("0", "-1", "soon", "nan", "inf", ""):
+            reply = httpx.post(url, json=body, headers={"X-Request-Timeout": wrong})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "X-Request-Timeout")
+        reply = httpx.post(url, json=body, headers={"X-Request-Timeout": "0.4"}, timeout=30)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "request_timeout")
+        assert "0.4 s (X-Request-Timeout)" in reply.json()["error"]["message"]
+        reply = httpx.post(url, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": "60"})
+        assert reply.status_code == 200
+
+
 def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
     limits = (
         "dp_config.router.max_body_bytes=2000",
@@ -284,8 +299,13 @@ def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: 
         wait_until(lambda: httpx.get(router.url + "/health").status_code == 503, 5, "no pair")
         router.start_worker("D0", "--fail-decode", "transfer_timeout")
         with pytest.raises(openai.InternalServerError) as failed:
-            client.completions.create(model="tiny", prompt="hi", max_tokens=3)
+            client.completions.create(model="tiny", prompt="hi", max_tokens=30)
         assert failed.value.status_code == 503 and failed.value.code == "transfer_timeout"
+        router.start_worker("D1")
+        text = [client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30).choices[0].text for _ in range(6)]
+        assert len(set(text)) == 1, "D1 goes on where D0 fails"
+        states = [record.state for record in RouterClient(router.url).cluster().requests]
+        assert states.count("finished") == 6 and "retried" in states
 
 
 def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_unified_instance_continues_too() -> None:
     ],
 )
 def test_a_request_whose_last_token_came_is_finished_and_not_continued(fields: dict[str, Any], reason: str) -> None:
-    world = two_pairs()
+    world = two_pairs(retry=ONE_TRY)
     client = world.add_client(**fields)
     world.emit(world.room(client.generation), 11, 12)
     world.lose(Role.DECODE)
