@@ -23,6 +23,9 @@ from chitu.lifecycle import KVPoll, SenderEvent, SenderState
 from chitu.messages import RankMemory, TransferInfo, TransferStatus, unpack_i32
 from chitu.types import room_text
 
+WRITABLE_STATES = frozenset({SenderState.WAITING, SenderState.TRANSFERRING, SenderState.SETTLING})
+"""Of an announced room: a write to its pages may run or come."""
+
 
 class Announcements:
     def __init__(
@@ -107,6 +110,7 @@ class Announcements:
                 raise unreachable
             num_tokens = entry.data.num_tokens if entry is not None else info.num_tokens
             dst_pages = self._check(info, peer.memory, num_tokens)
+            self._require_unclaimed(info, peer, dst_pages)
         except ChituError as error:
             self._refuse(room, peer, error)
             self._rooms.fail(room, SenderEvent.REFUSED, error)
@@ -147,6 +151,20 @@ class Announcements:
         if info.state_indices:
             raise BadFrame("state indices announced for a layout without state")
         return dst_pages
+
+    def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:
+        """BadFrame where something of this announcement may still be written for another room of the same D: it gives
+        nothing to a request before it heard that we stopped. Pages that it has already (a prefix) may be shared."""
+        wanted = set(dst_pages[info.prefix_pages :])
+        for other, entry in self._table.items():
+            record = entry.data
+            if record.peer is not peer or record.info is None or entry.state not in WRITABLE_STATES:
+                continue
+            if record.info.dst_aux_index == info.dst_aux_index:
+                raise BadFrame(f"aux slot {info.dst_aux_index} is announced for room {room_text(other)}")
+            if not wanted.isdisjoint(record.dst_pages[record.info.prefix_pages :]):
+                page = min(wanted.intersection(record.dst_pages[record.info.prefix_pages :]))
+                raise BadFrame(f"page {page} is announced for room {room_text(other)}")
 
     def _refuse(self, room: bytes, peer: DecodePeer, error: ChituError, is_settled: bool = True) -> None:
         """One Failed status; D's repeats of TransferInfo get another one."""

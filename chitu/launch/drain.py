@@ -6,9 +6,22 @@ import time
 from collections.abc import Callable
 
 from chitu.chat.client import RouterClient
+from chitu.config.load import api_key, cluster_key
+from chitu.net.curve import derive
 from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
 
 POLL_S = 0.2
+
+
+def credential(given: str | None) -> str | None:
+    """What to show the router: what was `given`, else the token of `CHITU_CLUSTER_KEY`, else `CHITU_API_KEY`.
+
+    ConfigError for a key that no cluster can have.
+    """
+    if given:
+        return given
+    secrets = derive(cluster_key())
+    return secrets.token if secrets is not None else api_key()
 
 
 def drain(client: RouterClient, name: str, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:

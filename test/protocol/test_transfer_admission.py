@@ -15,7 +15,7 @@ from chitu.errors import (
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.lifecycle import KVPoll, SenderState
-from chitu.messages import TransferInfo, TransferStatus, encode, pack_i32
+from chitu.messages import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
 from chitu.types import Role
 
 
@@ -60,6 +60,31 @@ def test_an_announcement_that_names_memory_wrongly_is_refused_and_nothing_is_wri
     assert pair.seen(pair.p) == [Kind.FAILED, Kind.RELEASED]
     pair.p.sender.on_frame(pair.room, encode(good))
     assert pair.p.sender.state(pair.room) is None and pair.world.fabric.num_writes == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "slot", "prefix_pages", "text"),
+    [
+        ([3, 4, 5], 0, 0, "aux slot 0 is announced for room"),
+        ([2, 3, 4], 1, 0, "page 2 is announced for room"),
+        ([2, 3, 4], 1, 1, None),  # D has page 2 already and only shares it
+    ],
+)
+def test_what_is_announced_for_one_room_is_not_written_for_another(
+    pages: list[int], slot: int, prefix_pages: int, text: str | None
+) -> None:
+    pair = Pair().join()
+    assert pair.p.prefill(pair.room, 10, pair.d)
+    pair.p.sender.on_frame(pair.room, encode(TransferInfo(pair.d.incarnation, pack_i32([0, 1, 2]), 0, 10)))
+    other = bytes(15) + b"x"
+    assert pair.p.prefill(other, 10, pair.d)
+    announcement = TransferInfo(pair.d.incarnation, pack_i32(pages), slot, 10, prefix_pages=prefix_pages)
+    pair.p.sender.on_frame(other, encode(announcement))
+    answers = [peer_codec.decode(frame.payload) for frame in pair.world.frames if frame.room == other]
+    refusals = [message.message for message in answers if isinstance(message, TransferStatus)]
+    assert [text in refusal for refusal in refusals if text] == ([True] if text else [])
+    assert pair.p.sender.state(other) is (None if text else SenderState.WAITING)
+    assert pair.p.sender.state(pair.room) is SenderState.WAITING, "the first one is not disturbed"
 
 
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:

@@ -1,0 +1,171 @@
+"""A whole cluster with a key: it serves, everybody else is kept out, and the key shows up nowhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.cluster_key import with_cluster_key
+from chitu.config.load import load_topology
+from chitu.errors import ConfigError
+from chitu.kv_transfer.bootstrap import BootstrapClient, RouteError
+from chitu.launch.local import LocalCluster
+from chitu.launch.process import processes_marked
+from chitu.net.curve import derive
+
+KEY = "a-secret-that-must-stay-one-0123456789"
+API_KEY = "sk-of-a-user"
+SECRETS = derive(KEY)
+assert SECRETS is not None
+ALL_SECRETS = [KEY, SECRETS.token, SECRETS.curve_secret.decode(), SECRETS.curve_public.decode()]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    overrides = [
+        *(f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", "log.level=DEBUG"),
+        *("dp_config.router.pd_disaggregation.transport=shm", f"dp_config.router.api_keys=[{API_KEY}]"),
+    ]
+    with LocalCluster(with_cluster_key(load_topology(None, overrides), KEY)) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def ask(cluster: LocalCluster, method: str, path: str, credential: str | None, **options: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer {credential}"} if credential else {}
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        return client.request(method, cluster.url + path, headers=headers, **options)  # type: ignore[arg-type]
+
+
+def complete(cluster: LocalCluster) -> str:
+    body = {"model": "m", "prompt": "1, 2, 3, 4,", "max_tokens": 8, "temperature": 0}
+    answer = ask(cluster, "POST", "/v1/completions", API_KEY, json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_it_serves(cluster: LocalCluster) -> None:
+    assert complete(cluster) == complete(cluster) != ""
+
+
+def test_the_key_is_in_no_log_no_file_no_answer_and_no_command_line(cluster: LocalCluster) -> None:
+    complete(cluster)
+    seen = {path.name: path.read_bytes() for path in cluster.log_dir.iterdir() if path.is_file()}
+    assert {"topology.yaml", "router.log", "P0.log", "D0.log", "router.ready.json"} <= seen.keys()
+    for path in ("/cluster", "/health", "/metrics", "/openapi.json", "/v1/models", "/"):
+        seen[path] = ask(cluster, "GET", path, API_KEY).content
+    pids = [pid for member in cluster.members.values() if member.child for pid in processes_marked(member.child.mark)]
+    assert len(pids) >= 5, "router, two torchruns, two schedulers"
+    for pid in pids:
+        seen[f"ps {pid}"] = " ".join(psutil.Process(pid).cmdline()).encode()
+    for name, content in seen.items():
+        for secret in ALL_SECRETS:
+            assert secret.encode() not in content, name
+    # It went where only this user can look.
+    assert psutil.Process(cluster.pid("P0")).environ()["CHITU_CLUSTER_KEY"] == KEY
+    assert (cluster.log_dir / "topology.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_every_zmq_port_speaks_curve_alone(cluster: LocalCluster) -> None:
+    """The greeting of ZMTP 3 names the mechanism in clear, at byte 12."""
+    ports = {name: port for name, port in cluster.ports.items() if name not in ("port", "bootstrap_port")}
+    for name in ("P0", "D0"):
+        for connection in psutil.Process(cluster.pid(name)).net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                ports[f"{name}:{connection.laddr.port}"] = connection.laddr.port
+    assert len(ports) == 4 + 2 * 2, "of the router, and a request and a control port of P and D each"
+    hello = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    for name, port in ports.items():
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(hello)
+            greeting = b""
+            while len(greeting) < 64 and (data := connection.recv(64)):
+                greeting += data
+        assert greeting[12:32].rstrip(b"\0") == b"CURVE", name
+
+
+def test_the_bootstrap_directory_wants_the_token(cluster: LocalCluster) -> None:
+    port = cluster.ports["bootstrap_port"]
+    for secrets in (None, derive(KEY + "!")):
+        with pytest.raises(RouteError) as refused:
+            BootstrapClient("127.0.0.1", port, secrets).get_all()
+        assert refused.value.status == 401
+    (entry,) = BootstrapClient("127.0.0.1", port, SECRETS).get_all()
+    with pytest.raises(RouteError) as refused:
+        BootstrapClient("127.0.0.1", port).put(entry)
+    assert refused.value.status == 401
+    assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+
+
+def test_an_operator_needs_the_token_and_has_it_from_the_environment(cluster: LocalCluster) -> None:
+    for credential in (None, API_KEY, "wrong"):
+        assert ask(cluster, "POST", "/admin/drain", credential, json={"instance": "P9"}).status_code == 401
+    assert SECRETS is not None
+    assert ask(cluster, "POST", "/admin/drain", SECRETS.token, json={"instance": "P9"}).status_code == 404
+    for key, expected in (
+        (KEY, "there is no instance 'P9'"),
+        (KEY + "!", "the token is not that of this cluster's key"),
+    ):
+        environment = {**os.environ, "CHITU_CLUSTER_KEY": key}
+        result = subprocess.run(
+            [sys.executable, "-m", "chitu.cli", "drain", "P9", "--url", cluster.url],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert result.returncode == 1
+        assert expected in result.stderr
+
+
+def test_only_loopback_is_listened_on(cluster: LocalCluster) -> None:
+    """torchrun's own store, in the process above an instance, is the known exception (docs/operations.md)."""
+    for name in ("router", "P0", "D0"):
+        process = psutil.Process(cluster.pid(name))
+        for kind in ("tcp", "udp"):
+            for connection in process.net_connections(kind=kind):
+                if kind == "udp" or connection.status == psutil.CONN_LISTEN:
+                    assert connection.laddr.ip in ("127.0.0.1", "::1"), (name, connection)
+
+
+def test_a_key_on_a_command_line_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="CHITU_CLUSTER_KEY") as refused:
+        load_topology(None, [f"dp_config.router.pd_disaggregation.cluster_key={KEY}"])
+    assert KEY not in refused.value.message
+
+
+@pytest.mark.parametrize("source", ["environment", "file"])
+def test_plan_does_not_show_the_key(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "topology.yaml"
+    text = (
+        "dp_config: {router: {pd_disaggregation: {cluster_key: %s}, prefill_schedulers: [{}], decode_schedulers: [{}]}}"
+    )
+    file.write_text(text % (KEY if source == "file" else "''"))
+    environment = dict(os.environ)
+    if source == "environment":
+        environment["CHITU_CLUSTER_KEY"] = KEY
+    argv = [sys.executable, "-m", "chitu.cli", "plan", str(file), f"model.path={TINY_MODEL_DIR}"]
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 or "D0" in result.stdout
+    assert "router on 127.0.0.1" in result.stdout
+    assert KEY not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(("key", "reason"), [("fifteen letters", "16"), ("'123456'", "16"), ("123456789", "a text")])
+def test_a_bad_key_in_a_file_is_refused_without_showing_it(tmp_path: Path, key: str, reason: str) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text(f"dp_config: {{router: {{pd_disaggregation: {{cluster_key: {key}}}}}}}")
+    with pytest.raises(ConfigError, match="cluster_key") as refused:
+        load_topology(str(file))
+    assert reason in refused.value.message
+    assert key.strip("'") not in refused.value.message
