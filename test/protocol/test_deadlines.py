@@ -263,9 +263,14 @@ def test_requests_of_a_router_that_never_comes_back_end_on_both_sides_and_give_e
     for process in world.processes:
         process.is_slow = True  # else what runs just runs to its end
     world.turns(3)
-    world.advance(CLUSTER_DEADLINES.router_s)
+    world.advance(CLUSTER_DEADLINES.router_s - 0.2)
+    world.turns(2)
+    assert only(world, Role.DECODE, SequenceState.RUNNING)
+    world.advance(0.2)
     for process in world.processes:
         process.is_slow = False
+    world.turns(2)
+    assert not [s for p in world.processes for s in p.sequences().values() if s.state is not SequenceState.CLOSING]
     for _ in range(400):
         world.turns(1)
     assert not world.is_router_alive and not [left for left in world.leftovers() if left != "messages"]
