@@ -23,6 +23,7 @@ from chitu.clock import RealClock, Silence
 from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, Internal
+from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.messages import (
@@ -323,12 +324,15 @@ class PDSchedulerService:
         kv = self._engine.kv
         assert kv is not None
         wait_s = self._deadlines.retry_interval_s
+        was_refused = False
         while not self._stop_step.is_set():
             try:
                 kv.sync_bootstrap()
                 self._bootstrap_wake.wait(2.0)
             except ChituError as error:
-                logger.debug("bootstrap server: %s", error)
+                is_refused = isinstance(error, RouteError)  # it would help nobody to wait in silence for another answer
+                logger.log(logging.ERROR if is_refused and not was_refused else logging.DEBUG, "bootstrap: %s", error)
+                was_refused = is_refused
                 self._stop_step.wait(wait_s)
 
 

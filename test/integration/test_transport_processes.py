@@ -307,6 +307,20 @@ def test_shm_refuses_a_session_that_names_another_file(name: str, value: str, wo
     pool.close()
 
 
+def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_path: Path) -> None:
+    pool, transport = new_pool(), ShmTransport()
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    with (tmp_path / "precious").open("w+b") as file:
+        file.truncate(pool.arena_bytes)
+        info = os.fstat(file.fileno())
+        named = {**session.attributes, "fd": str(file.fileno()), "inode": str(info.st_ino), "offset": "0"}
+        with pytest.raises(TransferFailed, match="no anonymous shared file"):
+            transport.connect(memory, TransportSession(session.transport, session.session_id, named))
+    transport.close()
+    pool.close()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

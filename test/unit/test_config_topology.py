@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology, packaged_topologies
 from chitu.config.schema import Topology
 from chitu.config.topology import (
@@ -16,6 +17,7 @@ from chitu.config.topology import (
     on_one_host,
     problems,
     threads_of,
+    warn_without_key,
 )
 from chitu.errors import ConfigError
 from chitu.types import Role
@@ -177,3 +179,11 @@ def test_threads_are_shared_by_the_instances_of_a_host() -> None:
         "dp_config.router.decode_schedulers.2.threads=7", "dp_config.router.decode_schedulers.2.tp_size=2"
     )
     assert threads_of(ranks, instances(ranks)[4], cores=9) == 3, "each rank's part"
+
+
+def test_several_hosts_without_a_key_are_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    warn_without_key(load_topology(None))
+    warn_without_key(with_cluster_key(two_nodes(), "0123456789abcdef"))
+    assert not caplog.records
+    warn_without_key(two_nodes())
+    assert "NO CLUSTER KEY on 2 hosts" in caplog.text

@@ -29,6 +29,8 @@ from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
 NAME = "shm"
+MEMFD_LINK = "/memfd:"
+"""How /proc shows an anonymous shared file."""
 
 
 class _Range(NamedTuple):
@@ -183,6 +185,9 @@ def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int,
         file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
         try:
             found = os.fstat(file)
+            if not os.readlink(f"fd/{fd}", dir_fd=folder).startswith(MEMFD_LINK):
+                # Or a registration could have us write into any file that the process named has open.
+                raise TransferFailed(f"shm: fd {fd} of process {pid} is no anonymous shared file")
             if found.st_ino != inode:
                 raise TransferFailed(f"shm: fd {fd} of process {pid} is inode {found.st_ino}, announced was {inode}")
             if offset + memory.arena_bytes > found.st_size:
