@@ -42,7 +42,7 @@ def test_attempts_that_lose_every_word_end_with_one_that_names_state_pair_and_ti
     assert client.generation.error.code == "transfer_timeout"
     text = client.generation.error.message
     assert text.startswith("attempt 3 waited 7.1 s in PREFILL for the first token of P")
-    assert world.router.in_flight == 0 and not world.router._first_tokens._buckets
+    assert world.router.in_flight == 0 and not world.router._attempts._first_tokens._buckets
 
 
 @pytest.mark.parametrize("finishes", [False, True])
@@ -58,7 +58,7 @@ def test_an_attempt_whose_first_token_came_has_the_requests_deadline_alone(finis
         world.emit(room, 2, finish="length")
     world.clock.advance(11.0)
     world.router.tick()
-    assert client.generation is not None and not world.router._first_tokens._buckets
+    assert client.generation is not None and not world.router._attempts._first_tokens._buckets
     if not finishes:
         assert client.generation.error is not None
         text = "(router.request_timeout_s): attempt 1 waited 61.0 s in DECODE for the last token of P0-D0"
