@@ -28,9 +28,9 @@ def compute(pair: Pair) -> None:
         pass
 
 
-def arrived(verify_kv: VerifyKV, harm: Callable[[np.ndarray], None] = lambda pages: None) -> Pair:
+def arrived(verify_kv: VerifyKV, harm: Callable[[np.ndarray], None] = lambda pages: None, seed: int = 1) -> Pair:
     """Everything landed and P said Success; then `harm` changes D's pages (`[region, position, bytes]`)."""
-    pair = Pair(verify_kv=verify_kv).join()
+    pair = Pair(seed, verify_kv).join()
     pair.both_halves(NUM_TOKENS)
     compute(pair)
     kv, pages = pair.d.memory.kv, pair.d.requests[pair.room].pages
@@ -100,9 +100,11 @@ def test_a_byte_that_the_transport_flips(verify_kv: VerifyKV) -> None:
         assert isinstance(pair.error(pair.d), Integrity) and Kind.SUCCESS not in pair.seen(pair.d)
 
 
+@pytest.mark.parametrize("seed", range(1, 7))
 @pytest.mark.parametrize("verify_kv", ["sample", "all"])
-def test_what_is_right_succeeds_once_it_was_looked_at(verify_kv: VerifyKV) -> None:
-    pair = arrived(verify_kv)
+def test_what_is_right_succeeds_once_it_was_looked_at(verify_kv: VerifyKV, seed: int) -> None:
+    """Whether layers were written one by one or several at once: the seed chooses how much a write may have."""
+    pair = arrived(verify_kv, seed=seed)
     assert pair.seen(pair.p)[-1] is Kind.SUCCESS, "P's pages are not kept for it"
     assert pair.seen(pair.d) == [Kind.LOGITS_READY]
     assert pair.d.verify_one() and not pair.d.verify_one()
