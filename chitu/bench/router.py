@@ -1,9 +1,9 @@
 """What a request and a streamed token cost on the router: `python -m chitu.bench.router [--json-dir DIR]`.
 
-Starts the real router process and one fake worker process (P0 and D0), sends completions over kept-alive
-connections from this process, and reads the router's own CPU time from the kernel, all its threads included. The
-prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine reached with
-load generator and workers beside the router; CPU per request and per token are the router's alone.
+Starts the real router (one process, or more with `--workers`) and one fake worker process (P0 and D0), sends
+completions over kept-alive connections from this process, and reads the router's own CPU time from the kernel, all its
+threads included. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this
+machine reached with load generator and workers beside the router; CPU per request and per token are the router's alone.
 
 Prompts are 400 characters of common English words, one word in forty made up at random and so new to the router. The
 tokenizer is trained for the occasion (byte-level BPE, 8192 tokens), so that a token has about as many characters as
@@ -147,11 +147,11 @@ def make_request(model: str, prompt: str, max_tokens: int, stream: bool) -> byte
 
 
 async def load(
-    port: int, pid: int, requests: Iterator[bytes], stream: bool, concurrency: int, duration_s: float
+    port: int, pids: Sequence[int], requests: Iterator[bytes], stream: bool, concurrency: int, duration_s: float
 ) -> Result:
     loop = asyncio.get_running_loop()
     ends_at_s = time.perf_counter() + duration_s
-    cpu_before_s, begin_s = cpu_seconds(pid), time.perf_counter()
+    cpu_before_s, begin_s = sum(map(cpu_seconds, pids)), time.perf_counter()
     pairs = [
         await loop.create_connection(lambda: LoadConnection(requests, stream, ends_at_s), "127.0.0.1", port)
         for _ in range(concurrency)
@@ -159,7 +159,7 @@ async def load(
     connections = [connection for _, connection in pairs]
     async with asyncio.timeout(duration_s + 30):
         await asyncio.gather(*(connection.done for connection in connections))
-    seconds, cpu_s = time.perf_counter() - begin_s, cpu_seconds(pid) - cpu_before_s
+    seconds, cpu_s = time.perf_counter() - begin_s, sum(map(cpu_seconds, pids)) - cpu_before_s
     for transport, _ in pairs:
         transport.close()
     latencies = sorted(latency for connection in connections for latency in connection.latencies_s)
@@ -185,9 +185,9 @@ async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace)
     results = []
     for stream in (False, True):
         requests = make_requests(model, args.tokens, stream)
-        await load(router.ports["port"], router.pid, requests, stream, 4, 0.3)  # warm
+        await load(router.ports["port"], router.pids, requests, stream, 4, 0.3)  # warm
         for concurrency in args.concurrency:
-            result = await load(router.ports["port"], router.pid, requests, stream, concurrency, args.seconds)
+            result = await load(router.ports["port"], router.pids, requests, stream, concurrency, args.seconds)
             results.append(result)
     return results
 
@@ -200,11 +200,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the fake decode instance; 0: no pause")
     parser.add_argument("--policy", default="round_robin")
+    parser.add_argument("--workers", type=int, default=1, help="API processes of the router (router.workers)")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(args.model) if args.model else _small_model(Path(folder))
-        overrides = (f"dp_config.router.policy={args.policy}", "model.served_name=bench")
+        router_keys = (f"policy={args.policy}", f"workers={args.workers}")
+        overrides = (*(f"dp_config.router.{key}" for key in router_keys), "model.served_name=bench")
         with RouterUnderTest(Path(folder), model, overrides) as router:
             router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3))
             results = uvloop.run(measure(router, "bench", args))

@@ -65,6 +65,12 @@ class RouterUnderTest:
         return self.process.pid
 
     @property
+    def pids(self) -> list[int]:
+        """The router and its API processes."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [self.pid, *map(int, children)]
+
+    @property
     def log(self) -> str:
         return (self.folder / "router.log").read_text()
 

@@ -106,7 +106,8 @@ class AdmissionConfig(Section, frozen=True):
     thirds of `deadlines.queue_s` and `deadlines.transfer_s`, in which the wait passes. With an aim for the first token
     (2 s, say), about half of that."""
     requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Per API key (per client address where no keys are configured); 0: without limit. Beyond it 429."""
+    """Per API key (per client address where no keys are configured); 0: without limit. Beyond it 429. Each of several
+    `workers` counts for itself."""
     burst: Positive = 32
     """Requests that may come at once within `requests_per_s`."""
 
@@ -180,6 +181,8 @@ class RouterConfig(Section, frozen=True):
     stats_port: Port = 29600
     token_port: Port = 29700
     workers: Positive = 1
+    """API processes behind `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is one
+    process. With more, process i has the token port `token_port` + i (any free one where that is 0)."""
     policy: PolicyName = "round_robin"
     """How P and D are chosen. `prefix_affinity` is about P (where a prompt's beginning was computed before); D is then
     the least loaded."""
@@ -188,7 +191,7 @@ class RouterConfig(Section, frozen=True):
     decode_policy: DecodePolicyName | None = None
     """Over `policy`, for D."""
     max_in_flight: Positive = 4096
-    """Requests at once; more get 429."""
+    """Requests at once in the whole router; more get 429. Each of several `workers` may have its equal part."""
     max_body_bytes: Positive = 16 << 20
     request_timeout_s: Seconds = 600.0
     api_keys: tuple[str, ...] = ()

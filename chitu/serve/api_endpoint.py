@@ -111,17 +111,13 @@ class ApiEndpoint:
 
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:
-    """What one of `config.workers` API processes may take of what counts for the whole router."""
+    """The configuration of one of `config.workers` API processes: of `max_in_flight` its part, and a token port of its
+    own. Rates of clients are counted by each for itself, because a client with one connection has one process only."""
     workers = config.workers
     limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
-    admission = msgspec.structs.replace(
-        config.admission,
-        requests_per_s=config.admission.requests_per_s / workers,
-        burst=max(1, config.admission.burst // workers),
-    )
     # A fixed token port means it and the ones behind it.
     token_port = config.token_port + index if config.token_port else 0
-    return msgspec.structs.replace(config, max_in_flight=limit, admission=admission, token_port=token_port)
+    return msgspec.structs.replace(config, max_in_flight=limit, token_port=token_port)
 
 
 def settle_memory() -> None:

@@ -44,6 +44,8 @@ SILENT_S = 2.0
 """One that said nothing for so long (it reports every 0.5 s) gets no connections while another does better."""
 HUNG_S = 20.0
 """And after so long it is killed."""
+LAST_WORDS_S = 0.5
+"""Without its feed it can do nothing any more, but end with an exit code of its own."""
 START_S = 60.0
 """A start that takes longer has failed."""
 STABLE_S = 60.0
@@ -157,9 +159,12 @@ class WorkerPool:
             elif silent_s > (HUNG_S if worker.is_ready else START_S):
                 log.error("%s hangs: it said nothing for %.0f s and is killed", _name(worker), silent_s)
                 worker.process.kill()
-        for corpse in [corpse for corpse in self._corpses if corpse.process.poll() is not None]:
-            self._corpses.remove(corpse)
-            self._bury(corpse)
+        for corpse in list(self._corpses):
+            if corpse.process.poll() is not None:
+                self._corpses.remove(corpse)
+                self._bury(corpse)
+            elif not self._is_ending and now_s - corpse.heard_s > LAST_WORDS_S:
+                corpse.process.kill()
         for index, slot in enumerate(self._slots):
             if slot.restart_at_s is not None and now_s >= slot.restart_at_s and not self._is_ending:
                 slot.restart_at_s = None
@@ -198,10 +203,7 @@ class WorkerPool:
             return
         slot.worker = None
         self._corpses.append(worker)
-        if not self._is_ending:
-            # It cannot come back from this, whatever it still does.
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.kill()
+        worker.heard_s = time.monotonic()
         worker.channel.close()
         if worker.feed is not None:
             worker.feed.close()
