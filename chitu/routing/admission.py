@@ -25,8 +25,9 @@ from chitu.messages import LoadReport
 from chitu.routing.policy import Candidates, InstanceKey, instance_key
 from chitu.types import Role
 
-MEMORY_S = 10.0
-"""A rate forgets: what was measured so many seconds of backlog ago counts by 1/e."""
+MEMORY_S = (2.0, 10.0)
+"""A rate forgets: what was measured so many seconds of backlog ago counts by 1/e. As long as the wait that it predicts
+may be, between these two: who promises a short wait must see soon that an instance became slower."""
 TURNOVER = 0.25
 """D's rate is taken once so much of what it runs was replaced: requests that began together end together, and the pause
 before is no rate."""
@@ -41,6 +42,7 @@ class QueueEstimate:
     """One instance's queue as its reports tell, in its unit."""
 
     role: Role
+    memory_s: float = MEMORY_S[1]
     reported: int = 0
     reported_s: float = 0.0
     sent: int = 0
@@ -62,9 +64,10 @@ class QueueEstimate:
         if work < enough or seconds <= 0:
             return
         self._taken = (load.backlog_s, load.backlog_work)
-        kept = math.exp(-seconds / MEMORY_S)
-        self._seconds = self._seconds * kept + seconds
-        self._work = self._work * kept + work
+        kept = math.exp(-seconds / self.memory_s)
+        share = self.memory_s * (1 - kept) / seconds  # a long stretch has faded too by its end
+        self._seconds = self._seconds * kept + seconds * share
+        self._work = self._work * kept + work * share
         self.rate = self._work / self._seconds
 
     @property
@@ -111,6 +114,7 @@ class Admission:
         deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
         survivable_s = min(MARGIN * min(deadlines.queue_s, deadlines.transfer_s), config.request_timeout_s)
         self.max_wait_s = survivable_s if wanted_s is None else min(wanted_s, survivable_s)
+        self._memory_s = min(max(MEMORY_S[0], self.max_wait_s), MEMORY_S[1])
         self._clock = clock
         self._queues: dict[InstanceKey, QueueEstimate] = {}
         self._prefill = self._decode = RoleQueue(())
@@ -133,7 +137,7 @@ class Admission:
         """The cluster changed. Only instances that may get requests count."""
         known = self._queues
         keys = [instance_key(instance) for instance in candidates.serving]
-        self._queues = {key: known.get(key) or QueueEstimate(key.role) for key in keys}
+        self._queues = {key: known.get(key) or QueueEstimate(key.role, self._memory_s) for key in keys}
         queues = self._queues.values()
         self._prefill = RoleQueue(queue for queue in queues if queue.role is not Role.DECODE)
         self._decode = RoleQueue(queue for queue in queues if queue.role is Role.DECODE)

@@ -132,6 +132,18 @@ def test_a_rate_follows_the_instance() -> None:
     assert door.refusal() is None, "ten tokens a second were long ago"
 
 
+def test_the_shorter_the_promised_wait_the_sooner_a_slower_instance_is_seen() -> None:
+    refused = []
+    for max_queue_s in (1.0, 10.0):
+        door = Door(P0, D0, max_queue_s=max_queue_s)
+        door.report(P0, queue=0, seconds=100.0, work=100_000)
+        for _ in range(4):
+            # A quarter of its speed: what looked like half the bound is twice as much.
+            door.report(P0, queue=int(500 * max_queue_s), seconds=1.0, work=250)
+        refused.append(door.refusal() is not None)
+    assert refused == [True, False]
+
+
 def test_what_is_admitted_does_not_die_in_the_queue_of_the_instance() -> None:
     assert Door(P0, D0, max_queue_s=None, queue_s=30.0).admission.max_wait_s == pytest.approx(20.0)
     assert Door(P0, D0, max_queue_s=30.0, queue_s=30.0).admission.max_wait_s == pytest.approx(20.0)
