@@ -1,6 +1,6 @@
 """Whole P and D under scripts of faults: whatever happens, each request ends once, right, in time; no page is lost.
 
-`CHITU_PROTOCOL_CASES` is the number of scripts (400); by hand many thousand. A failing script is shrunk and printed as
+`CHITU_PROTOCOL_CASES` is the number of scripts (280); by hand many thousand. A failing script is shrunk and printed as
 the list of `Op` that `ClusterWorld.play` takes: add it below as a test of its own.
 """
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from routed_world import RoutedWorld
 
-CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "400"))
+CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))
 KINDS = (
     *["ask"] * 6,
     *["run"] * 8,
@@ -31,7 +31,7 @@ SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
 MANY = settings(
     max_examples=CASES,
     deadline=None,
-    derandomize=CASES == 400,
+    derandomize=CASES == 280,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
