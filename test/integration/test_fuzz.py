@@ -1,0 +1,205 @@
+"""Random and mutated frames on every socket of a live router, P and D: nobody dies, and afterwards all is as before."""
+
+from __future__ import annotations
+
+import os
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+import zmq
+from completions import complete_all, instance_loads, is_whole, wait_until
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.messages import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    CancelRequest,
+    DecodeRequest,
+    Drain,
+    Finish,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    KVArgsRegisterInfo,
+    KVLayout,
+    Leave,
+    LoadReport,
+    PrefillRequest,
+    RankMemory,
+    RegisterReply,
+    RequestFailed,
+    SamplingParams,
+    StatusAck,
+    TokenBatch,
+    TransferInfo,
+    TransferStatus,
+    TransportSession,
+    UnifiedRequest,
+    encode,
+    pack_i32,
+)
+from chitu.types import REGISTRATION_ROOM, Role
+
+PD = "dp_config.router.pd_disaggregation"
+NUM_FRAMES = int(os.environ.get("CHITU_FUZZ_FRAMES", "100000"))
+"""Over all sockets."""
+SEED = int(os.environ.get("CHITU_FUZZ_SEED", "1"))
+ROOM = bytes(range(16))
+PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 180))]
+GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+SAMPLING = SamplingParams(max_tokens=4)
+MEMORY = RankMemory(0, (TransportSession("shm", "s", {"pid": "1"}),), 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2)
+REQUESTS = [
+    PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
+    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
+    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 9, 70_000),
+    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 9, 40_000),
+    UnifiedRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
+    CancelRequest(ROOM),
+]
+CONTROL = [
+    RegisterReply(0, 5, 6),
+    TransferInfo(5, pack_i32([3, 4]), 2, 20),
+    TransferStatus(5, 4, bytes_per_rank=(64,)),
+    StatusAck(5, 4),
+    AuxReady(5),
+    AbortTransfer(5, "capacity", "x"),
+    AbortAck(5),
+]
+STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport()), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
+COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
+TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")])]
+ODD_VALUES = [
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1 << 31,
+        -(1 << 31),
+        (1 << 63) - 1,
+        (1 << 64) - 1,
+        65536,
+        float("nan"),
+        float("inf"),
+        -1e308,
+    ),
+    *("", "x" * 3000, "a b", "[::", "\x00", "../../etc", b"", bytes(16), b"\xff" * 7, [], {}, [[]], {"type": "join"}),
+]
+
+
+def mutated(rng: random.Random, message: Any) -> bytes:
+    """A frame like that of `message`, or nothing like it."""
+    kind = rng.randrange(4)
+    frame = bytearray(encode(message))
+    if kind == 0:
+        return rng.randbytes(rng.randrange(200))
+    if kind == 1:
+        for _ in range(rng.randint(1, 4)):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        return bytes(frame)
+    if kind == 2:
+        start = rng.randrange(len(frame))
+        return bytes(frame[:start] + rng.randbytes(rng.randrange(3)) + frame[start + rng.randrange(4) :])
+    value = msgspec.msgpack.decode(bytes(frame), strict=False)
+    _replace_some(rng, value)
+    try:
+        return msgspec.msgpack.encode(value)
+    except (OverflowError, ValueError):
+        return b""
+
+
+def _replace_some(rng: random.Random, node: Any) -> None:
+    keys: list[Any] = list(node) if isinstance(node, dict) else list(range(len(node)))
+    if not keys:
+        return
+    key = rng.choice(keys)
+    below = node[key]
+    if isinstance(below, dict | list) and below and rng.random() < 0.7:
+        _replace_some(rng, below)
+    elif isinstance(node, dict) and rng.random() < 0.1:
+        node["".join(rng.choices(string.ascii_letters, k=5))] = rng.choice(ODD_VALUES)
+    else:
+        node[key] = rng.randbytes(16) if key == "room" and rng.random() < 0.5 else rng.choice(ODD_VALUES)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    short = [f"{PD}.deadlines.{name}=2" for name in ("bootstrap_s", "queue_s", "transfer_s")]
+    overrides = [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", f"{PD}.transport=shm"]
+    with LocalCluster(load_topology(None, [*overrides, *short])) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def layout_of(cluster: LocalCluster) -> KVLayout:
+    """The real one, so that frames get as far as they can."""
+    instances = httpx.get(f"{cluster.url}/cluster", trust_env=False).json()["instances"]
+    return msgspec.convert(instances[0]["layout"], KVLayout)
+
+
+def ports_of(cluster: LocalCluster, name: str) -> list[int]:
+    connections = psutil.Process(cluster.pid(name)).net_connections(kind="tcp")
+    return sorted({c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN})
+
+
+def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: LocalCluster) -> None:
+    before = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
+    pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
+    layout = layout_of(cluster)
+    joins = [Join(1, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512)) for role in (Role.PREFILL, Role.DECODE)]
+    registration = KVArgsRegisterInfo(1, 7, 5, "127.0.0.1", 1, layout, (MEMORY,))
+    targets: list[tuple[int, int, list[Any]]] = [
+        (zmq.PUSH, cluster.ports["stats_port"], STATS),
+        (zmq.PUSH, cluster.ports["token_port"], TOKENS),
+        (zmq.DEALER, cluster.ports["coordination_port"], [*joins, *COORDINATION]),
+    ]
+    for name in ("P0", "D0"):  # which is the request and which the control port makes no difference here
+        targets += [(zmq.PUSH, port, [*REQUESTS, *CONTROL, *[registration] * 6]) for port in ports_of(cluster, name)]
+    assert len(targets) == 3 + 4
+    rng = random.Random(SEED)
+    context = zmq.Context()
+    for kind, port, messages in targets:
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.SNDTIMEO, 30_000)
+        socket.setsockopt(zmq.LINGER, 30_000)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        for _ in range(-(-NUM_FRAMES // len(targets))):
+            message = rng.choice(messages)
+            parts = [mutated(rng, message)]
+            if message is registration and rng.random() < 0.8:
+                parts.insert(0, REGISTRATION_ROOM)
+            elif rng.random() < 0.5:
+                parts.insert(0, rng.choice([ROOM, bytes(16), rng.randbytes(16), rng.randbytes(3)]))
+            socket.send_multipart(parts)
+        socket.close()
+    context.term()  # everything has left
+
+    per_target = NUM_FRAMES // len(targets)
+
+    def is_whole_again() -> bool:
+        loads = instance_loads(cluster.url)
+        if any(loads.get(name, {}).get("unknown_frames", 0) < per_target for name in ("P0", "D0")):
+            return False  # it still reads: at least half of what two sockets got is no message at all
+        return all(name in loads and is_whole(loads[name]) for name in ("P0", "D0"))
+
+    wait_until(is_whole_again, 60.0, lambda: instance_loads(cluster.url))
+    assert {name: cluster.pid(name) for name in pids} == pids, "nobody died"
+    for name in pids:
+        log = cluster.logs(name)
+        for sign in ("Traceback", "died", "handler failed"):
+            assert sign not in log, log[max(0, log.index(sign) - 500) : log.index(sign) + 2500]
+    wait_until(lambda: httpx.get(f"{cluster.url}/health", trust_env=False).status_code == 200, 30.0, lambda: "no pair")
+    after = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
+    assert [one.token_ids for one in after] == [one.token_ids for one in before]
