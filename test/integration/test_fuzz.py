@@ -79,7 +79,7 @@ CONTROL = [
 STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport()), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
 TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")])]
-ODD_VALUES = [
+ODD_VALUES: list[Any] = [
     *(
         None,
         True,
