@@ -225,6 +225,26 @@ def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: 
     )
 
 
+def test_a_process_that_hangs_gets_no_connections_and_delays_no_heartbeat(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000")
+    hung = workers(router)[1]
+    os.kill(hung.pid, signal.SIGSTOP)
+    try:
+        # Longer than it takes to be noticed, and than a lease.
+        pause = threading.Event()
+        pause.wait(4.0)
+        answers = [complete(router) for _ in range(6)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-chitu-worker"] for answer in answers} == {"0", "2"}
+        snapshot = RouterClient(router.url).cluster()
+        assert {i.status for i in snapshot.instances} == {"up"}
+        assert "is gone" not in router.log
+    finally:
+        os.kill(hung.pid, signal.SIGCONT)
+    assert set(from_each(router, "/health")) == {"0", "1", "2"}
+    assert {w.pid for w in workers(router)} >= {hung.pid}
+
+
 def test_sigterm_under_load_finishes_what_runs_and_exits_with_0(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
     pids = [w.pid for w in workers(router)]
