@@ -243,6 +243,8 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
     world.clock.advance(REQUEST_TIMEOUT_S + 0.1 if state is not SequenceState.WAITING else CLUSTER_DEADLINES.queue_s)
     process.step()
     assert [s.state for s in process.sequences().values()] in ([], [SequenceState.CLOSING])
+    process.step()
+    assert not process.executor.saved_keys and not process.executor.live_slots
     while world.reports:
         world.reports.popleft()()
     (asked,) = world.requests.values()
