@@ -67,6 +67,7 @@ class Worker:
     heard_s: float
     feed: Feed[ToCoordinator] | None = None
     is_ready: bool = False
+    is_silent: bool = False
     num_open: int = 0
     report: WorkerReport | None = None
     """The newest."""
@@ -267,8 +268,12 @@ class WorkerPool:
 
     def _choose_takers(self, now_s: float) -> None:
         ready = [] if self._is_ending else self.ready()
-        attentive = [worker for worker in ready if now_s - worker.heard_s <= SILENT_S]
-        self.gate.set_takers(attentive or ready)
+        for worker in ready:
+            is_silent = now_s - worker.heard_s > SILENT_S
+            if is_silent and not worker.is_silent:
+                log.warning("%s said nothing for %g s; others get the new connections", _name(worker), SILENT_S)
+            worker.is_silent = is_silent
+        self.gate.set_takers([worker for worker in ready if not worker.is_silent] or ready)
 
 
 def _name(worker: Worker) -> str:

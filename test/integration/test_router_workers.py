@@ -230,9 +230,7 @@ def test_a_process_that_hangs_gets_no_connections_and_delays_no_heartbeat(router
     hung = workers(router)[1]
     os.kill(hung.pid, signal.SIGSTOP)
     try:
-        # Longer than it takes to be noticed, and than a lease.
-        pause = threading.Event()
-        pause.wait(4.0)
+        wait_until(lambda: f"(pid {hung.pid}) said nothing" in router.log, WAIT_S, lambda: router.log[-2000:])
         answers = [complete(router) for _ in range(6)]
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.headers["x-chitu-worker"] for answer in answers} == {"0", "2"}
