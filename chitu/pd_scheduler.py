@@ -162,7 +162,7 @@ class PDScheduler:
             result = self._executor.execute(plan, on_layer)
             self._postprocess(plan, chunks, result)
             self._steps += 1
-        self._tokens.flush()
+        self._tokens.flush(self._clock.monotonic())
         if worked:
             self._is_checked = False
         elif not self._is_checked and self.is_idle:

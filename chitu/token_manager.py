@@ -3,6 +3,9 @@
 A router is one process with one token port, or several (`router.workers`) with one each; a request says which of them
 it came from and where that listens. The sockets to such ports are opened at the first request from there (`expect`) and
 closed when the process is gone (`forget`).
+
+A connection that breaks takes messages with it, so they are numbered: who sees a gap knows that tokens are missing. A
+port that got messages once gets an empty one every `BEAT_S`, so that a lost last token does not stay unnoticed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], bool]
 """Hands a frame to the token port; False where the queue to the router is full. Never blocks."""
+BEAT_S = 0.5
 MAX_WORKERS = 256
 """API processes of one router at once; a socket each."""
 
@@ -45,6 +49,9 @@ class _Batch:
     rooms: list[bytes] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
+    number: int = 0
+    """Messages so far."""
+    sent_s: float = 0.0
 
 
 class TokenManager:
@@ -93,14 +100,18 @@ class TokenManager:
         if batch is not None:
             batch.finished.append(finish)
 
-    def flush(self) -> None:
+    def flush(self, now_s: float = 0.0) -> None:
+        """At the end of every step, and of every turn without one; `now_s` on the step thread's clock."""
         for batch in self._batches.values():
-            if batch.rooms or batch.finished:
+            if batch.rooms or batch.finished or (batch.number and now_s - batch.sent_s >= BEAT_S):
+                batch.sent_s = now_s
                 self._flush(batch)
 
     def _flush(self, batch: _Batch) -> None:
         count = len(batch.tokens)
-        if not batch.send(encode(TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished))):
+        batch.number += 1
+        message = TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number)
+        if not batch.send(encode(message)):
             # The router has not read for so long that it is gone; its clients are, too.
             logger.error("token queue to the router is full: dropped %d tokens", count)
             self.tokens_dropped += count

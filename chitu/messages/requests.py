@@ -142,6 +142,9 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     rooms: list[bytes]
     tokens: list[int]
     finished: list[Finish]
+    number: int = 0
+    """Of the messages that this incarnation sent to this port, from 1: one that is missing was lost with a connection.
+    0: not counted."""
 
 
 scheduler_codec: Codec[SchedulerMessage] = Codec(SchedulerMessage)
