@@ -3,8 +3,8 @@
 Used by `bench/soak.py` and by the chaos tests. `SteadyLoad` has one thread with an asyncio loop, in which every client
 lives; its methods may be called by any one other thread. Each request ends as exactly one `Answer` with one outcome:
 `right`, `wrong` (other tokens, which must never be), `left` (the client went away on purpose), the code of a typed
-error, or what must not be either: `hung` (no end within the client's patience), `connection lost`, `cut off` (the
-stream ended without its last word), `untyped ...` (an error that is not of the closed list).
+error, `connection refused` and `connection lost` (the router is away), or what must never be: `hung` (no end within the
+client's patience), `cut off` (the stream ended without its last word), `untyped ...` (no error of the closed list).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import httpx
 
 from chitu.errors import Internal, from_code
 
-RIGHT, WRONG, LEFT, HUNG, LOST, CUT_OFF = "right", "wrong", "left", "hung", "connection lost", "cut off"
-REST_S = 0.1
+RIGHT, WRONG, LEFT, HUNG = "right", "wrong", "left", "hung"
+LOST, REFUSED, CUT_OFF = "connection lost", "connection refused", "cut off"
+REST_S = 0.3
 """Between a failed request of a client and its next one: a router that restarts is not hammered."""
 T = TypeVar("T")
 
@@ -155,6 +156,8 @@ class SteadyLoad:
                 await self._converse(answer)
         except TimeoutError:
             answer.outcome = LEFT if ask.leave_after_s else HUNG
+        except httpx.ConnectError:
+            answer.outcome = REFUSED
         except httpx.HTTPError as error:
             answer.outcome, answer.detail = LOST, f"{type(error).__name__}: {error}"
         finally:

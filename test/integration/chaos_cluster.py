@@ -1,8 +1,9 @@
 """A real 2P2D to be hurt: checksum engines behind proxied wires, under a steady load whose answers are all checked.
 
-Used by the chaos, drain and soak tests, from one thread. A *blow* hits one process (SIGKILL, SIGSTOP, or all its
-connections cut), `mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in
-which the blow shall find them; what phase that is, the router says (`GET /cluster`).
+Used by the chaos and drain tests, from one thread. A *blow* hits one process: SIGKILL, SIGSTOP, a cut (all its
+connections break and stay away for a while) or a blink (they lose what is on the way, and are made anew at once);
+`mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in which the blow
+shall find them; what phase that is, the router says (`GET /cluster`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from chitu.launch.local import LocalCluster
 from chitu.messages import LoadReport, SamplingParams
 from chitu.serve.cluster_snapshot import ClusterSnapshot
 
-Blow = Literal["SIGKILL", "SIGSTOP", "cut"]
+Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
 VOCAB_SIZE = 1280
 """Of the embedded model's tokenizer."""
 PATIENCE_S = 40.0
@@ -49,6 +50,7 @@ SETTINGS = [
     f"{ROUTER}.prefill_schedulers=[{{host: 127.0.1.1}}, {{host: 127.0.1.2}}]",
     f"{ROUTER}.decode_schedulers=[{{host: 127.0.2.1}}, {{host: 127.0.2.2}}]",
     f"{ROUTER}.pd_disaggregation.transport=shm",
+    f"{ROUTER}.breaker={{open_s: 1.0, max_open_s: 1.0}}",
     f"{DEADLINES}.bootstrap_s=2",
     f"{DEADLINES}.queue_s=4",
     f"{DEADLINES}.transfer_s=4",
@@ -57,8 +59,10 @@ SETTINGS = [
     f"{DEADLINES}.lease_s=1.5",
     f"{DEADLINES}.retry_interval_s=0.2",
 ]
-"""Short deadlines, so that a blow can outlast all of them."""
+"""Short deadlines, so that a blow can outlast all of them; and who was hit before gets requests again soon."""
 CUT_S = 2.5
+BLINK_S = 0.4
+"""Far shorter than a lease, so that everybody stays in the cluster."""
 STOP_S = 4.5
 """Longer than every deadline above."""
 
@@ -179,6 +183,8 @@ class ChaosCluster:
         if blow == "cut":
             assert self.wires.connections_of(name), f"{name} has no connection that could be cut"
             self.wires.cut(name)
+        elif blow == "blink":
+            self.wires.freeze(name)
         else:
             self.processes.kill(name, signal.Signals[blow])
 
@@ -187,6 +193,10 @@ class ChaosCluster:
         pause = threading.Event()
         if blow == "cut":
             pause.wait(CUT_S)
+            self.wires.heal(name)
+        elif blow == "blink":
+            pause.wait(BLINK_S)
+            self.wires.cut(name)
             self.wires.heal(name)
         elif blow == "SIGSTOP":
             pause.wait(STOP_S)

@@ -3,9 +3,11 @@
 Each process publishes another loopback address than the one it listens at (all of 127.0.0.0/8 is this machine), and at
 that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
 view, which the router publishes. Who connects is found by the local port of the connection in /proc, so a cut can take
-exactly one process off: its connections break, and new ones are taken and dropped, until it is healed. No root needed.
+exactly one process off: its connections break, and new ones are taken and dropped, until it is healed. A frozen one
+keeps its connections, but nothing passes. No root needed.
 
-One thread with an asyncio loop; `cut` and `heal` may be called by any thread. Clients talk to the router directly.
+One thread with an asyncio loop; `cut`, `freeze` and `heal` may be called by any thread. Clients talk to the router
+directly.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from chitu.types import instance_name
 
 REAL_HOST = "127.0.0.1"
 ROUTER = "router"
+FROZEN_POLL_S = 0.02
+END_S = 2.0
 
 
 @dataclass(eq=False)
@@ -48,6 +52,7 @@ class Wires:
         self._addresses = addresses
         self._pids = pids
         self._cut: set[str] = set()
+        self._frozen: set[str] = set()
         self._wires: set[Wire] = set()
         self._servers: dict[tuple[str, int], asyncio.Server] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -75,8 +80,14 @@ class Wires:
 
         asyncio.run_coroutine_threadsafe(cut(), self._loop).result()
 
+    def freeze(self, name: str) -> None:
+        """From now on nothing passes on the connections of a process; both ends think that they send. What was sent
+        meanwhile is lost with the next `cut`."""
+        self._loop.call_soon_threadsafe(self._frozen.add, name)
+
     def heal(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._cut.discard, name)
+        self._loop.call_soon_threadsafe(self._frozen.discard, name)
 
     def connections_of(self, name: str) -> int:
         return sum(name in wire.ends for wire in list(self._wires))
@@ -91,7 +102,9 @@ class Wires:
             if self._watching is not None:
                 self._watching.cancel()
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            await asyncio.gather(*tasks, return_exceptions=True)
+            _, left = await asyncio.wait(tasks, timeout=END_S) if tasks else ((), ())
+            for task in left:
+                task.cancel()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -136,18 +149,19 @@ class Wires:
         wire = Wire(ends, (writer, there[1]))
         self._wires.add(wire)
         try:
-            await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+            await asyncio.gather(self._copy(ends, reader, there[1]), self._copy(ends, there[0], writer))
         finally:
             self._wires.discard(wire)
             wire.break_off()
 
-
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Until one side ends; OSError then takes the other direction with it."""
-    while data := await source.read(1 << 16):
-        target.write(data)
-        await target.drain()
-    raise ConnectionResetError
+    async def _copy(self, ends: frozenset[str], source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        """Until one side ends; OSError then takes the other direction with it."""
+        while data := await source.read(1 << 16):
+            while ends & self._frozen:
+                await asyncio.sleep(FROZEN_POLL_S)
+            target.write(data)
+            await target.drain()
+        raise ConnectionResetError
 
 
 def owner_of_port(port: int, pids: Mapping[str, int]) -> str:

@@ -1,0 +1,25 @@
+"""A minute of `chitu bench soak`; the long one is run by hand (docs/operations.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_minute_of_load_with_accidents_is_right_and_flat(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "chitu.cli", "bench", "soak", "--minutes", "1", "--sample-s", "6"]
+    argv += ["--accident-s", "5", "--json-dir", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    (path,) = tmp_path.glob("soak-*.json")
+    samples = json.loads(path.read_text())["samples"]
+    assert sum(sample["outcomes"]["right"] for sample in samples) > 200
+    assert sum(len(sample["accidents"]) for sample in samples) >= 3
