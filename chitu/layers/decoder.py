@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from chitu.layers.shard import Shard
-from chitu.ops.interface import Batch, HeadSpec, LinearWeight, Ops, RotaryTable
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, Ops, RotaryTable
+from chitu.ops.routing import Router, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,20 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureMLP:
+    """Experts, of which each row has a few, and perhaps an MLP that all rows share."""
+
+    router: Router
+    experts: ExpertWeights
+    shared: GatedMLP | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     input_norm_D: torch.Tensor
     attention: AttentionLayer
     post_attention_norm_D: torch.Tensor
-    mlp: GatedMLP
+    mlp: GatedMLP | MixtureMLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +96,7 @@ class DecoderModel:
             x_TD = self._linear_add(mixed_TC, attention.output, x_TD)
             if on_layer is not None and self.shard is not None:
                 on_layer(index)
-            inner_TI = ops.norm_gate_up(x_TD, layer.post_attention_norm_D, self.eps, layer.mlp.gate_up)
-            x_TD = self._linear_add(inner_TI, layer.mlp.down, x_TD)
+            x_TD = self._mlp_add(x_TD, layer.post_attention_norm_D, layer.mlp)
         return x_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
@@ -104,6 +113,18 @@ class DecoderModel:
         elsewhere_T = (token_ids_T < rows.start) | (token_ids_T >= rows.stop)
         x_TD = self.embedding_VD[(token_ids_T - rows.start).masked_fill_(elsewhere_T, 0)]
         return self.shard.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
+
+    def _mlp_add(self, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: GatedMLP | MixtureMLP) -> torch.Tensor:
+        """`x += mlp(norm(x))`, in place."""
+        ops = self.ops
+        if isinstance(mlp, GatedMLP):
+            return self._linear_add(ops.norm_gate_up(x_TD, norm_D, self.eps, mlp.gate_up), mlp.down, x_TD)
+        normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
+        # Every rank has part of every expert, so all of them choose, and choose alike: the router is whole on each.
+        mixed_TD = ops.mixture(normed_TD, route(normed_TD, mlp.router), mlp.experts)
+        if mlp.shared is not None:
+            mixed_TD = ops.linear_add(ops.gate_up(normed_TD, mlp.shared.gate_up), mlp.shared.down, mixed_TD)
+        return x_TD.add_(mixed_TD if self.shard is None else self.shard.all_reduce(mixed_TD))
 
     def _linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
         """`residual += x W^T + b`, summed over the ranks' parts of the input; in place."""

@@ -12,10 +12,11 @@ import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError
-from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
+from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP, MixtureMLP
 from chitu.layers.rotary import inverse_frequencies, rotary_table
 from chitu.layers.shard import Shard
 from chitu.models.config import ModelSpec
+from chitu.models.experts import build_mixture
 from chitu.models.weights import Rows, WeightSource
 from chitu.ops.interface import HeadSpec, Ops
 
@@ -78,7 +79,7 @@ def build_decoder(
 ) -> DecoderModel:
     """Take every tensor of the checkpoint, or this rank's part of it. `num_positions`: length of the rotary table."""
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
-    layers = [_layer(spec, traits, weights, ops, part, f"model.layers.{index}") for index in range(spec.num_layers)]
+    layers = [_layer(spec, traits, weights, ops, part, index) for index in range(spec.num_layers)]
     own = part.vocabulary[part.rank]
     embedding_VD = weights.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=own)
     if spec.tie_word_embeddings:
@@ -112,7 +113,8 @@ def build_decoder(
     )
 
 
-def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, prefix: str) -> DecoderLayer:
+def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}"
     attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
     q_rows, kv_rows, inner = (
         spec.num_heads * spec.head_dim,
@@ -143,6 +145,14 @@ def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, par
         q_norm_N,
         k_norm_N,
     )
+    mlp_layer: GatedMLP | MixtureMLP
+    if spec.experts is not None and index in spec.experts.layers:
+        mlp_layer = build_mixture(spec, spec.experts, weights, ops, mlp, part.rank, part.size)
+    else:
+        mlp_layer = GatedMLP(
+            gate_up=ops.prepare_gate_up(*by_output(mlp, gate_up, spec.mlp_bias)),
+            down=ops.prepare(*by_input(f"{mlp}.down_proj", inner, part.inner, spec.mlp_bias)),
+        )
     return DecoderLayer(
         input_norm_D=weights.take(f"{prefix}.input_layernorm.weight", hidden),
         attention=AttentionLayer(
@@ -151,8 +161,5 @@ def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, par
             output=ops.prepare(*by_input(f"{attention}.o_proj", q_rows, part.query, traits.output_bias)),
         ),
         post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        mlp=GatedMLP(
-            gate_up=ops.prepare_gate_up(*by_output(mlp, gate_up, spec.mlp_bias)),
-            down=ops.prepare(*by_input(f"{mlp}.down_proj", inner, part.inner, spec.mlp_bias)),
-        ),
+        mlp=mlp_layer,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.expert_spec import ExpertSpec, read_expert_spec
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -23,6 +24,7 @@ FAMILIES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture name in config.json -> module of `chitu.models`."""
 MAX_HEADER_BYTES = 100 << 20
@@ -64,6 +66,8 @@ class ModelSpec:
     bos_token_id: int | None
     dtype: str
     """Of the checkpoint: `float32`, `bfloat16` or `float16`."""
+    experts: ExpertSpec | None = None
+    """None: every layer has a dense MLP."""
 
     @property
     def family(self) -> str:
@@ -162,6 +166,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
             eos_token_ids=_eos_token_ids(folder, config),
             bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
             dtype=dtype,
+            experts=read_expert_spec(config, FAMILIES[architecture]),
         )
     except KeyError as error:
         raise ConfigError(f"model.path: {folder / 'config.json'} lacks {error.args[0]!r}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chitu.errors import UnsupportedModel
-from chitu.models import llama, qwen2, qwen3
+from chitu.models import llama, qwen2, qwen3, qwen3_moe
 from chitu.models.common import Traits
 from chitu.models.config import ModelSpec
 
@@ -13,6 +13,7 @@ _FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
     "llama": llama.traits,
     "qwen2": qwen2.traits,
     "qwen3": qwen3.traits,
+    "qwen3_moe": qwen3_moe.traits,
 }
 
 

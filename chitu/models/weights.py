@@ -57,8 +57,17 @@ class WeightSource:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+    def take(
+        self,
+        name: str,
+        *shape: int,
+        rows: range | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Tensor `name`, of exactly this shape, or only those rows (columns) of it: nothing else is read.
+
+        `dtype`: another one than the model's.
 
         ConfigError where it is missing, taken already or of another shape.
         """
@@ -80,7 +89,7 @@ class WeightSource:
         if self._progress is not None:
             self._progress(self._done, self._total)
         # A part of a row is strided; what keeps it must not keep the rest.
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        return tensor.to(device=self._device, dtype=dtype or self._dtype).contiguous()
 
     def take_rows(self, parts: Sequence[Rows], *rest: int) -> torch.Tensor:
         """The parts' rows stacked along the first dimension; the others are `rest`."""

@@ -84,6 +84,14 @@ class HeadSpec:
     k_norm_N: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which experts each row goes to (int64 `[T, A]`) and with what weight (float32), see `routing.py`."""
+
+    experts_TA: torch.Tensor
+    weights_TA: torch.Tensor
+
+
 class LinearWeight(Protocol):
     """A weight `[out, in]` and its bias, in whatever form the implementation wants."""
 
@@ -92,6 +100,13 @@ class LinearWeight(Protocol):
 
     @property
     def in_features(self) -> int: ...
+
+
+class ExpertWeights(Protocol):
+    """The gated MLPs of a layer's experts, in whatever form the implementation wants."""
+
+    @property
+    def num_experts(self) -> int: ...
 
 
 class Ops(Protocol):
@@ -126,6 +141,14 @@ class Ops(Protocol):
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         """`gate_up(rms_norm(x))`."""
+        ...
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        """Bring the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` into the form that `mixture` wants."""
+        ...
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+        """The weighted sum of what each row's experts make of it, `[T, D]`, a new tensor."""
         ...
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

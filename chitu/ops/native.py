@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,18 @@ class PackedWeight:
     bias_pointer: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """Gate and up, and down, of each expert."""
+
+    gate_up: tuple[PackedWeight, ...]
+    down: tuple[PackedWeight, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate_up)
+
+
 def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
     """Panels of a `[out, in]` weight. With `gate_up`, `out_features` is the width of the result (half the rows)."""
     out_features, in_features = weight_OI.shape
@@ -163,6 +176,21 @@ class NativeOps:
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self._linear(x_TD, packed(weight), GATE_UP, None)
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        gate_up = tuple(pack(weight, None, gate_up=True) for weight in gate_up_EGD)
+        return PackedExperts(gate_up, tuple(pack(weight, None) for weight in down_EDI))
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+        if not isinstance(experts, PackedExperts):
+            raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
+        per_row = routes.experts_TA.shape[1]
+        y_RD = x_TD.new_empty(routes.experts_TA.numel(), x_TD.shape[1])
+        for expert, pairs in rows_by_expert(routes, experts.num_experts):
+            y_RD[pairs] = self.linear(
+                self.gate_up(x_TD[pairs // per_row], experts.gate_up[expert]), experts.down[expert]
+            )
+        return weighted_sum(y_RD, routes)
 
     def _linear(self, x_TI: torch.Tensor, weight: PackedWeight, mode: int, result: torch.Tensor | None) -> torch.Tensor:
         rows = x_TI.shape[0]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
-from chitu.ops.torch_ops import PlainWeight, plain
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
 
 
 def rotate(x_THN: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> torch.Tensor:
@@ -46,6 +46,19 @@ class ReferenceOps:
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        return StackedExperts(gate_up_EGD, down_EDI)
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+        own = stacked(experts)
+        out_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
+        for row in range(x_TD.shape[0]):
+            chosen = zip(routes.experts_TA[row].tolist(), routes.weights_TA[row].tolist(), strict=True)
+            for expert, weight in chosen:
+                gate, up = (own.gate_up_EGD[expert].float() @ x_TD[row].float()).chunk(2)
+                out_TD[row] += weight * (own.down_EDI[expert].float() @ (gate * torch.sigmoid(gate) * up))
+        return out_TD.to(x_TD.dtype)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         x = x_TD.float()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.routing import rows_by_expert, weighted_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,26 @@ def plain(weight: LinearWeight) -> PlainWeight:
     if not isinstance(weight, PlainWeight):
         raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
     return weight
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Every expert's gate, up and down in one tensor each."""
+
+    gate_up_EGD: torch.Tensor
+    """`[E, 2 I, D]`, gate rows first."""
+    down_EDI: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_EGD.shape[0]
+
+
+def stacked(experts: ExpertWeights) -> StackedExperts:
+    """As `plain`, of experts."""
+    if not isinstance(experts, StackedExperts):
+        raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
+    return experts
 
 
 class TorchOps:
@@ -64,6 +85,30 @@ class TorchOps:
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        return StackedExperts(gate_up_EGD, down_EDI)
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+        own, per_row = stacked(experts), routes.experts_TA.shape[1]
+        if x_TD.device.type != "cpu":
+            return self._mixture_without_a_wait(x_TD, routes, own)
+        y_RD = x_TD.new_empty(routes.experts_TA.numel(), x_TD.shape[1])
+        for expert, pairs in rows_by_expert(routes, own.num_experts):
+            gate, up = F.linear(x_TD[pairs // per_row], own.gate_up_EGD[expert]).chunk(2, dim=-1)
+            y_RD[pairs] = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
+        return weighted_sum(y_RD, routes)
+
+    def _mixture_without_a_wait(self, x_TD: torch.Tensor, routes: Routes, own: StackedExperts) -> torch.Tensor:
+        """Every row through every expert, since which ones are needed only the device knows: right, but slow."""
+        shares_TE = torch.zeros(x_TD.shape[0], own.num_experts, dtype=torch.float32, device=x_TD.device)
+        shares_TE.scatter_(1, routes.experts_TA, routes.weights_TA)
+        out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        for expert in range(own.num_experts):
+            gate, up = F.linear(x_TD, own.gate_up_EGD[expert]).chunk(2, dim=-1)
+            y_TD = F.linear(F.silu(gate).mul_(up), own.down_EDI[expert])
+            out_TD.addcmul_(y_TD.float(), shares_TE[:, expert : expert + 1])
+        return out_TD.to(x_TD.dtype)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.interface import Batch, HeadSpec, LinearWeight, RotaryTable
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
 from chitu.ops.kernels.attention import decode_attention, num_splits_for, prefill_attention
+from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
-from chitu.ops.torch_ops import PlainWeight, plain
+from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
 
 
 class TritonOps:
@@ -73,6 +74,13 @@ class TritonOps:
             normed_TD = x_TD if norm_D is None else self.rms_norm(x_TD, norm_D, eps)
             silu_mul(F.linear(normed_TD, w.weight, w.bias), out_TI)
         return out_TI
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        return StackedExperts(gate_up_EGD.contiguous(), down_EDI.contiguous())
+
+    def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
+        own = stacked(experts)
+        return mixture(x_TD, routes.experts_TA, routes.weights_TA, own.gate_up_EGD, own.down_EDI)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)

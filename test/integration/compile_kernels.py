@@ -17,11 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from chitu.ops.interface import TILE_ROWS
-from chitu.ops.kernels import attention, blocks, rope, rows, small_linear
+from chitu.ops.kernels import attention, blocks, moe, rope, rows, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
-WIDE, INT, FLOAT, HALF = "*fp32", "*i64", "fp32", "*bf16"
+WIDE, INT, INT32, FLOAT, HALF = "*fp32", "*i64", "*i32", "fp32", "*bf16"
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER = 16, 8, 128, 16, 1024, 3072
+EXPERTS = 128
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], **options: int) -> dict[str, object]:
@@ -77,6 +78,16 @@ def main() -> None:
             constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
             constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
             found.append(compiled(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
+    for tile_rows in (16, 64):
+        sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
+        found.append(compiled(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
+        for is_gated in (False, True):
+            sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
+            found.append(
+                compiled(moe._grouped_product, experts, sizes | {"IS_GATED": is_gated}, num_warps=4, num_stages=3)
+            )
+    found.append(compiled(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
         found.append(compiled(blocks._copy_pieces, {"pieces_ptr": INT}, constants, num_warps=4))

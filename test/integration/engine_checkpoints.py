@@ -30,6 +30,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -37,6 +38,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"head_dim": 32}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe_sparse": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 
 

@@ -1,0 +1,68 @@
+"""From a checkpoint's tensors to a layer's mixture of experts. Called by `common.py` while a model is loaded.
+
+Tensor parallelism: a rank has its part of every expert's inner dimension, as of the dense MLP's, and the whole router.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chitu.config.tensor_parallel import share_of
+from chitu.errors import ConfigError
+from chitu.layers.decoder import GatedMLP, MixtureMLP
+from chitu.models.config import ModelSpec
+from chitu.models.expert_spec import ExpertSpec
+from chitu.models.weights import Rows, WeightSource
+from chitu.ops.interface import Ops
+from chitu.ops.routing import Router
+
+
+def build_mixture(
+    spec: ModelSpec, experts: ExpertSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
+) -> MixtureMLP:
+    """`prefix`: of the layer's MLP. ConfigError where an expert cannot be cut for `size` ranks."""
+    hidden = spec.hidden_size
+    bias_E = None
+    if experts.has_choice_bias:
+        bias_E = weights.take(f"{prefix}.gate.e_score_correction_bias", experts.num_experts, dtype=torch.float32)
+    router = Router(
+        weight_ED=weights.take(f"{prefix}.gate.weight", experts.num_experts, hidden, dtype=torch.float32),
+        top_k=experts.top_k,
+        is_sigmoid=experts.scoring == "sigmoid",
+        is_normalised=experts.is_normalised,
+        num_groups=experts.num_groups,
+        top_groups=experts.top_groups,
+        group_votes=experts.group_votes,
+        scale=experts.scale,
+        choice_bias_E=bias_E,
+    )
+    names = [f"{prefix}.experts.{index}" for index in range(experts.num_experts)]
+    gate_up_EGD, down_EDI = _stacked(weights, names, experts.intermediate_size, hidden, rank, size)
+    shared = None
+    if experts.shared_intermediate_size:
+        shared_name = [f"{prefix}.shared_experts"]
+        gate_up, down = _stacked(weights, shared_name, experts.shared_intermediate_size, hidden, rank, size)
+        shared = GatedMLP(ops.prepare_gate_up(gate_up[0], None), ops.prepare(down[0], None))
+    return MixtureMLP(router, ops.prepare_experts(gate_up_EGD, down_EDI), shared)
+
+
+def _stacked(
+    weights: WeightSource, names: list[str], inner: int, hidden: int, rank: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up `[N, 2 I, D]` and down `[N, D, I]` of these MLPs; never more than one of them twice in memory."""
+    if inner < size:
+        raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
+    own = share_of(inner, size, rank)
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    for index, name in enumerate(names):
+        rows = [Rows(f"{name}.{part}_proj.weight", inner, own) for part in ("gate", "up")]
+        gate_up_GD = weights.take_rows(rows, hidden)
+        down_DI = weights.take(f"{name}.down_proj.weight", hidden, inner, columns=own)
+        if gate_up is None or down is None:
+            gate_up = gate_up_GD.new_empty(len(names), *gate_up_GD.shape)
+            down = down_DI.new_empty(len(names), *down_DI.shape)
+        gate_up[index], down[index] = gate_up_GD, down_DI
+    assert gate_up is not None
+    assert down is not None
+    return gate_up, down

@@ -1,0 +1,11 @@
+"""Qwen3-MoE: attention as in Qwen3, a mixture of experts in place of the MLP (in all layers, or as the config says)."""
+
+from __future__ import annotations
+
+from chitu.models.common import Traits
+from chitu.models.config import ModelSpec
+from chitu.models.qwen3 import traits as dense_traits
+
+
+def traits(spec: ModelSpec) -> Traits:
+    return dense_traits(spec)

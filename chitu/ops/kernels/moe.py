@@ -1,0 +1,223 @@
+"""A mixture of experts in four launches: pairs of a row and an expert in the experts' order, two grouped products over
+tiles of one expert's pairs, and the weighted sum of each row's results in the order of its experts.
+
+Nothing waits for the device and no size depends on what the router chose, so a step with it can be recorded: there are
+as many tiles as the worst choice needs, and those that are not needed end at once. A row's result depends on nothing
+but the row and the size class of the batch. Called by `triton_ops.py` on the step thread.
+
+Shapes as in `routing.py`: R = T A pairs; pair r belongs to row r / A. G = 2 I, gate rows first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+PAIRS_AT_ONCE = 1024
+COLUMNS = 64
+"""Outputs of a program of a product."""
+
+
+@triton.jit
+def _sort_pairs(
+    experts_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Program e: the pairs of expert e, ascending, to their place in `order`, and its tiles to `tiles` (`[tiles, 3]`:
+    expert, first place, pairs). The program behind the last expert writes the tiles that nobody needs, without pairs.
+    Each program counts all pairs for itself: they are few bytes, and nobody waits for anybody."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, EXPERTS_PAD)
+    counts = tl.zeros([EXPERTS_PAD], tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        r = start + tl.arange(0, PAIRS)
+        of = tl.load(experts_ptr + r, mask=r < num_pairs, other=EXPERTS).to(tl.int32)
+        counts += tl.histogram(of, EXPERTS_PAD)
+    tiles_of = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles_of, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    own_tiles = (count + ROWS - 1) // ROWS
+    if expert == EXPERTS:
+        count = 0
+        own_tiles = num_tiles - first_tile
+    for start in range(0, own_tiles, TILES):
+        t = start + tl.arange(0, TILES)
+        to = tiles_ptr + (first_tile + t) * 3
+        tl.store(to, tl.zeros([TILES], tl.int32) + expert, mask=t < own_tiles)
+        tl.store(to + 1, first + t * ROWS, mask=t < own_tiles)
+        tl.store(to + 2, tl.maximum(tl.minimum(count - t * ROWS, ROWS), 0), mask=t < own_tiles)
+    if count > 0:
+        place = first
+        for start in range(0, num_pairs, PAIRS):
+            r = start + tl.arange(0, PAIRS)
+            of = tl.load(experts_ptr + r, mask=r < num_pairs, other=EXPERTS).to(tl.int32)
+            is_own = of == expert
+            rank = tl.cumsum(is_own.to(tl.int32), 0)
+            tl.store(order_ptr + place + rank - 1, r, mask=is_own)
+            place += tl.sum(is_own.to(tl.int32), 0)
+
+
+@triton.jit
+def _grouped_product(
+    x_ptr,
+    weight_ptr,
+    order_ptr,
+    tiles_ptr,
+    out_ptr,
+    per_row,
+    num_out,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
+    Gated: input is the row of the pair, output o is `silu(gate_o) up_o`; else input is what the first product made."""
+    tile_ptr = tiles_ptr + tl.program_id(1) * 3
+    count = tl.load(tile_ptr + 2)
+    if count > 0:
+        expert = tl.load(tile_ptr).to(tl.int64)
+        place = tl.load(tile_ptr + 1)
+        m = tl.arange(0, ROWS)
+        pair = tl.load(order_ptr + place + m, mask=m < count, other=0)
+        row = pair
+        if IS_GATED:
+            row = pair // per_row
+        o = tl.program_id(0) * OUT + tl.arange(0, OUT)
+        is_out = o < num_out
+        x_of = row.to(tl.int64) * WIDTH
+        rows_of_expert = num_out
+        if IS_GATED:
+            rows_of_expert = 2 * num_out
+        weight_of = weight_ptr + (expert * rows_of_expert + o) * WIDTH
+        acc = tl.zeros([ROWS, OUT], tl.float32)
+        up_acc = tl.zeros([ROWS, OUT], tl.float32)
+        for start in range(0, WIDTH, IN):
+            c = start + tl.arange(0, IN)
+            is_in = c < WIDTH
+            x = tl.load(x_ptr + x_of[:, None] + c[None, :], mask=(m < count)[:, None] & is_in[None, :], other=0.0)
+            in_weight = is_out[:, None] & is_in[None, :]
+            w = tl.load(weight_of[:, None] + c[None, :], mask=in_weight, other=0.0)
+            acc += tl.dot(x, tl.trans(w), input_precision="ieee")
+            if IS_GATED:
+                w = tl.load(weight_of[:, None] + num_out * WIDTH + c[None, :], mask=in_weight, other=0.0)
+                up_acc += tl.dot(x, tl.trans(w), input_precision="ieee")
+        y = acc
+        if IS_GATED:
+            y = acc * tl.sigmoid(acc) * up_acc
+        to = out_ptr + pair.to(tl.int64)[:, None] * num_out + o[None, :]
+        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=(m < count)[:, None] & is_out[None, :])
+
+
+@triton.jit
+def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constexpr):
+    """Program (row, columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in range(per_row):
+        pair = row * per_row + index
+        y = tl.load(y_ptr + pair * width + c, mask=c < width, other=0.0).to(tl.float32)
+        total += y * tl.load(weights_ptr + pair)
+    tl.store(out_ptr + row * width + c, total.to(out_ptr.dtype.element_ty), mask=c < width)
+
+
+def tile_rows_for(num_pairs: int, num_experts: int) -> int:
+    """Pairs a tile: few where an expert has few, since the rest of a tile is computed for nothing."""
+    return 16 if num_pairs <= 16 * num_experts else 64
+
+
+def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """What the worst choice needs: each expert that has pairs may have one tile that is not full."""
+    return num_pairs // tile_rows + min(num_pairs, num_experts)
+
+
+def sort_pairs(experts_TA: torch.Tensor, num_experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`order` int32 `[R]`, pairs by expert and then ascending; `tiles` int32 `[tiles, 3]`: expert, first place in
+    `order`, pairs (none: the tile is not needed)."""
+    num_pairs = experts_TA.numel()
+    num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
+    order_R = torch.empty(num_pairs, dtype=torch.int32, device=experts_TA.device)
+    tiles_Y3 = torch.empty(num_tiles, 3, dtype=torch.int32, device=experts_TA.device)
+    kernel: Any = _sort_pairs[(num_experts + 1,)]
+    kernel(
+        experts_TA.contiguous(),
+        order_R,
+        tiles_Y3,
+        num_pairs,
+        num_tiles,
+        EXPERTS=num_experts,
+        EXPERTS_PAD=triton.next_power_of_2(num_experts + 1),
+        ROWS=tile_rows,
+        PAIRS=PAIRS_AT_ONCE if num_pairs > PAIRS_AT_ONCE else max(16, triton.next_power_of_2(num_pairs)),
+        TILES=16,
+        num_warps=4,
+    )
+    return order_R, tiles_Y3
+
+
+def mixture(
+    x_TD: torch.Tensor,
+    experts_TA: torch.Tensor,
+    weights_TA: torch.Tensor,
+    gate_up_EGD: torch.Tensor,
+    down_EDI: torch.Tensor,
+) -> torch.Tensor:
+    """`[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts."""
+    num_experts, hidden, inner = down_EDI.shape
+    num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
+    tile_rows = tile_rows_for(num_pairs, num_experts)
+    order_R, tiles_Y3 = sort_pairs(experts_TA, num_experts, tile_rows)
+    inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
+    out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
+    _product(x_TD.contiguous(), gate_up_EGD, order_R, tiles_Y3, inner_RI, per_row, tile_rows, is_gated=True)
+    _product(inner_RI, down_EDI, order_R, tiles_Y3, y_RD, per_row, tile_rows, is_gated=False)
+    block = min(1024, triton.next_power_of_2(hidden))
+    kernel: Any = _weighted_sum[(x_TD.shape[0], triton.cdiv(hidden, block))]
+    kernel(y_RD, weights_TA.contiguous(), out_TD, per_row, hidden, BLOCK=block, num_warps=4)
+    return out_TD
+
+
+def _product(
+    x: torch.Tensor,
+    weight_EOI: torch.Tensor,
+    order_R: torch.Tensor,
+    tiles_Y3: torch.Tensor,
+    out_RO: torch.Tensor,
+    per_row: int,
+    tile_rows: int,
+    *,
+    is_gated: bool,
+) -> None:
+    num_out = out_RO.shape[1]
+    # Columns first: the programs that share a tile's rows run together, and so do those that share an expert.
+    kernel: Any = _grouped_product[(triton.cdiv(num_out, COLUMNS), tiles_Y3.shape[0])]
+    kernel(
+        x,
+        weight_EOI,
+        order_R,
+        tiles_Y3,
+        out_RO,
+        per_row,
+        num_out,
+        WIDTH=x.shape[1],
+        ROWS=tile_rows,
+        OUT=COLUMNS,
+        IN=128 if tile_rows == 16 else 64,
+        IS_GATED=is_gated,
+        num_warps=4,
+        num_stages=3,
+    )
