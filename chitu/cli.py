@@ -103,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
     command.add_argument("directory", metavar="DIR")
-    command.add_argument("--family", default="qwen3", help="llama, qwen2, qwen3 or mistral")
-    for flag in ("hidden-size", "layers", "heads", "kv-heads", "head-dim", "intermediate-size"):
+    families = "llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2 or deepseek_v3"
+    command.add_argument("--family", default="qwen3", help=families)
+    for flag in ("hidden-size", "layers", "heads", "kv-heads", "head-dim", "intermediate-size", "experts"):
         command.add_argument(f"--{flag}", type=int)
     for flag in ("vocab-size", "max-position-embeddings", "shards"):
         command.add_argument(f"--{flag}", type=int)

@@ -12,89 +12,22 @@ repeating one token, and special tokens hardly ever come out, so that greedy gen
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-import struct
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from chitu.errors import ConfigError
+from chitu.launch.model_shape import FAMILIES as FAMILIES
+from chitu.launch.model_shape import LATENT_FAMILIES, NUM_GROUPS
+from chitu.launch.model_shape import ModelShape as ModelShape
+from chitu.launch.random_weights import save_safetensors, tensors_of
 from chitu.launch.tiny_tokenizer import BOS, CHAT_TEMPLATE, END_OF_TURN, EOS, PAD, SPECIAL_TOKENS, train_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
-FAMILIES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-}
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Names in config.json and in a safetensors header."""
-LOGIT_STD = 3.0
-"""Spread of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000 tokens."""
-
-
-@dataclass(slots=True, frozen=True)
-class ModelShape:
-    """Sizes of the model; the defaults make a few MB."""
-
-    hidden_size: int = 128
-    layers: int = 4
-    heads: int = 8
-    kv_heads: int = 4
-    head_dim: int | None = None
-    """`hidden_size / heads` where unset."""
-    intermediate_size: int | None = None
-    """3 x `hidden_size` where unset."""
-    vocab_size: int = 512
-    max_position_embeddings: int = 4096
-    tie: bool = False
-    dtype: str = "float32"
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    """As in config.json, for instance Llama 3's `{"rope_type": "llama3", ...}`."""
-    shards: int = 1
-    """More than one: that many safetensors files with an index."""
-
-    @property
-    def resolved_head_dim(self) -> int:
-        return self.head_dim or self.hidden_size // self.heads
-
-    @property
-    def resolved_intermediate_size(self) -> int:
-        return self.intermediate_size or 3 * self.hidden_size
-
-    def check(self, family: str) -> None:
-        """ConfigError where no such model can be made."""
-        if family not in FAMILIES:
-            raise ConfigError(f"model family {family!r} is none of {', '.join(FAMILIES)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        smallest = min(
-            self.layers, self.heads, self.kv_heads, self.hidden_size, self.max_position_embeddings, self.shards
-        )
-        if smallest < 1:
-            raise ConfigError("every size of a model must be at least 1")
-        if self.head_dim is None and self.hidden_size % self.heads:
-            raise ConfigError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
-        if family == "qwen2" and self.resolved_head_dim * self.heads != self.hidden_size:
-            raise ConfigError(f"qwen2 has head_dim hidden_size / heads, not {self.head_dim}")
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
-        if self.resolved_head_dim % 2:
-            raise ConfigError(f"head_dim {self.resolved_head_dim} is odd, which RoPE cannot rotate")
-        if self.vocab_size < 256 + len(SPECIAL_TOKENS):
-            raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + len(SPECIAL_TOKENS)}")
 
 
 def make_model(
@@ -179,9 +112,9 @@ def _config(family: str, shape: ModelShape, ids: dict[str, int]) -> dict[str, An
         "eos_token_id": ids[END_OF_TURN],
         "pad_token_id": ids[PAD],
     }
-    if family != "qwen2":
+    if family != "qwen2" and family not in LATENT_FAMILIES:
         config["head_dim"] = shape.resolved_head_dim
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "qwen3_moe", *LATENT_FAMILIES):
         config["attention_bias"] = False
     if family == "llama":
         config["mlp_bias"] = False
@@ -189,102 +122,44 @@ def _config(family: str, shape: ModelShape, ids: dict[str, int]) -> dict[str, An
         config["sliding_window"] = None
     if family in ("qwen2", "qwen3"):
         config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape.layers}
+    if family in ("qwen3_moe", *LATENT_FAMILIES):
+        config |= {"num_experts_per_tok": shape.experts_per_token, "moe_intermediate_size": shape.expert_size}
+    if family == "qwen3_moe":
+        config |= {"num_experts": shape.experts, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    if family in LATENT_FAMILIES:
+        config |= _deepseek_config(family, shape)
     return config
 
 
-Array = NDArray[np.float32]
-
-
-def _tensors(family: str, shape: ModelShape, special_ids: list[int], seed: int) -> Iterator[tuple[str, Array]]:
-    """Every tensor of the checkpoint by its Hugging Face name, in a fixed order.
-
-    Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
-    holds. Norm weights vary around 1, so that a norm that is left out shows.
-    """
-    rng = np.random.default_rng(seed)
-
-    def matrix(rows: int, columns: int, std: float) -> Array:
-        values = rng.standard_normal((rows, columns), dtype=np.float32)
-        values *= np.float32(std)
-        return values
-
-    def around(mean: float, size: int) -> Array:
-        return (mean + 0.1 * rng.standard_normal(size, dtype=np.float32)).astype(np.float32)
-
-    # With tied embeddings a token's own row pulls towards repeating it; stronger layers drown that.
-    gain = 8.0 if shape.tie else 2.0
-    hidden, head_dim, inner = shape.hidden_size, shape.resolved_head_dim, shape.resolved_intermediate_size
-    query, key = shape.heads * head_dim, shape.kv_heads * head_dim
-    # Rows of special tokens are short: a short row of the output matrix gives logits near 0, which are never the best.
-    output_std = LOGIT_STD / math.sqrt(hidden)
-    embedding = matrix(shape.vocab_size, hidden, output_std if shape.tie else 1.0)
-    if shape.tie:
-        embedding[special_ids] *= np.float32(0.1)
-    yield "model.embed_tokens.weight", embedding
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", around(1.0, hidden)
-        for name, size in (("q", query), ("k", key), ("v", key)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(size, hidden, 1 / math.sqrt(hidden))
-            if family == "qwen2":
-                yield f"{prefix}.self_attn.{name}_proj.bias", around(0.0, size)
-        if family == "qwen3":
-            yield f"{prefix}.self_attn.q_norm.weight", around(1.0, head_dim)
-            yield f"{prefix}.self_attn.k_norm.weight", around(1.0, head_dim)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, query, gain / math.sqrt(query))
-        yield f"{prefix}.post_attention_layernorm.weight", around(1.0, hidden)
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(inner, hidden, 1 / math.sqrt(hidden))
-        yield f"{prefix}.mlp.up_proj.weight", matrix(inner, hidden, 1 / math.sqrt(hidden))
-        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, inner, gain / math.sqrt(inner))
-    yield "model.norm.weight", around(1.0, hidden)
-    if not shape.tie:
-        output = matrix(shape.vocab_size, hidden, output_std)
-        output[special_ids] *= np.float32(0.1)
-        yield "lm_head.weight", output
-
-
-def _encode(values: Array, dtype: str) -> bytes:
-    """Raw little-endian bytes in the checkpoint's dtype; bfloat16 rounds to nearest even."""
-    if dtype == "float32":
-        return values.astype("<f4").tobytes()
-    if dtype == "float16":
-        return values.astype("<f2").tobytes()
-    bits = values.astype("<f4").view("<u4")
-    rounded: NDArray[np.uint16] = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-    return rounded.tobytes()
+def _deepseek_config(family: str, shape: ModelShape) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": shape.q_lora_rank,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "qk_rope_head_dim": shape.rope_head_dim,
+        "qk_nope_head_dim": shape.nope_head_dim,
+        "v_head_dim": shape.v_head_dim,
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    }
+    if family == "deepseek_v2":
+        return config | {"topk_method": "greedy", "norm_topk_prob": False}
+    return config | {"n_group": NUM_GROUPS, "topk_group": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 0}
 
 
 def _write_weights(folder: Path, family: str, shape: ModelShape, special_ids: list[int], seed: int) -> None:
-    tensors = dict(_tensors(family, shape, special_ids, seed))
+    tensors = dict(tensors_of(family, shape, special_ids, seed))
     if shape.shards == 1:
-        _save_safetensors(folder / "model.safetensors", tensors, shape.dtype)
+        save_safetensors(folder / "model.safetensors", tensors, shape.dtype)
         return
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for shard in range(shape.shards):
         file = f"model-{shard + 1:05d}-of-{shape.shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[shard :: shape.shards]}
-        _save_safetensors(folder / file, part, shape.dtype)
+        save_safetensors(folder / file, part, shape.dtype)
         weight_map |= dict.fromkeys(part, file)
     total = sum(values.size for values in tensors.values()) * (4 if shape.dtype == "float32" else 2)
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _save_safetensors(path: Path, tensors: dict[str, Array], dtype: str) -> None:
-    """The safetensors format: length of the header (u64), JSON header, tensors one after the other.
-
-    Written here because the library's own writer knows bfloat16 only with torch.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    encoded = {name: _encode(values, dtype) for name, values in tensors.items()}
-    offset = 0
-    for name, data in encoded.items():
-        end = offset + len(data)
-        header[name] = {"dtype": DTYPES[dtype], "shape": tensors[name].shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for data in encoded.values():
-            file.write(data)

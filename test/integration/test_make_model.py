@@ -190,6 +190,9 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
         ("llama", {"head_dim": 7}, "odd"),
         ("qwen2", {"head_dim": 64}, "qwen2"),
         ("llama", {"dtype": "int8"}, "int8"),
+        ("qwen3_moe", {"experts": 4, "experts_per_token": 5}, "5 experts a token, of 4"),
+        ("deepseek_v3", {"experts": 5}, "5 experts cannot be put"),
+        ("deepseek_v2", {"rope_head_dim": 5}, "rope_head_dim 5"),
     ],
 )
 def test_impossible_sizes_are_refused_before_anything_is_written(
