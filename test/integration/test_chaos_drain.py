@@ -1,0 +1,135 @@
+"""Drains and graceful ends under load: no client notices. The same real 2P2D as in the chaos matrix.
+
+An instance that is drained or told to end finishes what it runs; what outlasts `drain_s` goes on elsewhere. A router
+that is told to end finishes what runs and takes nothing new; P and D come back to its successor by themselves.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
+
+from chitu.bench.steady_load import RIGHT, Answer, Ask, count_outcomes
+
+pytestmark = pytest.mark.timeout(150)
+LONG_TOKENS = 300
+"""1.2 s and more of decoding."""
+SHORT_DRAIN_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
+    """With time enough to finish what runs, on a busy machine too."""
+    with ChaosCluster(tmp_path_factory.mktemp("drain") / "c", f"{DEADLINES}.drain_s=20") as cluster:
+        yield cluster
+
+
+def send_long(cluster: ChaosCluster, count: int = 6) -> list[Future[Answer]]:
+    rng = random.Random(count)
+    prompts = [tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(200)) for _ in range(count)]
+    return cluster.load.send(
+        [Ask(p, LONG_TOKENS, stream=n % 2 == 0, request_id=f"long-{n}") for n, p in enumerate(prompts)]
+    )
+
+
+def decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
+    """Ids of the long requests that `name` takes part in and whose tokens are on their way to the client."""
+    return [
+        request.request_id
+        for request in cluster.snapshot().requests
+        if request.state == "decode" and request.ended_at_s is None and name in (request.prefill, request.decode)
+    ]
+
+
+def wait_decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
+    wait_for(lambda: any("long" in r for r in decoding_on(cluster, name)), 15, lambda: f"a long request on {name}")
+    return decoding_on(cluster, name)
+
+
+def finish(cluster: ChaosCluster, sent: list[Future[Answer]]) -> None:
+    """Everything that was asked was answered rightly."""
+    for future in sent:
+        future.result(PATIENCE_S + 10)
+    cluster.load.pause(PATIENCE_S + 10)
+    answers = cluster.load.take_answers()
+    assert set(count_outcomes(answers)) == {RIGHT}, [f"{a.outcome}: {a.detail}" for a in answers if a.outcome != RIGHT]
+    assert len(answers) >= len(sent)
+
+
+def come_back(cluster: ChaosCluster, name: str) -> None:
+    """Start `name` again; then everything is as it was."""
+    cluster.processes.restart(name)
+    cluster.wait_recovered(30)
+    cluster.load.take_answers()
+    wait_for(lambda: not cluster.not_whole(), 15, lambda: "; ".join(cluster.not_whole()))
+
+
+@pytest.mark.parametrize("name", ["D0", "P0"])
+def test_chitu_drain_under_load_costs_no_request(cluster: ChaosCluster, name: str) -> None:
+    cluster.load.resume()
+    sent = send_long(cluster)
+    wait_decoding_on(cluster, name)
+    argv = [sys.executable, "-m", "chitu.cli", "drain", name, "--url", cluster.processes.url]
+    drained = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert drained.returncode == 0 and f"{name} has left" in drained.stdout, drained.stderr
+    cluster.processes.wait_exit(name, 20.0)
+    assert cluster.processes.members[name].exit_code == 0
+    finish(cluster, sent)
+    come_back(cluster, name)
+
+
+@pytest.mark.parametrize("name", ["D1", "P1"])
+def test_an_instance_that_is_told_to_end_under_load_finishes_what_it_runs(cluster: ChaosCluster, name: str) -> None:
+    cluster.load.resume()
+    sent = send_long(cluster)
+    running = [request for request in wait_decoding_on(cluster, name) if "long" in request]
+    cluster.processes.kill(name, signal.SIGTERM)
+    cluster.processes.wait_exit(name, 30.0)
+    assert cluster.processes.members[name].exit_code == 0
+    finish(cluster, sent)
+    retried = re.findall(r"request (long-\d): attempt 1 on P\d-D1 failed", cluster.processes.logs("router"))
+    assert not set(retried) & set(running), "there was time to finish"
+    come_back(cluster, name)
+
+
+def test_a_router_that_is_told_to_end_finishes_what_runs_and_its_successor_finds_everyone(
+    cluster: ChaosCluster,
+) -> None:
+    sent = send_long(cluster)
+    wait_decoding_on(cluster, "D0")
+    pids = {name: cluster.processes.pid(name) for name in ("P0", "P1", "D0", "D1")}
+    cluster.processes.kill("router", signal.SIGTERM)
+    cluster.processes.wait_exit("router", 30.0)
+    assert cluster.processes.members["router"].exit_code == 0
+    finish(cluster, sent)
+    come_back(cluster, "router")
+    assert {name: cluster.processes.pid(name) for name in pids} == pids
+
+
+@pytest.mark.parametrize("name", ["D0", "P0"])
+def test_what_outlasts_the_drain_goes_on_elsewhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    folder = tmp_path_factory.mktemp("short") / "c"
+    with ChaosCluster(folder, f"{DEADLINES}.drain_s={SHORT_DRAIN_S}") as cluster:
+        cluster.load.resume()
+        if name == "P0":  # a prompt that P will not get done in time
+            cluster.hold("transfer")
+        sent = send_long(cluster)
+        if name == "P0":
+            wait_for(lambda: cluster.loads()["P0"].transferring > 0, 15, lambda: "a transfer of P0")
+        else:
+            wait_decoding_on(cluster, name)
+        cluster.processes.kill(name, signal.SIGTERM)
+        cluster.processes.wait_exit(name, 30.0)
+        cluster.release()
+        finish(cluster, sent)
+        pair = r"P\d-D0" if name == "D0" else r"P0-D\d"
+        assert re.search(rf"request \S+: attempt 1 on {pair} failed after", cluster.processes.logs("router"))
+        come_back(cluster, name)
