@@ -20,8 +20,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
+
+import msgspec
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.checksum_engine import expected_tokens
@@ -237,7 +238,7 @@ def write_record(folder: Path, arguments: dict[str, object], samples: Sequence[S
         "machine": machine(),
         "arguments": {name: str(value) for name, value in arguments.items()},
         "findings": list(found),
-        "samples": [asdict(sample) for sample in samples],
+        "samples": msgspec.to_builtins(list(samples)),
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")

@@ -80,9 +80,7 @@ class SteadyLoad:
         self._idle = asyncio.Event()
         self._idle.set()
         self._clients: list[asyncio.Task[None]] = []
-        self._http = httpx.AsyncClient(
-            timeout=None, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=8)
-        )
+        self._http = _new_http()
         self._thread = threading.Thread(target=self._loop.run_forever, name="load", daemon=True)
         self._thread.start()
 
@@ -98,11 +96,13 @@ class SteadyLoad:
         self._run(start())
 
     def pause(self, timeout_s: float) -> None:
-        """Returns once everything that was asked has ended. TimeoutError."""
+        """Returns once everything that was asked has ended, and no connection is left. TimeoutError."""
 
         async def pause() -> None:
             self._may_ask.clear()
             await asyncio.wait_for(self._idle.wait(), timeout_s)
+            used, self._http = self._http, _new_http()
+            await used.aclose()
 
         self._run(pause())
 
@@ -201,6 +201,11 @@ class SteadyLoad:
             else:
                 choice = json.loads(await reply.aread())["choices"][0]
                 answer.tokens, answer.outcome = choice["token_ids"], RIGHT
+
+
+def _new_http() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+    return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 
 
 async def _read_stream(answer: Answer, reply: httpx.Response) -> None:
