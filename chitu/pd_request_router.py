@@ -141,7 +141,11 @@ class PDRequestRouter:
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
         generation = Generation(request, wake, now_s + timeout_s, now_s)
-        self._attempts.start(generation)
+        try:
+            self._attempts.start(generation)
+        except Exception:
+            self.cancel(generation)  # where it got as far as an attempt, nobody else would ever end that
+            raise
         if generation.error is not None:
             raise generation.error
         return generation

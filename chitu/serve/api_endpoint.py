@@ -74,7 +74,7 @@ class ApiEndpoint:
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         cold = make_cold_app(model, self.router, cluster, self._snapshots, chitu.__version__)
         add_admin_routes(cold, cluster)
-        self.app = RouterApp(hot, cold, Access(config, secrets, clock))
+        self.app = RouterApp(hot, cold, Access(config, secrets, clock), config.max_body_bytes)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 

@@ -8,7 +8,19 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 
 from chitu.errors import ChituError, Internal
-from chitu.net.http import Headers, Message, Receive, Scope, Send, error_body, header, respond, respond_error
+from chitu.net.http import (
+    ClientGone,
+    Headers,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    error_body,
+    header,
+    read_body,
+    respond,
+    respond_error,
+)
 from chitu.serve.access import Access
 
 log = logging.getLogger(__name__)
@@ -25,12 +37,13 @@ class MethodNotAllowed(ChituError):
 
 
 class RouterApp:
-    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, access: Access) -> None:
+    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, access: Access, max_body_bytes: int) -> None:
         """`hot`: POST routes by path, called with the request id, each counted by `access`. `cold` answers everything
-        else."""
+        else, and gets its bodies whole: `max_body_bytes` at most."""
         self._hot = hot
         self._cold = cold
         self._access = access
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,13 +53,15 @@ class RouterApp:
         given = header(scope, b"x-request-id")
         request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else os.urandom(16).hex()
         headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
-        started = False
+        started = finished = False
 
         async def tracked_send(message: Message) -> None:
-            nonlocal started
+            nonlocal started, finished
             started = True
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), *headers]
+            else:
+                finished = not message.get("more_body", False)
             await send(message)
 
         try:
@@ -54,17 +69,35 @@ class RouterApp:
             self._access.require(scope)
             route = self._hot.get(path)
             if route is None:
-                await self._cold(scope, receive, tracked_send)
+                body = await read_body(scope, receive, self._max_body_bytes)
+                await self._cold(scope, _after(body, receive), tracked_send)
             elif scope["method"] == "POST":
                 self._access.count(scope)
                 await route(scope, receive, send, request_id)
             else:
                 error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
                 await respond(send, 405, error_body(error), [(b"allow", b"POST"), *headers])
+        except ClientGone:
+            pass
         except ChituError as error:
             await respond_error(send, error, headers)
         except Exception:
             log.exception("request %s: a handler failed", request_id)
-            if started:
+            if not started:
+                await respond_error(send, Internal("the server failed to handle this request"), headers)
+            elif not finished:
                 raise
-            await respond_error(send, Internal("the server failed to handle this request"), headers)
+
+
+def _after(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read already, then what else `receive` has to say."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,46 +1,30 @@
 """The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API
 documentation, and through `web_routes` the page.
 
-Called on the router's loop. The two generation routes are answered beside it (`generate.py`) and only appear in its
-OpenAPI document. Every error is OpenAI's error object.
+Called on the router's loop, with bodies that are read already and within their bound. The two generation routes are
+answered beside it (`generate.py`) and only appear in its OpenAPI document. Every error is OpenAI's error object.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from chitu.errors import ChituError, InvalidRequest
+from chitu.errors import ChituError, Internal, InvalidRequest
 from chitu.net.http import error_headers, error_object
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cluster_source import ClusterSource
 from chitu.serve.metrics_text import MetricsReport, render_metrics
-from chitu.serve.openai_protocol import ChatBody, ChatMessage, CompletionBody, chat_messages
+from chitu.serve.openai_protocol import chat_messages, decode_body, detokenize_decoder, tokenize_decoder
+from chitu.serve.openapi_document import openapi_document
 from chitu.serve.served_model import ServedModel
 from chitu.serve.web_routes import add_web_routes
 from chitu.types import Role, instance_name
-
-
-class TokenizeBody(BaseModel):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    """Default: true for a prompt, false for messages (the template writes them)."""
-
-
-class DetokenizeBody(BaseModel):
-    model: str | None = None
-    tokens: list[int] = Field(max_length=1 << 20)
-    skip_special_tokens: bool = False
 
 
 def _error_response(error: ChituError) -> JSONResponse:
@@ -66,7 +50,7 @@ def make_cold_app(
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
-    _add_openapi(app)
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     return app
 
 
@@ -74,6 +58,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ChituError)
     async def chitu_error(request: Request, error: ChituError) -> Response:
         return _error_response(error)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return _error_response(Internal("the server failed to handle this request"))  # who called us logs it
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
@@ -117,7 +105,8 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         return card()
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = decode_body(tokenize_decoder, await request.body())
         if body.model is not None:
             model.require_name(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -125,20 +114,15 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         if body.prompt is not None:
             ids = await model.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            try:
-                messages = msgspec.convert(body.messages, list[ChatMessage])
-            except msgspec.ValidationError as error:
-                raise InvalidRequest(f"messages: {error}", "messages") from error
-            text = model.tokenizer.apply_chat_template(
-                chat_messages(ChatBody(messages=messages)), add_generation_prompt=True
-            )
+            text = model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
             ids = await model.encode(text, bool(body.add_special_tokens))
         limits = model.limits(router.candidates)
         max_len = limits.max_model_len if limits is not None else None
         return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = decode_body(detokenize_decoder, await request.body())
         if body.model is not None:
             model.require_name(body.model)
         vocab_size = model.vocab_size(router.candidates)
@@ -184,38 +168,3 @@ def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSou
         report = MetricsReport(app.version, record.num_workers, counted, record.coordination, source.instances())
         body, content_type = render_metrics(report, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
-
-
-def _add_openapi(app: FastAPI) -> None:
-    """The generation routes are described from their msgspec structs."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies = (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody))
-        _, components = msgspec.json.schema_components(
-            [body for _, body in bodies], ref_template="#/components/schemas/{name}"
-        )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        for path, body in bodies:
-            reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-            schema["paths"][path] = {
-                "post": {
-                    "summary": path.removeprefix("/v1/"),
-                    "operationId": body.__name__,
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
-                    "responses": {
-                        "200": {"description": "The response, or server-sent events with stream: true"},
-                        "400": {"description": "Invalid request"},
-                        "404": {"description": "Unknown model"},
-                        "413": {"description": "The body is too large"},
-                        "429": {"description": "Too many requests at once"},
-                        "503": {"description": "No instance, or the request was lost"},
-                    },
-                }
-            }
-        app.openapi_schema = schema
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

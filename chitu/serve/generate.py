@@ -207,7 +207,7 @@ class GenerationRoutes:
         body = decode_body(chat_decoder, raw)
         self._model.require_name(body.model)
         check_chat(body)
-        messages = chat_messages(body)
+        messages = chat_messages(body.messages)
         options = output_options(body)
         text = self._model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         ids = await self._model.encode(text, bool(body.add_special_tokens))

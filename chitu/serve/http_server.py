@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from chitu.errors import Capacity, ChituError, ConfigError, HeadersTooLarge, SlowRequest
+from chitu.errors import Capacity, ChituError, ConfigError, HeadersTooLarge, InvalidRequest, SlowRequest
 from chitu.net.http import error_body, error_headers
 
 log = logging.getLogger(__name__)
@@ -144,18 +144,15 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()  # raises where the request line is wrong: then it is still the head that is
         self._is_in_head, self._is_in_body = False, True
-        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._is_in_body = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._refusal is not None:
-            self._refuse(self._refusal)
-        else:
-            super().send_400_response(msg)
+        self._refuse(self._refusal or InvalidRequest("this is no HTTP request that the server understands"))
 
     def _too_large(self) -> HeadersTooLarge:
         limits = self._limits

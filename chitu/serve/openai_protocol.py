@@ -1,4 +1,7 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`: fields, ranges, defaults. Pure; called by the hot routes.
+"""The bodies of the generation routes, `/tokenize` and `/detokenize`: fields, ranges, defaults. Pure.
+
+Called by the routes on the loop thread. JSON is read strictly: an escaped half of a surrogate pair, which is no text,
+is an error here.
 
 Everything that the service does not do yet is refused by name, never ignored; a field at its neutral value is taken.
 Fields that nobody knows are accepted, as OpenAI does (and logged at debug level).
@@ -11,7 +14,7 @@ import random
 import re
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -24,10 +27,14 @@ MAX_N = 128
 MAX_PROMPTS = 1024
 """Prompts in one body; each is a request of its own."""
 MAX_STOPS = 16
+MAX_DETOKENIZE = 1 << 20
+"""Token ids in one body."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat has the rest of the context."""
 
 SEED_MASK = (1 << 63) - 1
+MAX_ID_DIGITS = 20
+"""Of a token id given as text."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -83,8 +90,19 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     function_call: Any = None
 
 
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "null"},
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+    ]
+}
+
+
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Any = None
+    prompt: Annotated[Any, msgspec.Meta(extra_json_schema=_PROMPT_SCHEMA)] = None
     """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`."""
     echo: bool | None = None
     best_of: int | None = None
@@ -120,11 +138,27 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
-_BodyT = TypeVar("_BodyT", bound=GenerationBody)
+class TokenizeBody(msgspec.Struct):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for messages (the template writes them)."""
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: Annotated[list[int], msgspec.Meta(max_length=MAX_DETOKENIZE)]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+_BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _PARAM = re.compile(r"`\$\.?([^`]*)`")
 
 completion_decoder = msgspec.json.Decoder(CompletionBody)
 chat_decoder = msgspec.json.Decoder(ChatBody)
+tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 def decode_body(decoder: msgspec.json.Decoder[_BodyT], raw: bytes) -> _BodyT:
@@ -270,12 +304,12 @@ def _all_ints(values: list[Any]) -> bool:
     return set(map(type, values)) == {int}
 
 
-def chat_messages(body: ChatBody) -> list[dict[str, str]]:
+def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
     """Messages as the chat template takes them. InvalidRequest for what is not text."""
-    if not body.messages:
+    if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
-    for i, message in enumerate(body.messages):
+    for i, message in enumerate(given):
         where = f"messages[{i}]"
         for name in ("tool_calls", "function_call", "audio"):
             if getattr(message, name):
@@ -319,8 +353,11 @@ def _token_ids(values: list[int] | None, vocab_size: int, name: str) -> tuple[in
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     result: dict[int, float] = {}
     for key, value in (bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
-            raise InvalidRequest(f"logit_bias: {key!r} is no token id (0 to {vocab_size - 1})", "logit_bias")
+        # The length first: Python reads no integer of thousands of digits.
+        if not (len(key) < MAX_ID_DIGITS and key.isascii() and key.isdigit() and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:MAX_ID_DIGITS]!r} is no token id (0 to {vocab_size - 1})", "logit_bias"
+            )
         result[int(key)] = _ranged(value, 0.0, -100, 100, "logit_bias")
     return result
 
@@ -365,7 +402,7 @@ def sampling_params(body: GenerationBody, max_tokens: int, vocab_size: int) -> S
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_ranged(body.temperature, 1.0, 0, 2, "temperature"),
-        top_k=max(top_k, 0),
+        top_k=min(max(top_k, 0), vocab_size),
         top_p=_ranged(body.top_p, 1.0, 0, 1, "top_p", open_low=True),
         min_p=_ranged(body.min_p, 0.0, 0, 1, "min_p"),
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
