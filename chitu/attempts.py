@@ -25,6 +25,7 @@ from chitu.errors import (
     PrefillLost,
     RequestCancelled,
     RequestTimeout,
+    TokensLost,
     TransferTimeout,
     from_code,
 )
@@ -117,13 +118,12 @@ class Attempts:
                 lost = PrefillLost(f"{name} is gone ({reason})")
                 self._try_again(attempt, failure_of(lost, key, key, attempt.decode))
 
-    def on_lost_tokens(self, incarnation: int, count: int) -> None:
-        """So many token messages of an instance did not arrive. Whose tokens they had nobody knows, so everything that
-        decodes there goes on elsewhere, behind the last token that came in order."""
-        for attempt in [a for a in self.rooms.values() if a.decode.incarnation == incarnation]:
-            name = instance_name(attempt.decode.role, attempt.decode.engine_rank)
-            lost = DecodeLost(f"{count} token messages of {name} were lost on the way")
-            self.on_failure(attempt, lost, attempt.decode)
+    def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
+        """So many token messages of an instance did not come. Whose tokens they had nobody knows, so everything that
+        decodes there goes on with another attempt, behind the last token that came in order."""
+        lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
+        for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
+            self.on_failure(attempt, lost, key)
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have got lost on the way here."""

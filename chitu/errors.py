@@ -10,7 +10,7 @@ ChituError
 |   `-- Forbidden  UnknownInstance  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
-|   |-- PrefillLost  DecodeLost  BootstrapTimeout
+|   |-- PrefillLost  DecodeLost  TokensLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal
 |-- RequestCancelled               the client is gone
@@ -172,6 +172,12 @@ class PrefillLost(ServiceError):
 
 class DecodeLost(ServiceError):
     code = "decode_lost"
+
+
+class TokensLost(ServiceError):
+    """A connection from D to the router broke, and what was on the way is gone. D itself goes on."""
+
+    code = "tokens_lost"
 
 
 class BootstrapTimeout(ServiceError):

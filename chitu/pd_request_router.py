@@ -6,7 +6,7 @@
 is `attempts.py`.
 
 Invariants: a generation ends once, with `finish` or `error`; its reader is woken at most once a turn, and after its
-end; a token of a room that is over reaches nobody.
+end; a token of a room that is over reaches nobody, nor one behind a message that was lost (`token_numbers.py`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ from chitu.net.aio import Outbox
 from chitu.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
 from chitu.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
+from chitu.token_numbers import TokenNumbers
 
 log = logging.getLogger(__name__)
 
 DEADLINE_STEP_S = 0.05
 """A request is told so much late that its time is up, at most (and the timer's step)."""
-
-ANY_NUMBER = -1
-"""Any token message may be the first one from an instance that has just joined: it may have served another router."""
 
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
@@ -73,8 +71,7 @@ class PDRequestRouter:
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
         self._attempts = Attempts(selector, Dispatcher(outbox, reply), self._admission, clock, config, self._on_end)
-        self._token_numbers: dict[int, int] = {}
-        """Of the last token message of each incarnation that is a member."""
+        self._token_numbers = TokenNumbers()
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = self._attempts.counters
@@ -196,8 +193,8 @@ class PDRequestRouter:
         if len(rooms) != len(tokens):
             log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
-        if batch.number:
-            self._check_number(batch)
+        if lost := self._token_numbers.missing(batch):
+            self._attempts.on_lost_tokens(*lost)
         counters, attempt_of = self.counters, self._attempts.rooms.get
         counters.tokens += len(rooms)
         for room, token in zip(rooms, tokens, strict=False):
@@ -215,15 +212,6 @@ class PDRequestRouter:
                 counters.stale_ends += 1
             else:
                 self._attempts.on_finish(attempt, finish)
-
-    def _check_number(self, batch: TokenBatch) -> None:
-        """A gap in the numbers is tokens that were lost with a connection."""
-        last = self._token_numbers.get(batch.incarnation)
-        if last is None:
-            return
-        self._token_numbers[batch.incarnation] = batch.number
-        if last != ANY_NUMBER and batch.number != last + 1:
-            self._attempts.on_lost_tokens(batch.incarnation, batch.number - last - 1)
 
     def flush(self) -> None:
         """Wake the readers of what changed."""
@@ -272,7 +260,7 @@ class PDRequestRouter:
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
         self._selector.on_joined(key)
-        self._token_numbers[key.incarnation] = ANY_NUMBER
+        self._token_numbers.on_joined(key)
         self._outbox.open(key, instance.host, instance.port)
 
     def on_lost(self, instance: InstanceInfo, reason: str) -> None:
@@ -281,7 +269,6 @@ class PDRequestRouter:
         key = instance_key(instance)
         self._outbox.close_peer(key)
         self._selector.on_lost(key)
-        self._token_numbers.pop(key.incarnation, None)
         self._attempts.on_lost(key, reason)
         self.flush()
 

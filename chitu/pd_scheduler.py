@@ -125,7 +125,7 @@ class PDScheduler:
         self._inbox.append(message)
 
     def cancel_all(self) -> None:
-        """The router that sent the present requests is gone: nobody reads their tokens."""
+        """The router that sent the present requests is gone: nobody reads their tokens. Another one is there."""
         self._inbox.append(None)
 
     def cancel_worker(self, incarnation: int) -> None:
@@ -414,6 +414,7 @@ class PDScheduler:
     def _cancel_all_now(self) -> None:
         for sequence in self._open():
             self._cancel(sequence.room)
+        self._tokens.restart()
 
     def _cancel_worker_now(self, incarnation: int) -> None:
         self._gone_workers.append(incarnation)

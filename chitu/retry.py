@@ -29,7 +29,8 @@ OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
 """An instance has too much to do, or does not read what it is sent: it need not be asked again at once."""
 FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, Internal)
-"""What counts for an instance's circuit breaker. To have too much to do is no fault."""
+"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took the tokens
+of everything that runs there at once (`TokensLost`): what comes next may well come through."""
 
 
 @dataclass(slots=True, frozen=True)

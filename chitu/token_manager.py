@@ -4,8 +4,9 @@ A router is one process with one token port, or several (`router.workers`) with 
 it came from and where that listens. The sockets to such ports are opened at the first request from there (`expect`) and
 closed when the process is gone (`forget`).
 
-A connection that breaks takes messages with it, so they are numbered: who sees a gap knows that tokens are missing. A
-port that got messages once gets an empty one every `BEAT_S`, so that a lost last token does not stay unnoticed.
+A connection that breaks takes messages with it, so they are numbered (also those that could not be sent): who sees a
+gap knows that tokens are missing. A port that got messages once gets an empty one every `BEAT_S`, so that a lost last
+token does not stay unnoticed.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class _Batch:
     rooms: list[bytes] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
+    epoch: int = 0
+    """How many routers got messages through `send` before."""
     number: int = 0
-    """Messages so far."""
+    """Messages so far, in this epoch."""
     sent_s: float = 0.0
 
 
@@ -83,6 +86,11 @@ class TokenManager:
             del self._batches[worker]
             batch.close()
 
+    def restart(self) -> None:
+        """A new router listens at the router's own `token_port`: it gets nothing of before, and messages from 1."""
+        old = self._batches[0]
+        self._batches[0] = _Batch(old.send, None, epoch=old.epoch + 1)
+
     def close(self) -> None:
         """Close the sockets to API processes; what is queued may still leave."""
         for worker in list(self._batches):
@@ -110,7 +118,7 @@ class TokenManager:
     def _flush(self, batch: _Batch) -> None:
         count = len(batch.tokens)
         batch.number += 1
-        message = TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number)
+        message = TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch)
         if not batch.send(encode(message)):
             # The router has not read for so long that it is gone; its clients are, too.
             logger.error("token queue to the router is full: dropped %d tokens", count)

@@ -145,6 +145,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     number: int = 0
     """Of the messages that this incarnation sent to this port, from 1: one that is missing was lost with a connection.
     0: not counted."""
+    epoch: int = 0
+    """How many routers this incarnation has outlived; it counts anew for each."""
 
 
 scheduler_codec: Codec[SchedulerMessage] = Codec(SchedulerMessage)

@@ -82,7 +82,8 @@ class World:
         self.router = PDRequestRouter(make_selector(config), self.outbox, self.clock, config)  # type: ignore[arg-type]
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
-            InstanceInfo(role, rank, 1, "127.0.0.1", 1, 2, LAYOUT, 512) for role, rank in zip(roles, ranks, strict=True)
+            InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512)
+            for place, (role, rank) in enumerate(zip(roles, ranks, strict=True))
         ]
         for instance in self.instances:
             self.router.on_joined(instance)

@@ -164,7 +164,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
     (
         TokenBatch(
-            7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))], 8
+            7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))], 8, 2
         ),
         token_codec,
         "",
@@ -190,6 +190,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                 ]
             ],
             8,
+            2,
         ],
     ),
     (
