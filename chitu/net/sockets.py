@@ -15,8 +15,6 @@ from chitu.net.curve import is_secret, require_curve, serve_curve
 TCP_SILENCE_MS = 10_000
 """A connection whose other end acknowledges nothing for so long (a pulled cable; a stopped process still does) is made
 anew, where TCP by itself would try for a quarter of an hour."""
-HANDSHAKE_MS = 2_000
-"""A connection that is not ready to carry messages after so long is made anew (30 s by default: ten leases)."""
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
 
@@ -36,7 +34,6 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_SILENCE_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return socket

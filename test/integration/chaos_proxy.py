@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,19 @@ END_S = 2.0
 class Wire:
     """One proxied connection."""
 
-    ends: frozenset[str]
-    """Names of the two processes."""
-    writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+    listener: str
+    """Name of the process that was connected to."""
+    client_port: int
+    writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter] | None = None
+    client: str | None = None
+    """Name of the process that connected; None: not looked up yet."""
+
+    @property
+    def ends(self) -> tuple[str, str | None]:
+        return self.listener, self.client
 
     def break_off(self) -> None:
-        for writer in self.writers:
+        for writer in self.writers or ():
             writer.transport.abort()
 
 
@@ -75,6 +82,7 @@ class Wires:
 
         async def cut() -> None:
             self._cut.add(name)
+            self._find_clients()
             for wire in [wire for wire in self._wires if name in wire.ends]:
                 wire.break_off()
 
@@ -83,14 +91,23 @@ class Wires:
     def freeze(self, name: str) -> None:
         """From now on nothing passes on the connections of a process; both ends think that they send. What was sent
         meanwhile is lost with the next `cut`."""
-        self._loop.call_soon_threadsafe(self._frozen.add, name)
+
+        async def freeze() -> None:
+            self._find_clients()
+            self._frozen.add(name)
+
+        asyncio.run_coroutine_threadsafe(freeze(), self._loop).result()
 
     def heal(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._cut.discard, name)
         self._loop.call_soon_threadsafe(self._frozen.discard, name)
 
     def connections_of(self, name: str) -> int:
-        return sum(name in wire.ends for wire in list(self._wires))
+        async def count() -> int:
+            self._find_clients()
+            return sum(name in wire.ends for wire in self._wires)
+
+        return asyncio.run_coroutine_threadsafe(count(), self._loop).result()
 
     def close(self) -> None:
         async def end() -> None:
@@ -137,44 +154,54 @@ class Wires:
             self._servers[where] = await asyncio.start_server(accept, *where)
 
     async def _connect(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ends = frozenset((name, owner_of_port(writer.get_extra_info("peername")[1], self._pids())))
-        if ends & self._cut:
-            writer.transport.abort()
-            return
-        try:
-            there = await asyncio.open_connection(REAL_HOST, port)
-        except OSError:
-            writer.transport.abort()
-            return
-        wire = Wire(ends, (writer, there[1]))
+        wire = Wire(name, writer.get_extra_info("peername")[1])
         self._wires.add(wire)
         try:
-            await asyncio.gather(self._copy(ends, reader, there[1]), self._copy(ends, there[0], writer))
+            if self._cut and name not in self._cut:
+                self._find_clients()
+            if self._cut.intersection(wire.ends):
+                return
+            there = await asyncio.open_connection(REAL_HOST, port)
+            wire.writers = writer, there[1]
+            if not self._cut.intersection(wire.ends):
+                await asyncio.gather(self._copy(wire, reader, there[1]), self._copy(wire, there[0], writer))
         finally:
             self._wires.discard(wire)
             wire.break_off()
+            writer.transport.abort()
 
-    async def _copy(self, ends: frozenset[str], source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    async def _copy(self, wire: Wire, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         """Until one side ends; OSError then takes the other direction with it."""
         while data := await source.read(1 << 16):
-            while ends & self._frozen:
+            while self._frozen.intersection(wire.ends):
                 await asyncio.sleep(FROZEN_POLL_S)
             target.write(data)
             await target.drain()
         raise ConnectionResetError
 
+    def _find_clients(self) -> None:
+        """Who connected is only looked up when somebody is to be cut off: it costs a walk through /proc."""
+        unknown = {wire.client_port: wire for wire in self._wires if wire.client is None}
+        if unknown:
+            owners = owners_of_ports(unknown.keys(), self._pids())
+            for port, wire in unknown.items():
+                wire.client = owners.get(port, "")
 
-def owner_of_port(port: int, pids: Mapping[str, int]) -> str:
-    """The process with a TCP socket at this local port; empty where it is none of these."""
-    inode = ""
+
+def owners_of_ports(ports: Container[int], pids: Mapping[str, int]) -> dict[int, str]:
+    """Which of these processes has a TCP socket at which of these local ports."""
+    port_of_inode: dict[str, int] = {}
     for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
-        if int(fields[1].partition(":")[2], 16) == port and fields[9] != "0":
-            inode = f"socket:[{fields[9]}]"
+        port = int(fields[1][-4:], 16)
+        if port in ports and fields[9] != "0":
+            port_of_inode[f"socket:[{fields[9]}]"] = port
+    owners = {}
     for name, pid in pids.items():
         with contextlib.suppress(OSError):
             for fd in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    if inode and os.readlink(fd.path) == inode:
-                        return name
-    return ""
+                    port = port_of_inode.get(os.readlink(fd.path))
+                    if port is not None:
+                        owners[port] = name
+    return owners
