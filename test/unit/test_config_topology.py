@@ -62,6 +62,14 @@ def test_every_packaged_topology_is_right_on_one_host(name: str) -> None:
     assert found(on_one_host(load_topology(name))) == []
 
 
+def test_on_one_host_other_machines_become_this_one_and_loopback_addresses_stay() -> None:
+    overrides = [*REAL_HOSTS, "dp_config.router.prefill_schedulers.0.host=127.0.1.7"]
+    moved = on_one_host(load_topology("pd_disagg_2p3d_multi_node", overrides))
+    hosts = {instance.name: instance.config.host for instance in instances(moved)}
+    assert hosts.pop("P0") == "127.0.1.7"
+    assert {*hosts.values(), moved.dp_config.router.host} == {"127.0.0.1"}
+
+
 def test_placeholder_hosts_are_refused_by_key() -> None:
     keys = [sentence.split()[0] for sentence in found(load_topology("pd_disagg_2p3d_multi_node"))]
     assert keys == [override.split("=")[0] for override in REAL_HOSTS]

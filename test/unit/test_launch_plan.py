@@ -27,6 +27,12 @@ def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None
     assert decode_1.env["OMP_NUM_THREADS"] == "4"
 
 
+def test_a_scheduler_without_torch_is_started_by_itself() -> None:
+    entries = Entries(scheduler="standin", python="python3", torchrun=False)
+    decode = plan(load_topology(None), "F.yaml", [], cores=4, entries=entries)[-1]
+    assert decode.argv == ("python3", "-m", "standin", "--config", "F.yaml", "--role", "decode", "--rank", "0")
+
+
 def test_actual_ports_become_overrides_that_load_back() -> None:
     ports = {"port": 1001, "stats_port": 1002, "token_port": 1003, "coordination_port": 1004, "bootstrap_port": 1006}
     topology = load_topology(None, port_overrides({**ports, "metadata_sync_port": 1005, "other_port": 9}))
