@@ -30,6 +30,7 @@ BENCHMARKS = {
     "routing": "routing decisions/s with 5 to 1000 instances, and the time from a join to its first request",
     "verify_kv": "what checksums of all KV or of a sample cost, in GB/s and in the first two tokens of 1P1D",
     "ttft": "time to first token, 1P1D over unified",
+    "gpu": "kernels, steps, transfers and 1P1D on a GPU, against what it does at best",
     "soak": "a long load with accidents: is everything right and flat?",
     "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }

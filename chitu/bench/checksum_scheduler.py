@@ -130,7 +130,7 @@ def _main() -> int:
         holds = read_engine_config(Path(topology.model.path)).holds
         return build_checksum_rank(topology, instance, tp_rank, progress)
 
-    def open_transports(config: PDDisaggregationConfig, host: str) -> list[Transport]:
+    def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
         return [HeldShmTransport(holds)]
 
     return main(makers=Makers(build, open_transports))

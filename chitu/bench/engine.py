@@ -78,7 +78,14 @@ class OwnEngine:
     def __init__(self, folder: Path, ops: str) -> None:
         spec = read_model_spec(folder)
         layout = KVLayout(
-            model_hash(folder), spec.num_layers, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, "float32", spec.vocab_size
+            model_hash(folder),
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            PAGE_SIZE,
+            "float32",
+            spec.vocab_size,
+            regions_per_layer=spec.regions_per_layer,
         )
         self._pages_each = MAX_MODEL_LEN // PAGE_SIZE
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)

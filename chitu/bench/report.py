@@ -45,9 +45,16 @@ def commit() -> str:
         return "unknown"
 
 
-def publish(name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], directory: Path = DEFAULT_DIR) -> Path:
-    """Print the table and write `<directory>/<name>-<time>.json`; returns its path."""
-    table = Table(title=f"{name} at {commit()}")
+def publish(
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    directory: Path = DEFAULT_DIR,
+    device: str | None = None,
+) -> Path:
+    """Print the table and write `<directory>/<name>-<time>.json`; returns its path. `device`: what computed, where it
+    was not the CPU."""
+    table = Table(title=f"{name} at {commit()}" + (f", {device}" if device else ""))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
@@ -58,7 +65,7 @@ def publish(name: str, columns: Sequence[str], rows: Sequence[Sequence[object]],
     record = {
         "benchmark": name,
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine() | ({"device": device} if device else {}),
         "results": [dict(zip(columns, row, strict=True)) for row in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
