@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType, Protocol
 
 Room = NewType("Room", bytes)
 """16 raw bytes (a UUID). Minted by the router, one per attempt; a retry is a new room."""
@@ -32,6 +32,19 @@ class Role(StrEnum):
     def letter(self) -> str:
         """P, D or U, as logs and the topology check print instances."""
         return self.value[0].upper()
+
+
+class Ready(Protocol):
+    """A point in a device's queue of work: passed once everything that was launched before it is done. What
+    `torch.cuda.Event` is after `record`; host code needs none, it has done what it says."""
+
+    def synchronize(self) -> None:
+        """Wait for it in this thread."""
+        ...
+
+    def wait(self, stream: Any = None) -> None:
+        """Have what is launched on this stream from now on wait for it, on the device."""
+        ...
 
 
 def new_room() -> Room:

@@ -137,8 +137,8 @@ class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     metadata_sync_port: Port = 29801
     bootstrap_port: Port = 8080
-    transport: Literal["auto", "shm", "mooncake", "fake"] = "auto"
-    """`auto`: shm between processes of one host, Mooncake otherwise."""
+    transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl", "fake"] = "auto"
+    """`auto`: between processes of one host shm, or cuda_ipc for GPU memory; Mooncake otherwise."""
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     ib_device: str = ""
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""

@@ -156,6 +156,7 @@ def check(topology: Topology, master_addr: str | None = None, need_model: bool =
 def problems(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> Iterator[str]:
     """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
     yield from _instance_problems(topology)
+    yield from _device_problems(topology)
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
     yield from _size_problems(topology)
@@ -191,6 +192,29 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
                 yield f"{instance.key}.devices has {device!r}: a device is 'cpu' or 'cuda:N'"
 
 
+def _device_problems(topology: Topology) -> Iterator[str]:
+    """P and D must have their pages in memory of the same kind, and a transport for it."""
+    prefix = "dp_config.router.pd_disaggregation"
+    config = topology.dp_config.router.pd_disaggregation
+    paired = [instance for instance in instances(topology) if instance.role is not Role.UNIFIED]
+    by_kind = {device.partition(":")[0]: instance for instance in paired for device in instance.config.devices}
+    if not by_kind.keys() <= {"cpu", "cuda"}:
+        return  # an unknown device has its own sentence
+    if len(by_kind) == 2:
+        yield (
+            f"{by_kind['cuda'].key} has its pages in GPU memory and {by_kind['cpu'].key} in host memory: "
+            "all of P and D need the same kind of device"
+        )
+    elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
+        yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
+    elif by_kind.keys() == {"cuda"}:
+        if config.transport == "shm":
+            yield f"{prefix}.transport is shm, which maps host memory, but P and D have GPUs: use auto or cuda_ipc"
+        faults = config.faults
+        if faults.zero_page is not None or faults.flip_byte_every or faults.flip_logits_every:
+            yield f"{prefix}.faults: zero_page and flips are made on the host, but P and D have GPUs: use cpu"
+
+
 def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:
     router = topology.dp_config.router
     hosts = host_names(topology)
@@ -214,9 +238,9 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             "set it to the router's address"
         )
     transport = router.pd_disaggregation.transport
-    if transport == "shm" and len(hosts) > 1:
+    if transport in ("shm", "cuda_ipc") and len(hosts) > 1:
         yield (
-            f"dp_config.router.pd_disaggregation.transport is shm, but the topology has {len(hosts)} hosts: "
+            f"dp_config.router.pd_disaggregation.transport is {transport}, but the topology has {len(hosts)} hosts: "
             "use auto or mooncake"
         )
     if transport == "fake":

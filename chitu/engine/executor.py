@@ -10,12 +10,12 @@ only which slots take part. Called by the step thread alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from chitu.messages import SamplingParams
+from chitu.types import Ready
 
 
 class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -100,8 +100,11 @@ class StepResult(msgspec.Struct, array_like=True):
     tokens: list[int]
 
 
-LayerCallback = Callable[[int], None]
-"""`on_layer(layer)`: K and V of this layer of all chunks of the plan are in the pages (and visible to a writer)."""
+class LayerCallback(Protocol):
+    def __call__(self, layer: int, ready: Ready | None = None, /) -> None:
+        """K and V of this layer of all chunks of the plan are in the pages, visible to a writer, once `ready` has
+        passed; without it they are now. Events of later layers and steps never pass before those of earlier ones."""
+        ...
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):

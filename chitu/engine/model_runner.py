@@ -20,6 +20,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
 from chitu.messages import SamplingParams
 from chitu.models.config import ModelSpec
+from chitu.types import Ready
 
 
 class TokenSampler(Protocol):
@@ -183,13 +184,13 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
-            if on_layer is not None:
-                self._synchronize()  # a recording has no layers to the outside: all of them leave at its end
+            if on_layer is not None:  # a recording has no layers to the outside: all of them leave at its end
+                ready = self._event()
                 for layer in range(self._spec.num_layers):
-                    on_layer(layer)
+                    on_layer(layer, ready)
             return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
         batch, token_ids_T = self._slots.build(chunks, decoding)
-        callback = self._visible(on_layer) if chunks else None
+        callback = self._with_event(on_layer) if chunks else None
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
 
@@ -247,16 +248,21 @@ class ModelRunner:
             self._pool.k[layer][pages] = on_device[2 * layer]
             self._pool.v[layer][pages] = on_device[2 * layer + 1]
 
-    def _visible(self, on_layer: LayerCallback | None) -> LayerCallback | None:
-        """On a device with its own queue, the callback must not run ahead of the writes it speaks of."""
+    def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:
+        """On a device with its own queue the callback gets an event behind the writes that it speaks of: the host goes
+        on launching, and whoever sends the layer waits."""
         if on_layer is None or self._device.type == "cpu":
             return on_layer
+        return lambda layer, _ready=None: on_layer(layer, self._event())
 
-        def after_the_writes(layer: int) -> None:
-            self._synchronize()
-            on_layer(layer)
-
-        return after_the_writes
+    def _event(self) -> Ready | None:
+        """A point behind all that was launched so far; None where nothing is ever pending."""
+        if self._device.type != "cuda":
+            return None
+        # A thread that waits for it sleeps.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

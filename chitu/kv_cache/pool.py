@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
+from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
+from chitu.kv_cache.device_rows import DeviceRows
 from chitu.messages import KVLayout
 
 ALIGNMENT_BYTES = 4096
@@ -76,8 +78,10 @@ class KVPool:
         """`[num_aux_slots, vocab_size]` float32 view of the rows."""
 
     @property
-    def aux_rows(self) -> NDArray[np.uint8]:
-        """`aux` as a view of numpy."""
+    def aux_rows(self) -> NDArray[np.uint8] | RowMemory:
+        """`aux` for `MetadataBuffers`: a view of numpy, or where the pool is not in host memory a way to its rows."""
+        if self.device.type != "cpu":
+            return DeviceRows(self.aux)
         rows: NDArray[np.uint8] = self.aux.numpy()
         return rows
 

@@ -17,6 +17,7 @@ from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.send_rooms import OPEN_STATES, SendEntry, SendRooms
 from chitu.kv_transfer.transfer_queue import TransferKVChunk, TransferQueue
 from chitu.lifecycle import SenderEvent, SenderState
+from chitu.types import Ready
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class _StepChunk:
     first_page: int
     end_page: int
     layers_done: set[int] = field(default_factory=set)
+    ready: Ready | None = None
+    """Of the newest of these layers, behind all others."""
 
 
 class ChunkFeed:
@@ -55,30 +58,31 @@ class ChunkFeed:
             if end_page > record.next_page:
                 self._step.append(_StepChunk(chunk.room, record.next_page, end_page))
 
-    def layer_done(self, layer: int) -> None:
+    def layer_done(self, layer: int, ready: Ready | None = None) -> None:
         for chunk in self._step:
-            self._layer_of_chunk_done(chunk, layer)
+            self._layer_of_chunk_done(chunk, layer, ready)
 
     def end_step(self) -> None:
         """Layers that the executor did not speak of are done too."""
         num_layers = self._config.layout.num_layers
         for chunk in self._step:
             for layer in range(num_layers):
-                self._layer_of_chunk_done(chunk, layer)
+                self._layer_of_chunk_done(chunk, layer, chunk.ready)
             entry = self._table.get(chunk.room)
             if entry is None:
                 continue
             entry.data.next_page = chunk.end_page
             if entry.data.backlog:  # one range for all finished steps
-                entry.data.backlog = [TransferKVChunk(0, num_layers, 0, chunk.end_page)]
+                entry.data.backlog = [TransferKVChunk(0, num_layers, 0, chunk.end_page, chunk.ready)]
         self._step = []
 
-    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int) -> None:
+    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
         entry = self._table.get(chunk.room)
         if layer in chunk.layers_done or entry is None:
             return
         chunk.layers_done.add(layer)
-        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page)
+        chunk.ready = ready
+        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
         if entry.state is SenderState.REQUESTED:
             entry.data.backlog.append(piece)
         elif entry.state in (SenderState.WAITING, SenderState.TRANSFERRING):
@@ -127,7 +131,7 @@ class ChunkFeed:
         layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
         for layer in range(chunk.first_layer, chunk.end_layer, layers):
             end_layer = min(layer + layers, chunk.end_layer)
-            self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page))
+            self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page, chunk.ready))
 
     def _queue_aux(self, room: bytes) -> None:
         self._table.apply(room, SenderEvent.DATA)

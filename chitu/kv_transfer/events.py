@@ -13,6 +13,7 @@ from typing import Protocol
 
 from chitu.errors import ChituError
 from chitu.messages import NO_TIMES, ClusterView, PrefillTimes
+from chitu.types import Ready
 
 
 class TransferEventKind(Enum):
@@ -72,8 +73,9 @@ class PrefillSenderLike(Protocol):
         """The coming forward computes these chunks; `on_layer_done` then speaks of them."""
         ...
 
-    def on_layer_done(self, layer: int) -> None:
-        """K and V of `layer` of the step's chunks are in the pages: send what was announced. Returns at once."""
+    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
+        """K and V of `layer` of the step's chunks are in the pages once `ready` has passed: send what was announced.
+        Returns at once."""
         ...
 
     def end_step(self) -> None:

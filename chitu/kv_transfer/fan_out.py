@@ -39,7 +39,7 @@ from chitu.kv_transfer.orders import (
     encoder,
     pack_moves,
 )
-from chitu.kv_transfer.shard_writer import PageMove, ShardWriter
+from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, wait_for
 from chitu.kv_transfer.transport import WriteError
 from chitu.messages import KVArgsRegisterInfo, pack_i32
 
@@ -163,6 +163,7 @@ class FannedWriter:
         return self._own.transport
 
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
+        wait_for(moves)  # what is ready here is ready on the followers, who cannot see our events
         order = WritePages(self._fan_out.next_number(), self._incarnation, timeout_s, pack_moves(moves))
         wait_s = timeout_s + self._fan_out.answer_grace_s
         result = self._lane.order(order, lambda: self._own.write_pages(moves, timeout_s), wait_s)

@@ -3,7 +3,8 @@
 Owns which slots are free, and the header. P seals a row once its logits are in place, the row crosses as one copy, D
 verifies it before it samples from it. The header names the room and carries a checksum, so a row that is stale, torn or
 of somebody else never verifies. `allocate` and `free` belong to the step thread; `seal` and `verify` may be called by
-any thread that has the slot. The rows themselves live in the pool's arena (`KVPool.aux`).
+any thread that has the slot. The rows themselves live in the pool's arena (`KVPool.aux_rows`), on its device: the
+checksum is always made on the host, of the row where it is there and else of a copy.
 
 Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits; measured 3.2 GB/s against 2.8
 of Adler-32), logits length in bytes u64, room (16 bytes); the rest is zero.
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import Integrity
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, HostRows, RowMemory
 from chitu.types import room_text
 
 HEADER = struct.Struct("<8sIIQ16s")
@@ -36,22 +37,18 @@ class BufInfos(NamedTuple):
 
 
 class MetadataBuffers:
-    """Free list and headers over `rows`: uint8 `[num_slots, row_bytes]`, writable, row-contiguous.
+    """Free list and headers over `rows`: uint8 `[num_slots, row_bytes]`, writable, row-contiguous, or a `RowMemory`.
 
     `logits_bytes`: 4 * vocab_size, the part of a row behind the header that the checksum covers.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], logits_bytes: int) -> None:
-        if rows.ndim != 2 or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:
-            raise ValueError(
-                f"aux rows must be writable contiguous uint8 [slots, bytes], not {rows.dtype} {rows.shape}"
-            )
-        if not 0 < logits_bytes <= rows.shape[1] - AUX_HEADER_BYTES:
-            raise ValueError(f"{logits_bytes} bytes of logits do not fit in rows of {rows.shape[1]} bytes")
-        self._rows = rows
+    def __init__(self, rows: NDArray[np.uint8] | RowMemory, logits_bytes: int) -> None:
+        self._rows: RowMemory = HostRows(rows) if isinstance(rows, np.ndarray) else rows
+        if not 0 < logits_bytes <= self._rows.row_bytes - AUX_HEADER_BYTES:
+            raise ValueError(f"{logits_bytes} bytes of logits do not fit in rows of {self._rows.row_bytes} bytes")
         self._logits_bytes = logits_bytes
-        self._free = list(range(rows.shape[0] - 1, -1, -1))
-        self._used = [False] * rows.shape[0]
+        self._free = list(range(self._rows.num_rows - 1, -1, -1))
+        self._used = [False] * self._rows.num_rows
 
     @property
     def num_slots(self) -> int:
@@ -79,30 +76,34 @@ class MetadataBuffers:
         self._free.append(slot)
 
     def get(self, slot: int) -> NDArray[np.float32]:
-        """The slot's logits, float32 `[vocab_size]`, a view."""
-        return self._payload(slot).view(np.float32)
+        """The slot's logits, float32 `[vocab_size]`: a view, of a copy where the rows are not in host memory."""
+        self._check(slot)
+        return self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes).view(np.float32)
 
     def get_buf_infos(self) -> BufInfos:
         """One buffer: all rows."""
-        return BufInfos([int(self._rows.ctypes.data)], [int(self._rows.nbytes)], [int(self._rows.shape[1])])
+        rows = self._rows
+        return BufInfos([rows.address], [rows.num_rows * rows.row_bytes], [rows.row_bytes])
 
     def clear(self, slot: int) -> None:
         """Wipe the header: the row cannot verify until it is sealed or written anew."""
         self._check(slot)
-        self._rows[slot, :AUX_HEADER_BYTES] = 0
+        self._rows.write(slot, bytes(AUX_HEADER_BYTES))
 
     def seal(self, slot: int, room: bytes) -> None:
         """P, logits in place: write the header. Nothing may change the row from here until it was sent."""
         if len(room) != 16:
             raise ValueError(f"a room of {len(room)} bytes")
-        payload = self._payload(slot)
         self.clear(slot)
-        HEADER.pack_into(self._rows[slot].data, 0, MAGIC, VERSION, zlib.crc32(payload.data), self._logits_bytes, room)
+        payload = self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes)
+        header = HEADER.pack(MAGIC, VERSION, zlib.crc32(payload.data), self._logits_bytes, room)
+        self._rows.write(slot, header)
 
     def verify(self, slot: int, room: bytes) -> None:
         """D, after P said that the row is written. Raises Integrity naming what differs."""
         self._check(slot)
-        magic, version, checksum, logits_bytes, row_room = HEADER.unpack_from(self._rows[slot].data, 0)
+        row = self._rows.read(slot, 0, AUX_HEADER_BYTES + self._logits_bytes)
+        magic, version, checksum, logits_bytes, row_room = HEADER.unpack_from(row.data, 0)
         where = f"aux slot {slot} of room {room_text(room)}"
         if magic != MAGIC:
             raise Integrity(f"{where}: no row was written (magic {magic!r}, expected {MAGIC!r})")
@@ -112,13 +113,9 @@ class MetadataBuffers:
             raise Integrity(f"{where}: the row belongs to room {room_text(row_room)}")
         if logits_bytes != self._logits_bytes:
             raise Integrity(f"{where}: {logits_bytes} bytes of logits, expected {self._logits_bytes}")
-        actual = zlib.crc32(self._payload(slot).data)
+        actual = zlib.crc32(row[AUX_HEADER_BYTES:].data)
         if actual != checksum:
             raise Integrity(f"{where}: checksum of the logits is {actual:#010x}, the header says {checksum:#010x}")
-
-    def _payload(self, slot: int) -> NDArray[np.uint8]:
-        self._check(slot)
-        return self._rows[slot, AUX_HEADER_BYTES : AUX_HEADER_BYTES + self._logits_bytes]
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < len(self._used):

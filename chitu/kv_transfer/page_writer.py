@@ -174,12 +174,14 @@ def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove
     moves = []
     for chunk in chunks:
         pages = slice(chunk.first_page, chunk.end_page)
-        moves.append(PageMove(chunk.first_layer, chunk.end_layer, record.pages[pages], record.dst_pages[pages]))
+        src_pages, dst_pages = record.pages[pages], record.dst_pages[pages]
+        moves.append(PageMove(chunk.first_layer, chunk.end_layer, src_pages, dst_pages, chunk.ready))
     return moves
 
 
 def _merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
-    """Neighbouring layers of the same pages as one chunk: several layers become one plan."""
+    """Neighbouring layers of the same pages as one chunk: several layers become one plan, which is ready when the last
+    of them is."""
     merged: list[TransferKVChunk] = []
     for chunk in chunks:
         last = merged[-1] if merged else None
@@ -188,7 +190,8 @@ def _merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
             and last.end_layer == chunk.first_layer
             and (last.first_page, last.end_page) == (chunk.first_page, chunk.end_page)
         ):
-            merged[-1] = TransferKVChunk(last.first_layer, chunk.end_layer, chunk.first_page, chunk.end_page)
+            pages = chunk.first_page, chunk.end_page
+            merged[-1] = TransferKVChunk(last.first_layer, chunk.end_layer, *pages, chunk.ready or last.ready)
         else:
             merged.append(chunk)
     return merged

@@ -35,7 +35,7 @@ from chitu.messages import (
     peer_codec,
 )
 from chitu.net.threads import ServiceThread
-from chitu.types import REGISTRATION_ROOM, Role, room_text
+from chitu.types import REGISTRATION_ROOM, Ready, Role, room_text
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +104,9 @@ class PrefillSender:
         with self._lock:
             self._feed.begin_step(chunks)
 
-    def on_layer_done(self, layer: int) -> None:
+    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
         with self._lock:
-            self._feed.layer_done(layer)
+            self._feed.layer_done(layer, ready)
         self._empty_outbox()
 
     def end_step(self) -> None:

@@ -1,7 +1,8 @@
 """Which transports this process offers, and which one a writer takes to a given peer.
 
 `open_transports` is called once, by the service that owns the pool; `choose` by the thread that accepts a registration.
-The order of the returned list is the order of preference: shared memory wherever both ends are on one host.
+The order of the returned list is the order of preference: where both ends are on one host, shared memory for pools in
+host memory, CUDA's interprocess handles for pools in device memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
+from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
@@ -22,37 +25,59 @@ logger = logging.getLogger(__name__)
 
 
 def open_transports(
-    config: PDDisaggregationConfig, host: str, fabric: FakeFabric | None = None, process: str = ""
+    config: PDDisaggregationConfig,
+    host: str,
+    device: str = "cpu",
+    fabric: FakeFabric | None = None,
+    process: str = "",
 ) -> list[Transport]:
     """The transports of this process, best first; register the pool's arena with each of them.
 
-    `host`: this instance's address as peers reach it. `fabric`, `process`: for `transport: fake`, which works inside
-    one process only. Raises MissingDependency where the configured library is absent; `auto` logs it and goes on.
-    A loopback `host` has its peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
+    `host`: this instance's address as peers reach it. `device`: where the pool is, `cpu` or `cuda:N`. `fabric`,
+    `process`: for `transport: fake`, which works inside one process only. Raises MissingDependency where the configured
+    library is absent; `auto` logs it and goes on. A loopback `host` has its peers on this machine: `auto` then leaves
+    out Mooncake, which listens on all interfaces.
     """
-    transports = _open(config, host, fabric, process)
+    transports = _open(config, host, device, fabric, process)
     if not config.faults.describe():
         return transports
     return [FaultyTransport(transport, config.faults) for transport in transports]
 
 
-def _open(config: PDDisaggregationConfig, host: str, fabric: FakeFabric | None, process: str) -> list[Transport]:
+def _open(
+    config: PDDisaggregationConfig, host: str, device: str, fabric: FakeFabric | None, process: str
+) -> list[Transport]:
     if config.transport == "fake":
         if fabric is None:
             raise ConfigError("pd_disaggregation.transport: fake works inside one process only (in tests)")
         return [FakeTransport(fabric, process)]
     if config.transport == "shm":
         return [ShmTransport()]
+    if config.transport == "cuda_ipc":
+        return [_open_cuda_ipc(device)]
     if config.transport == "mooncake":
         return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
-    transports: list[Transport] = [ShmTransport()]
+    transports: list[Transport] = [ShmTransport() if device == "cpu" else _open_cuda_ipc(device)]
     if host == "localhost" or host.startswith("127."):
         return transports
     try:
         transports.append(MooncakeTransport(host, config.mooncake_protocol, config.ib_device))
     except MissingDependency as error:
-        logger.info("transport auto: shared memory only, so peers must be on this host (%s)", error)
+        logger.info("transport auto: %s only, so peers must be on this host (%s)", transports[0].name, error)
     return transports
+
+
+def _open_cuda_ipc(device: str) -> Transport:
+    """Raises ConfigError where the pool is not in a GPU's memory."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        raise ConfigError(f"pd_disaggregation.transport is cuda_ipc, but the device is {device}: use auto or shm")
+    driver = CudaDriver(int(index or 0))
+    from chitu.ops.kernels.blocks import BlockCopier  # Triton: only where there is a GPU
+
+    copier = BlockCopier(device)
+    copier.warm_up()
+    return CudaIpcTransport(driver, copier)
 
 
 def choose(transports: Sequence[Transport], peer: RankMemory) -> tuple[Transport, TransportSession]:

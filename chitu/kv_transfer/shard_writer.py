@@ -17,8 +17,9 @@ from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.head_plan import head_copy
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.plan import PageSlice, join, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.kv_transfer.transport import CopyList, OrderedTransport, PeerHandle, Transport, WriteError
 from chitu.messages import KVArgsRegisterInfo, KVLayout, RankMemory
+from chitu.types import Ready
 
 
 class PageMove(NamedTuple):
@@ -28,6 +29,15 @@ class PageMove(NamedTuple):
     end_layer: int
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
+    ready: Ready | None = None
+    """They are computed once this has passed; None: they are."""
+
+
+def wait_for(moves: Sequence[PageMove]) -> None:
+    """Until all of them are computed; the transfer thread may wait, a step never does."""
+    for move in moves:
+        if move.ready is not None:
+            move.ready.synchronize()
 
 
 class DecodeWriter(Protocol):
@@ -69,8 +79,9 @@ class Link:
 class ShardWriter:
     """Implements `DecodeWriter` for one rank. `links` in order of D's ranks; rank 0 of P has D's rank 0 first."""
 
-    def __init__(self, memory: PagedMemory, links: Sequence[Link]) -> None:
+    def __init__(self, memory: PagedMemory, links: Sequence[Link], regions_per_layer: int = 2) -> None:
         self._memory = memory
+        self._regions_per_layer = regions_per_layer
         self._links = tuple(links)
 
     @property
@@ -78,19 +89,31 @@ class ShardWriter:
         return "+".join(sorted({link.transport.name for link in self._links}))
 
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
-        deadline_s = time.monotonic() + timeout_s
         planned = [(link, self._plan(link, moves)) for link in self._links]
+        after = [move.ready for move in moves if move.ready is not None]
+        if not all(isinstance(link.transport, OrderedTransport) for link in self._links):
+            wait_for(moves)
+        deadline_s = time.monotonic() + timeout_s
         for link, copies in planned:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise WriteError(f"writing to the ranks before {link.handle.session_id} took {timeout_s} s", True)
-            link.transport.write(link.handle, copies, left_s)
+            if isinstance(link.transport, OrderedTransport):
+                link.transport.write_after(link.handle, copies, after, left_s)
+            else:
+                link.transport.write(link.handle, copies, left_s)
         return (sum(copies.nbytes for _, copies in planned),)
 
     def _plan(self, link: Link, moves: Sequence[PageMove]) -> CopyList:
         plans = [
             plan_page_copies(
-                self._memory, link.memory, m.src_pages, m.dst_pages, range(m.first_layer, m.end_layer), link.part
+                self._memory,
+                link.memory,
+                m.src_pages,
+                m.dst_pages,
+                range(m.first_layer, m.end_layer),
+                link.part,
+                self._regions_per_layer,
             )
             for m in moves
         ]
@@ -133,7 +156,7 @@ def open_shards(
     except ChituError:
         ShardWriter(memory, links).close()
         raise
-    return ShardWriter(memory, links)
+    return ShardWriter(memory, links, layout.regions_per_layer)
 
 
 def _connect(memory: RankMemory, transports: Sequence[Transport]) -> tuple[Transport, PeerHandle]:

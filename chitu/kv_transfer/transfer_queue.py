@@ -16,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from chitu.types import Ready
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +29,8 @@ class TransferKVChunk:
     end_layer: int
     first_page: int
     end_page: int
+    ready: Ready | None = None
+    """They are computed once this has passed; None: they are."""
 
     @property
     def num_units(self) -> int:

@@ -1,7 +1,7 @@
 """The one-sided data plane as the rest of the project sees it: a writer puts bytes into a peer's registered memory.
 
-Backends: `shm`, `mooncake`, `fake` (and later `nixl`, `cuda_ipc`), one package each. A backend package is imported only
-inside its own `transfer_engine.py`, lazily; its absence is `MissingDependency` with one clear sentence.
+Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, `fake`, one package each. A backend's library is imported only inside
+its own `transfer_engine.py`, lazily; its absence is `MissingDependency` with one clear sentence.
 
 Threads: `write` and `settle` are called by transfer threads and block there (releasing the GIL); everything else by the
 thread that builds the service. Nothing here knows rooms, pages or requests.
@@ -10,10 +10,11 @@ thread that builds the service. Nothing here knows rooms, pages or requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from chitu.errors import TransferFailed
 from chitu.messages import RankMemory, TransportSession
+from chitu.types import Ready
 
 
 class CopyList(NamedTuple):
@@ -80,4 +81,14 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything; no write is in flight (transfer threads were joined)."""
+        ...
+
+
+@runtime_checkable
+class OrderedTransport(Protocol):
+    """A transport whose copies wait on the device for what they read, so the host need not. Others are called when
+    their sources are computed."""
+
+    def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+        """`Transport.write`, of bytes that are there once all of `after` have passed."""
         ...

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from chitu.engine.parallel import RankGroup
+    from chitu.kv_cache.aux_row import RowMemory
 
 
 class RankPool(PagedMemory, Protocol):
@@ -31,7 +32,7 @@ class RankPool(PagedMemory, Protocol):
     @property
     def layout(self) -> KVLayout: ...
     @property
-    def aux_rows(self) -> NDArray[np.uint8]: ...
+    def aux_rows(self) -> NDArray[np.uint8] | RowMemory: ...
     def close(self) -> None: ...
 
 
@@ -57,4 +58,4 @@ def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progre
 @dataclass(frozen=True, slots=True)
 class Makers:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
-    open_transports: Callable[[PDDisaggregationConfig, str], list[Transport]] = open_transports
+    open_transports: Callable[[PDDisaggregationConfig, str, str], list[Transport]] = open_transports

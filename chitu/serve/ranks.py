@@ -69,7 +69,9 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
     transports: list[Transport] = []
     memory: RankMemory | None = None
     if instance.role is not Role.UNIFIED:
-        transports = open_transports(topology.dp_config.router.pd_disaggregation, instance.config.host)
+        config = instance.config
+        pd = topology.dp_config.router.pd_disaggregation
+        transports = open_transports(pd, config.host, config.devices[tp_rank])
         memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
     greetings = greet(engine.group, Greeting(os.getpid(), memory))
     watch = watch_others(greetings)

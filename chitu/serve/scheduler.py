@@ -93,11 +93,6 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
             f"{instance.key}.tp_size is {instance.config.tp_size}, but torchrun started {ranks.world_size} ranks: give "
             f"--nproc-per-node={instance.config.tp_size}"
         )
-    if instance.role is not Role.UNIFIED and instance.config.devices[0] != "cpu":
-        raise ConfigError(
-            f"{instance.key}.devices: {instance.config.devices[0]}: KV transfer from GPU memory is not there yet; "
-            "use cpu, or a unified instance"
-        )
     if ranks.rank != MAIN_RANK:
         from chitu.serve.ranks import follow
 
@@ -223,7 +218,7 @@ def _build_transfer(
         config,
         memory=pool,
         aux=aux,
-        transports=makers.open_transports(pd, identity.instance.host),
+        transports=makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import HANDLE_BYTES, Exported
@@ -14,6 +15,7 @@ from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.plan import Int64s
 from chitu.kv_transfer.shm.transfer_engine import _find_range
 from chitu.ops.kernels.blocks import cut
+from chitu.types import Ready
 
 
 class FileDriver:
@@ -50,7 +52,9 @@ class FileDriver:
 
 
 class HostCopier:
-    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:
+        for ready in after:
+            ready.synchronize()
         for source, target, length in zip(*cut(src_N, dst_N, length_N).tolist(), strict=True):
             ctypes.memmove(target, source, length)
 

@@ -1,4 +1,5 @@
-"""Transports between two real processes: shm, Mooncake over TCP, and cuda_ipc on its twin of a GPU."""
+"""Transports between two real processes: shm, Mooncake over TCP, cuda_ipc on its twin of a GPU and, where there is one,
+on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,9 +26,9 @@ from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.kv_transfer.transport import CopyList, OrderedTransport, PeerHandle, Transport, WriteError
 from chitu.messages import RankMemory, TransportSession
-from chitu.types import new_room
+from chitu.types import Ready, new_room
 
 PROGRAM = Path(__file__).with_name("transport_process.py")
 LAYERS = range(LAYOUT.num_layers)
@@ -81,7 +83,7 @@ class Writer:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.pool: KVPool = new_pool()
+        self.pool: KVPool = new_pool(kind)
         self.transport: Transport = new_transport(kind)
         self.transport.register(self.pool.arena_base, self.pool.arena_bytes)
         torch.manual_seed(1)
@@ -92,9 +94,14 @@ class Writer:
         return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake", "cuda_ipc"])
+KINDS = ["shm", "mooncake", "cuda_ipc", pytest.param("cuda_ipc_gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
     torch.set_num_threads(1)
+    if request.param == "cuda_ipc_gpu" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
     try:
         made = Writer(request.param)
     except MissingDependency as error:
@@ -110,6 +117,19 @@ def receiver(writer: Writer) -> Iterator[Receiver]:
     made = Receiver(writer.kind)
     yield made
     assert made.end() == 0
+
+
+class Later:
+    """`Ready` whose work is done when it is waited for."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def synchronize(self) -> None:
+        self._work()
+
+    def wait(self, stream: object = None) -> None:
+        raise AssertionError("the twin has no stream")
 
 
 @pytest.fixture
@@ -140,10 +160,10 @@ def test_scattered_and_contiguous_pages_arrive_where_they_belong_and_nowhere_els
 
 
 def test_a_sealed_aux_row_verifies_for_its_room_only(writer: Writer, receiver: Receiver) -> None:
-    buffers = MetadataBuffers(writer.pool.aux.numpy(), 4 * LAYOUT.vocab_size)
+    buffers = MetadataBuffers(writer.pool.aux_rows, 4 * LAYOUT.vocab_size)
     slot, room = buffers.allocate(), new_room()
     assert slot is not None
-    buffers.get(slot)[:] = torch.randn(LAYOUT.vocab_size).numpy()
+    writer.pool.aux_logits[slot] = torch.randn(LAYOUT.vocab_size)
     assert receiver.ask("verify", 2, room.hex()) == "Integrity"
     buffers.seal(slot, room)
     peer = writer.connect(receiver)
@@ -163,6 +183,27 @@ def test_five_thousand_small_blocks_arrive(writer: Writer, receiver: Receiver) -
     for index in range(NUM_REGIONS):
         sent, received = page_crcs(writer.pool, index), receiver.crcs(index)
         assert [received[page] for page in dst_pages] == [sent[page] for page in src_pages]
+    writer.transport.disconnect(peer)
+
+
+def test_bytes_that_are_still_to_be_computed_are_copied_when_they_are(writer: Writer, receiver: Receiver) -> None:
+    """The layer is written by work that was launched before the event and has not run yet."""
+    if not isinstance(writer.transport, OrderedTransport):
+        pytest.skip(f"{writer.kind} is called when its sources are computed")
+    peer, layer = writer.connect(receiver), region(writer.pool, 2)
+    layer.zero_()
+    if writer.kind == "cuda_ipc":
+        ready: Ready = Later(lambda: layer[11].fill_(3.5))
+    else:
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        layer[11].fill_(3.5)
+        event = torch.cuda.Event()
+        event.record()
+        assert not event.query(), "the copy below has something to wait for"
+        ready = event
+    copies = plan_page_copies(writer.pool, receiver.memory, [11], [7], range(1, 2))
+    writer.transport.write_after(peer, copies, [ready], 10.0)
+    assert receiver.crcs(2)[7] == zlib.crc32(torch.full_like(layer[11].cpu(), 3.5).numpy().data)
     writer.transport.disconnect(peer)
 
 

@@ -1,4 +1,5 @@
-"""The other process of the transport tests: `python transport_process.py receive|send shm|mooncake|cuda_ipc`.
+"""The other process of the transport tests: `python transport_process.py receive|send KIND`. Kinds:
+shm, mooncake, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the GPU).
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name). Ends at end of file.
@@ -14,12 +15,14 @@ import zlib
 import msgspec
 import torch
 
+from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import Integrity
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import KVLayout, RankMemory, encode
@@ -28,8 +31,8 @@ LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=1
 NUM_PAGES, NUM_AUX_SLOTS = 2000, 4
 
 
-def new_pool() -> KVPool:
-    return KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS)
+def new_pool(kind: str = "shm") -> KVPool:
+    return KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, "cuda:0" if kind == "cuda_ipc_gpu" else "cpu")
 
 
 def new_transport(kind: str) -> Transport:
@@ -37,6 +40,9 @@ def new_transport(kind: str) -> Transport:
         from cuda_ipc_twin import cuda_ipc_twin
 
         return cuda_ipc_twin()
+    if kind == "cuda_ipc_gpu":
+        (transport,) = open_transports(PDDisaggregationConfig(transport="cuda_ipc"), "127.0.0.1", "cuda:0")
+        return transport
     return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
 
 
@@ -45,12 +51,12 @@ def region(pool: KVPool, index: int) -> torch.Tensor:
 
 
 def page_crcs(pool: KVPool, index: int) -> list[int]:
-    return [zlib.crc32(page.numpy().data) for page in region(pool, index)]
+    return [zlib.crc32(page.numpy().data) for page in region(pool, index).cpu()]
 
 
 def receive(kind: str) -> None:
-    pool, transport = new_pool(), new_transport(kind)
-    buffers = MetadataBuffers(pool.aux.numpy(), 4 * LAYOUT.vocab_size)
+    pool, transport = new_pool(kind), new_transport(kind)
+    buffers = MetadataBuffers(pool.aux_rows, 4 * LAYOUT.vocab_size)
     transport.register(pool.arena_base, pool.arena_bytes)
     print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
     for line in sys.stdin:
@@ -67,7 +73,7 @@ def receive(kind: str) -> None:
 
 
 def send(kind: str) -> None:
-    pool, transport = new_pool(), new_transport(kind)
+    pool, transport = new_pool(kind), new_transport(kind)
     transport.register(pool.arena_base, pool.arena_bytes)
     peer_memory = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=RankMemory)
     pages = range(NUM_PAGES)

@@ -8,8 +8,10 @@ poison that is looked at whenever they are taken, and at the end). `pd_world.Wor
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +62,43 @@ class WatchedSums:
         self.num_units += len(layers) * len(pages)
         self.meanwhile()
         return self._inner.sums(layers, pages)
+
+
+class DeviceQueue:
+    """Twin of a device: work that was launched runs, in order, when somebody waits for a point behind it."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._num_launched = 0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._num_launched += 1
+
+    def event(self) -> Point:
+        return Point(self, self._num_launched)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._work)
+
+    def run_until(self, number: int) -> None:
+        while self._num_launched - len(self._work) < number:
+            self._work.popleft()()
+
+
+@dataclass(frozen=True)
+class Point:
+    """`Ready` of the twin."""
+
+    queue: DeviceQueue
+    number: int
+
+    def synchronize(self) -> None:
+        self.queue.run_until(self.number)
+
+    def wait(self, stream: object = None) -> None:
+        raise AssertionError("the fake transport has no stream")
 
 
 class Memory:
@@ -143,6 +182,8 @@ class Node:
         self.is_alive = True
         self.is_frozen = False
         self.is_in_view = True
+        self.device: DeviceQueue | None = None
+        """Set: a step launches its work there and does not wait."""
         self.session = f"{instance_name(role, rank)}-{self.incarnation}"
         config = KVManagerConfig(rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES)
         memory = self.memory
@@ -266,16 +307,16 @@ class Node:
                     continue
                 chunks.append((request, min(request.num_tokens, request.computed + rng.randint(1, 9))))
         self.sender.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
-        skips = rng.random() < 0.2  # an executor that only speaks at the end
+        skips = rng.random() < 0.2 and self.device is None  # an executor that only speaks at the end
         for layer in range(NUM_LAYERS):
             for request, end in chunks:
                 for token in range(request.computed, end):
                     page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
                     for region in (2 * layer, 2 * layer + 1):
                         data = np.frombuffer(token_bytes(request.room, region, token), dtype=np.uint8)
-                        self.memory.kv[region, page, offset : offset + TOKEN_BYTES] = data
+                        self._store(self.memory.kv[region, page, offset : offset + TOKEN_BYTES], data)
             if not skips:
-                self.sender.on_layer_done(layer)
+                self.sender.on_layer_done(layer, self.device.event() if self.device else None)
             self.world.churn(rng.randint(0, 2))
         self.sender.end_step()
         for request, end in chunks:
@@ -288,6 +329,12 @@ class Node:
                 request.aux_slot = aux_slot
                 self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
                 self.sender.send_kv_cache(request.room, aux_slot)
+
+    def _store(self, place: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
+        if self.device is None:
+            place[:] = data
+        else:
+            self.device.launch(partial(np.copyto, place, data))
 
     def reset(self, room: bytes) -> None:
         request = self.requests[room]

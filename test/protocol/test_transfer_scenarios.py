@@ -7,7 +7,7 @@ import threading
 import uuid
 
 import pytest
-from pd_node import DEADLINES, PAGE_BYTES
+from pd_node import DEADLINES, PAGE_BYTES, DeviceQueue
 from pd_world import Pair
 
 from chitu.errors import (
@@ -64,6 +64,27 @@ def test_layers_that_wait_together_leave_in_few_writes_and_every_page_is_written
     pair.compute_all()
     assert pair.seen(pair.p)[-1] is Kind.SUCCESS
     assert sum(written) == 6 * 3 * PAGE_BYTES + pair.p.memory.aux_row_bytes
+
+
+@pytest.mark.parametrize("is_announced_late", [False, True])
+def test_layers_that_a_device_has_yet_to_compute_are_sent_when_it_has(is_announced_late: bool) -> None:
+    """SUCCESS on D looks at every byte; without the wait it would find the poison of fresh pages."""
+    pair = Pair().join()
+    device = pair.p.device = DeviceQueue()
+    if not is_announced_late:
+        pair.both_halves(num_tokens=23)
+    else:
+        assert pair.p.prefill(pair.room, 23, pair.d)
+        pair.world.churn = lambda turns: None  # type: ignore[method-assign]
+    while pair.p.requests[pair.room].computed < 23:
+        pair.p.compute()
+    assert device.num_waiting, "steps did not wait"
+    if is_announced_late:
+        assert pair.d.decode(pair.room, 23, pair.p)
+    pair.compute_all()
+    pair.world.settle_down()
+    assert pair.seen(pair.p)[-1] is pair.seen(pair.d)[-1] is Kind.SUCCESS
+    assert not device.num_waiting
 
 
 def test_p_fails_a_room_that_d_never_announces_and_d_one_whose_p_is_never_found() -> None:

@@ -118,6 +118,8 @@ def test_all_names_of_loopback_are_one_host() -> None:
         ("dp_config.router.pd_disaggregation.transport=fake", "works inside one process only"),
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
+        ("dp_config.router.pd_disaggregation.transport=cuda_ipc", "no P or D has a CUDA device"),
+        ("dp_config.router.decode_schedulers.0.devices=[cuda:0]", "all of P and D need the same kind of device"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, part: str) -> None:
@@ -133,6 +135,17 @@ def test_shared_memory_between_hosts_is_refused() -> None:
     assert any(
         "transport is shm" in text for text in found(two_nodes("dp_config.router.pd_disaggregation.transport=shm"))
     )
+
+
+def test_gpu_memory_needs_a_transport_for_it() -> None:
+    section = "dp_config.router.pd_disaggregation"
+    devices = [f"dp_config.router.{kind}_schedulers.0.devices=[cuda:0]" for kind in ("prefill", "decode")]
+    for transport in ("auto", "cuda_ipc", "mooncake", "nixl"):
+        assert found(load_topology(None, [*devices, f"{section}.transport={transport}"])) == []
+    assert found(load_topology(None, [*devices, f"{section}.faults.delay_ms=1"])) == []
+    for override, part in (("transport=shm", "maps host memory"), ("faults.zero_page=1", "made on the host")):
+        (sentence,) = found(load_topology(None, [*devices, f"{section}.{override}"]))
+        assert part in sentence
 
 
 def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:

@@ -144,5 +144,5 @@ def test_fake_needs_a_fabric() -> None:
     with pytest.raises(ConfigError, match="fake"):
         open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1")
     fabric = FakeFabric()
-    (fake,) = open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1", fabric, "P")
+    (fake,) = open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1", fabric=fabric, process="P")
     assert fake.local_session().session_id == "P"

@@ -43,12 +43,12 @@ def test_freeing_twice_or_a_slot_out_of_range_is_an_error() -> None:
 
 
 def test_a_sealed_row_verifies_after_it_was_copied_elsewhere() -> None:
-    source, target, room = new_buffers(), new_buffers(), new_room()
+    source_rows, target_rows = (np.zeros((3, ROW_BYTES), np.uint8) for _ in range(2))
+    source, target, room = MetadataBuffers(source_rows, 4 * VOCAB), MetadataBuffers(target_rows, 4 * VOCAB), new_room()
     slot = source.allocate()
     assert slot is not None
     source.get(slot)[:] = np.arange(VOCAB)
     source.seal(slot, room)
-    source_rows, target_rows = source._rows, target._rows
     target_rows[2] = source_rows[slot]
     target.verify(2, room)
     np.testing.assert_array_equal(target.get(2), np.arange(VOCAB, dtype=np.float32))
@@ -127,24 +127,25 @@ def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -
 
 def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off_as_the_next_ones() -> None:
     """Whole rows of earlier rooms, their logits under a new header, or a new row that came in part."""
-    source, target = new_buffers(2), new_buffers(2)
+    source_rows, target_rows = (np.zeros((2, ROW_BYTES), np.uint8) for _ in range(2))
+    source, target = MetadataBuffers(source_rows, 4 * VOCAB), MetadataBuffers(target_rows, 4 * VOCAB)
     earlier: list[tuple[bytes, np.ndarray]] = []
     for turn in range(7):  # around both slots more than three times
         src, dst, room = source.allocate(), target.allocate(), new_room()
         assert src is not None and dst is not None
         for _, row in earlier:  # a late write, before the new row came
-            target._rows[dst] = row
+            target_rows[dst] = row
             with pytest.raises(Integrity, match="belongs to room"):
                 target.verify(dst, room)
         source.get(src)[:] = np.arange(VOCAB) + turn
         source.seal(src, room)
-        row = source._rows[src].copy()
+        row = source_rows[src].copy()
         for _, old in earlier:
-            target._rows[dst, :AUX_HEADER_BYTES] = row[:AUX_HEADER_BYTES]
-            target._rows[dst, AUX_HEADER_BYTES:] = old[AUX_HEADER_BYTES:]
+            target_rows[dst, :AUX_HEADER_BYTES] = row[:AUX_HEADER_BYTES]
+            target_rows[dst, AUX_HEADER_BYTES:] = old[AUX_HEADER_BYTES:]
             with pytest.raises(Integrity, match="checksum"):
                 target.verify(dst, room)
-        target._rows[dst] = row
+        target_rows[dst] = row
         target.verify(dst, room)
         earlier.append((room, row))
         source.free(src)

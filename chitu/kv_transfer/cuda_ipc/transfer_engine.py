@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,13 +25,15 @@ from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import Int64s, first_outside
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
+from chitu.types import Ready
 
 NAME = "cuda_ipc"
 
 
 class Copier(Protocol):
-    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
-        """Bytes between device addresses of this process; returns when they are there."""
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:
+        """Bytes between device addresses of this process, once all of `after` have passed; returns when they are
+        there."""
         ...
 
 
@@ -115,7 +118,11 @@ class CudaIpcTransport:
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
-        """`timeout_s` bounds nothing here: a launch ends by itself, and what was launched cannot be called back."""
+        self.write_after(peer, copies, (), timeout_s)
+
+    def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+        """Implements `OrderedTransport`: the launch is made ahead and waits on the device. `timeout_s` bounds nothing
+        here: a launch ends by itself, and what was launched cannot be called back."""
         assert isinstance(peer, CudaPeer)
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         self._check(peer, src_N, dst_N, length_N)
@@ -124,7 +131,7 @@ class CudaIpcTransport:
                 raise WriteError(f"cuda_ipc: {peer.session_id} was disconnected", settled=True)
             peer.writers += 1
         try:
-            self._copier.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N)
+            self._copier.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, after)
             is_alive = peer.process.is_alive()
         except RuntimeError as error:  # what torch and Triton raise for a device that fails
             raise WriteError(f"cuda_ipc: writing to {peer.session_id}: {error}", settled=True) from error

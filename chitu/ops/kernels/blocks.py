@@ -6,6 +6,7 @@ the speed of a contiguous copy. Addresses are numbers: the destination is anothe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from chitu.types import Ready
+
 PIECE_BYTES = 64 << 10
 """A longer copy is cut, so that all programs have about the same to do."""
 WORDS_AT_ONCE = 1024
@@ -21,7 +24,7 @@ WORDS_AT_ONCE = 1024
 Int64s = NDArray[np.int64]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pieces"])
 def _copy_pieces(pieces_ptr, num_pieces, WORD_BYTES: tl.constexpr, BLOCK: tl.constexpr):
     """Program (piece, part of it). `pieces`: source addresses, destination addresses, lengths in words."""
     piece = tl.program_id(0)
@@ -62,12 +65,23 @@ def word_bytes_of(pieces: Int64s) -> int:
 class BlockCopier:
     """On one device, on a stream of its own. Any thread; `copy` returns when the bytes are there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
-        """`length_N[i]` bytes from address `src_N[i]` to `dst_N[i]`, all of them addresses that this device can use."""
+    def warm_up(self) -> None:
+        """Compile the kernel for every width, or the first transfers would wait for that."""
+        memory = torch.zeros(64, dtype=torch.uint8, device=self._device)
+        for length in (16, 4, 1):
+            source = np.array([memory.data_ptr()], dtype=np.int64)
+            self.copy(source, source + 32, np.array([length], dtype=np.int64))
+
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:
+        """`length_N[i]` bytes from address `src_N[i]` to `dst_N[i]`, all of them addresses that this device can use.
+
+        The copies start on the device when all of `after` have passed; what does not depend on them is done before.
+        """
         pieces = cut(src_N, dst_N, length_N)
         if not pieces.shape[1]:
             return
@@ -76,7 +90,15 @@ class BlockCopier:
         parts = triton.cdiv(int(pieces[2].max()), WORDS_AT_ONCE)
         with torch.cuda.stream(self._stream):
             pieces_3N = torch.from_numpy(pieces).to(self._device)
+            for ready in after:
+                if self._stream is None:
+                    ready.synchronize()
+                else:
+                    ready.wait(self._stream)
             kernel: Any = _copy_pieces[(pieces.shape[1], parts)]
             kernel(pieces_3N, pieces.shape[1], WORD_BYTES=word_bytes, BLOCK=WORDS_AT_ONCE, num_warps=4)
-        if self._stream is not None:
-            self._stream.synchronize()
+            if self._stream is not None:
+                # One's own copies only: other threads use the stream too. What waits for a step waits asleep.
+                done = torch.cuda.Event(blocking=bool(after))  # type: ignore[no-untyped-call]
+                done.record(self._stream)
+                done.synchronize()

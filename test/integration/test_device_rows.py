@@ -1,0 +1,64 @@
+"""Aux rows in device memory: `MetadataBuffers` over them seals and refuses exactly what it does over host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from chitu.errors import Integrity
+from chitu.kv_cache.device_rows import DeviceRows
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.messages import KVLayout
+from chitu.types import new_room
+
+LAYOUT = KVLayout("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)
+LOGITS_BYTES = 4 * LAYOUT.vocab_size
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pool(request: pytest.FixtureRequest) -> KVPool:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return KVPool(LAYOUT, num_pages=2, num_aux_slots=3, device=request.param)
+
+
+def test_a_row_sealed_on_a_device_is_bit_for_bit_that_of_host_memory(pool: KVPool) -> None:
+    room, logits = new_room(), torch.randn(LAYOUT.vocab_size)
+    host_rows = np.zeros((3, pool.aux_row_bytes), np.uint8)
+    host, device = MetadataBuffers(host_rows, LOGITS_BYTES), MetadataBuffers(DeviceRows(pool.aux), LOGITS_BYTES)
+    host.get(1)[:] = logits.numpy()
+    pool.aux_logits[1] = logits
+    host.seal(1, room)
+    device.seal(1, room)
+    assert (pool.aux[1].cpu().numpy() == host_rows[1]).all()
+    assert not pool.aux[0].any() and not pool.aux[2].any()
+    device.verify(1, room)
+    np.testing.assert_array_equal(device.get(1), logits.numpy())
+    assert device.get_buf_infos() == ([pool.aux_base], [3 * pool.aux_row_bytes], [pool.aux_row_bytes])
+
+
+def test_what_a_device_row_must_not_be_is_refused(pool: KVPool) -> None:
+    room, buffers = new_room(), MetadataBuffers(DeviceRows(pool.aux), LOGITS_BYTES)
+    pool.aux_logits.normal_()
+    buffers.seal(2, room)
+    with pytest.raises(Integrity, match="belongs to room"):
+        buffers.verify(2, new_room())
+    pool.aux[2, -64] ^= 1  # behind the header, within the logits
+    with pytest.raises(Integrity, match="checksum"):
+        buffers.verify(2, room)
+    slot = buffers.allocate()
+    assert slot == 0
+    buffers.clear(2)
+    with pytest.raises(Integrity, match="no row was written"):
+        buffers.verify(2, room)
+    with pytest.raises(ValueError, match="contiguous"):
+        DeviceRows(pool.aux[:, ::2])
+
+
+def test_a_pool_hands_out_rows_of_the_memory_that_it_has(pool: KVPool) -> None:
+    buffers = MetadataBuffers(pool.aux_rows, LOGITS_BYTES)
+    buffers.seal(1, new_room())
+    assert bytes(pool.aux[1, :8].cpu().numpy()) == b"chituAUX"
+    assert isinstance(pool.aux_rows, np.ndarray) == (pool.device.type == "cpu")
