@@ -37,6 +37,19 @@ MAX_ID_DIGITS = 20
 """Of a token id given as text."""
 
 
+def _documented(**schema: Any) -> msgspec.Meta:
+    """For the OpenAPI document only: a wrong type is msgspec's error, a wrong value that of the functions below."""
+    return msgspec.Meta(extra_json_schema=schema)
+
+
+_Count = Annotated[int, _documented(minimum=1)]
+_Penalty = Annotated[float, _documented(minimum=-2, maximum=2)]
+_Share = Annotated[float, _documented(minimum=0, maximum=1)]
+_StopText = Annotated[str, _documented(minLength=1)]
+_TokenIdText = Annotated[str, _documented(pattern="^[0-9]+$")]
+_TokenId = Annotated[int, _documented(minimum=0)]
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -47,24 +60,24 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     # OpenAI
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, _documented(minimum=0, maximum=2)] | None = None
+    top_p: Annotated[float, _documented(exclusiveMinimum=0, maximum=1)] | None = None
+    n: Annotated[int, _documented(minimum=1, maximum=MAX_N)] | None = None
+    stop: _StopText | Annotated[list[_StopText], _documented(maxItems=MAX_STOPS)] | None = None
+    seed: Annotated[int, _documented(minimum=-(1 << 63), maximum=(1 << 63) - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[_TokenIdText, Annotated[float, _documented(minimum=-100, maximum=100)]] | None = None
     user: str | None = None
     # extensions (names as vLLM and SGLang have them)
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: Annotated[int, _documented(minimum=-1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: Annotated[float, _documented(exclusiveMinimum=0, maximum=10)] | None = None
+    min_tokens: Annotated[int, _documented(minimum=0)] | None = None
+    stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -90,19 +103,17 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     function_call: Any = None
 
 
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "null"},
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
-    ]
-}
+def _list_of(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TEXT = {"type": "string"}
+_TOKEN_IDS = _list_of({"type": "integer", "minimum": 0})
+_PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[Any, msgspec.Meta(extra_json_schema=_PROMPT_SCHEMA)] = None
+    prompt: Annotated[Any, _documented(anyOf=_PROMPTS)] = None
     """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`."""
     echo: bool | None = None
     best_of: int | None = None
@@ -110,7 +121,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class TextPart(msgspec.Struct):
-    type: str
+    type: Annotated[str, _documented(enum=["text"])]
     text: str | None = None
 
 
@@ -124,8 +135,8 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: list[ChatMessage] | None = None
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], _documented(minItems=1)] | None = None
+    max_completion_tokens: _Count | None = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -147,7 +158,7 @@ class TokenizeBody(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
-    tokens: Annotated[list[int], msgspec.Meta(max_length=MAX_DETOKENIZE)]
+    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_DETOKENIZE)]
     model: str | None = None
     skip_special_tokens: bool = False
 
@@ -203,7 +214,8 @@ def _refuse(body: GenerationBody, name: str, neutral: tuple[Any, ...] = ()) -> N
         raise InvalidRequest(f"{name} is not supported yet; leave it out", name)
 
 
-_UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    # name, and the values at which it is taken
     ("response_format", ({"type": "text"},)),
     ("logprobs", (False,)),
     ("prompt_logprobs", (False,)),
@@ -222,7 +234,7 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("functions", ([],)),
     ("function_call", ("none", "auto")),
 )
-_UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("modalities", (["text"],)),
     ("audio", ()),
     ("prediction", ()),
@@ -236,8 +248,8 @@ _UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
-_unsupported_of = attrgetter(*(name for name, _ in _UNSUPPORTED), "suffix", "best_of")
-_unsupported_of_chat = attrgetter(*(name for name, _ in _UNSUPPORTED + _UNSUPPORTED_CHAT))
+_unsupported_of = attrgetter(*(name for name, _ in UNSUPPORTED), "suffix", "best_of")
+_unsupported_of_chat = attrgetter(*(name for name, _ in UNSUPPORTED + UNSUPPORTED_CHAT))
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
@@ -249,7 +261,7 @@ def check_completion(body: CompletionBody) -> None:
     """Refuse what is not supported. InvalidRequest naming the field."""
     if _is_plain(_unsupported_of(body)):
         return
-    for name, neutral in _UNSUPPORTED:
+    for name, neutral in UNSUPPORTED:
         # 0 asks completions for the chosen token's logprob, and 0 == False.
         if getattr(body, name) is not None and not (name == "logprobs" and body.logprobs is False):
             _refuse(body, name, () if name == "logprobs" else neutral)
@@ -264,10 +276,10 @@ def check_chat(body: ChatBody) -> None:
     """The same for chat."""
     if _is_plain(_unsupported_of_chat(body)):
         return
-    for name, neutral in _UNSUPPORTED:
+    for name, neutral in UNSUPPORTED:
         if getattr(body, name) is not None:
             _refuse(body, name, neutral)
-    for name, neutral in _UNSUPPORTED_CHAT:
+    for name, neutral in UNSUPPORTED_CHAT:
         if getattr(body, name) is not None:
             _refuse(body, name, neutral)
 

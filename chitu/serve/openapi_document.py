@@ -13,7 +13,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from chitu.serve.cluster_snapshot import ClusterSnapshot
-from chitu.serve.openai_protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chitu.serve.openai_protocol import (
+    UNSUPPORTED,
+    UNSUPPORTED_CHAT,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 
 
 class ErrorDetail(msgspec.Struct):
@@ -156,6 +163,9 @@ def _make(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which is never sent
         schemas.pop(name, None)
     schemas.update(components)
+    for body, unsupported in (("CompletionBody", UNSUPPORTED), ("ChatBody", UNSUPPORTED + UNSUPPORTED_CHAT)):
+        for name, neutral in unsupported:
+            schemas[body]["properties"][name] = {"enum": [None, *neutral], "description": "Not supported yet"}
     return document
 
 

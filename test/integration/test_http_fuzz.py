@@ -1,0 +1,350 @@
+"""Bodies by schemathesis and broken ones on every route of a live router: no 5xx, and afterwards all is as before.
+
+Schemathesis makes requests from the server's own OpenAPI document, half of them against it, and holds every answer to
+that document. Each is then sent again in broken forms: cut, wrong values, wrong framing, no HTTP.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from completions import complete_all, instance_loads, is_whole, wait_until
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from chitu.assets import TINY_MODEL_NAME
+from chitu.bench.checksum_engine import expected_tokens
+from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.models.config import read_model_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_BODIES = int(os.environ.get("CHITU_FUZZ_BODIES", "10000"))
+"""Over all routes."""
+BROKEN_FORMS = int(os.environ.get("CHITU_FUZZ_BROKEN_FORMS", "9"))
+"""Of each body that schemathesis makes, which is what costs the time: ten milliseconds and more."""
+NUM_ROUTE_ENTRIES = 2000
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+BODY_ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+ENDLESS = "/cluster/events"
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 150))]
+
+ODD_JSON = [
+    *(
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1.5",
+        "-0.0",
+        "1e999",
+        "NaN",
+        "-Infinity",
+        "1" + "0" * 30,
+        "9" * 5000,
+        "-" + "9" * 400,
+    ),
+    *('""', '"\\ud800"', '"\\udc00x"', '"\\u0000"', '"\x00"', '"' + "x" * 3000 + '"', '"tokens"', '"\U0010ffff"'),
+    *("[]", "{}", "[[]]", "[null]", "[1,true]", '["a",1]', '{"":0}', '{"' + "1" * 5000 + '":1}', '{"\\ud800":1}'),
+    *("[" * 3000 + "]" * 3000, '{"a":' * 500 + "1" + "}" * 500, "[" + "1," * 3000 + "1]", '[{"role":"\\udfff"}]'),
+    *(
+        '{"type":"text"}',
+        '[{"role":"user","content":[{"type":"text"}]}]',
+        '[{"role":"","content":""}]',
+        "nul",
+        "",
+        "'a'",
+    ),
+]
+ODD_HEADERS = [
+    *(
+        ("content-type", t)
+        for t in ("text/plain", "", "application/json; charset=utf-16", "multipart/form-data", "\xff")
+    ),
+    *(("content-encoding", e) for e in ("gzip", "br", "nonsense")),
+    *(("x-request-timeout", t) for t in ("0", "-1", "nan", "1e400", "soon", "9" * 400, "60")),
+    *(("x-request-id", i) for i in ("", "a b", "\xff", "x" * 500)),
+    *(("accept", a) for a in ("", "\xff", "a/b;q=x;;,", "application/openmetrics-text;version=")),
+    *(("authorization", a) for a in ("", "Bearer", "Basic \xff", "Bearer " + "x" * 5000)),
+    *(("expect", "100-continue"), ("te", "trailers"), ("range", "bytes=9-1"), ("cookie", "=;=;"), ("host", "")),
+]
+NO_HTTP = [
+    b"POST %s HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"POST %s HTTP/1.1\r\nhost: h\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"POST %s HTTP/1.1\r\nhost: h\r\ncontent-length: -1\r\n\r\n",
+    b"POST %s HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST %s\xff HTTP/1.1\r\nhost: h\r\n\r\n",
+    b"POST http://[ HTTP/1.1\r\nhost: h\r\nx: %s\r\n\r\n",
+    b"FOO %s HTTP/1.1\r\nhost: h\r\n\r\n",
+    b"POST %s HTTP/7.7\r\nhost: h\r\n\r\n",
+    b"%s\r\n\r\n",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    model = make_checksum_model(tmp_path_factory.mktemp("models") / "checksum", EngineConfig())
+    # Whatever a body asks for is cheap in so small a context. With the embedded model's name every route is there.
+    small = ["model.max_model_len=64", "cache.num_pages=400", f"model.served_name={TINY_MODEL_NAME}"]
+    topology = load_topology("pd_disagg_1p1d_local", [f"model.path={model}", *small])
+    with LocalCluster(topology, entries=ENTRIES) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture
+def unharmed(cluster: LocalCluster) -> Iterator[None]:
+    """Around a test: the same processes, nothing bad in their logs, every page back, right tokens."""
+    pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
+    yield
+    assert {name: cluster.pid(name) for name in pids} == pids, "nobody died"
+    for name in pids:
+        log = cluster.logs(name)
+        for sign in ("Traceback", "died", "handler failed"):
+            assert sign not in log, log[max(0, log.index(sign) - 500) : log.index(sign) + 2500]
+
+    def is_idle() -> bool:
+        loads = instance_loads(cluster.url)
+        in_flight = httpx.get(f"{cluster.url}/health", trust_env=False).json()["in_flight"]
+        return in_flight == 0 and all(name in loads and is_whole(loads[name]) for name in ("P0", "D0"))
+
+    wait_until(is_idle, 30.0, lambda: instance_loads(cluster.url))
+    greedy = {"model": TINY_MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answers = complete_all(cluster.url, PROMPTS, [greedy] * len(PROMPTS))
+    vocab_size = read_model_spec(Path(cluster.topology.model.path)).vocab_size
+    assert [one.token_ids for one in answers] == [expected_tokens(prompt, 8, vocab_size) for prompt in PROMPTS]
+
+
+def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
+    """Make a body that keeps to the document one that can be answered: of this model, within its context."""
+    body["model"] = TINY_MODEL_NAME
+    for name in ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens"):
+        body.pop(name, None)
+    if not body.get("stream"):
+        body.pop("stream_options", None)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name) is not None:
+            body[name] = rng.randint(1, 8)
+    if body.get("n") is not None:
+        body["n"] = rng.randint(1, 4)
+    if path == "/detokenize":
+        body["tokens"] = [token % 1000 for token in body["tokens"]]
+    elif path == "/v1/completions":
+        body["prompt"] = rng.choice(["ab", ["a", "b c"], [1, 2, 3], [[4], [5, 6]]])
+    elif path == "/v1/chat/completions" or rng.random() < 0.5:
+        body["messages"] = [{"role": "user", "content": rng.choice(["", "a", [{"type": "text", "text": "b"}]])}]
+        body.pop("prompt", None)
+    else:
+        body["prompt"] = rng.choice(["", "a", "x\u00e9 \U0001f600"])
+        body.pop("messages", None)
+
+
+def broken_json(rng: random.Random, body: Any) -> bytes:
+    """The body as JSON, or nearly."""
+    raw = json.dumps(body).encode()
+    kind = rng.randrange(4)
+    if kind == 0:
+        return raw[: rng.randrange(len(raw))]
+    if kind == 1:
+        spoilt = bytearray(raw)
+        for _ in range(rng.randint(1, 3)):
+            spoilt[rng.randrange(len(raw))] = rng.randrange(256)
+        return bytes(spoilt)
+    odd = rng.choice(ODD_JSON)
+    if not isinstance(body, dict) or not body:
+        return odd.encode()
+    name = rng.choice(list(body))
+    entries = [(key, odd if key == name else json.dumps(value)) for key, value in body.items()]
+    if kind == 2:
+        entries.insert(0, (name, json.dumps(body[name])))  # a key that comes twice
+    return ("{" + ",".join(f"{json.dumps(key)}:{value}" for key, value in entries) + "}").encode()
+
+
+class Broken:
+    """A connection that sends what no client library would."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._address = ("127.0.0.1", cluster.ports["port"])
+        self._connection = http.client.HTTPConnection(*self._address, timeout=60)
+        self.statuses: Counter[int] = Counter()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def send(self, rng: random.Random, method: str, path: str, body: Any) -> None:
+        """One broken form of a request; AssertionError where the answer is none for a bad request."""
+        kind = rng.randrange(16)
+        if kind == 0:
+            self._send_no_http(rng, path)
+            return
+        headers: dict[str, Any] = {"content-type": "application/json"}
+        raw = broken_json(rng, body) if kind < 10 else json.dumps(body).encode()
+        if kind == 10:
+            raw = rng.choice([gzip.compress(raw), raw.decode().encode("utf-16"), b"\xef\xbb\xbf" + raw, raw + raw, b""])
+        if kind >= 8:
+            name, value = rng.choice(ODD_HEADERS)
+            headers[name] = value.encode("latin-1")
+        chunks = [raw[i : i + 7] for i in range(0, min(len(raw), 400), 7)] + [raw[400:]] if kind == 15 else []
+        self._connection.request(
+            method, path, iter([c for c in chunks if c]) if chunks else raw, headers, encode_chunked=bool(chunks)
+        )
+        response = self._connection.getresponse()
+        self._judge(response.status, response.read(), response.headers.get_content_type(), (method, path, raw, headers))
+
+    def _send_no_http(self, rng: random.Random, path: str) -> None:
+        request = rng.choice(NO_HTTP) % path.encode()
+        with socket.create_connection(self._address, timeout=60) as connection:
+            connection.sendall(request)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            self._judge(response.status, response.read(), response.headers.get_content_type(), request)
+            assert response.status == 400, request
+
+    def _judge(self, status: int, answer: bytes, content_type: str, request: object) -> None:
+        self.statuses[status] += 1
+        assert status < 500 and status != 429, (status, answer[:500], request)
+        if status >= 400:
+            error = json.loads(answer)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"], (answer, request)
+        elif content_type == "text/event-stream":
+            assert answer.endswith(b"data: [DONE]\n\n"), (answer[-500:], request)
+
+
+def fuzz(num_examples: int, strategy: st.SearchStrategy[Case], check: Callable[[Case, random.Random], None]) -> None:
+    """The same examples every time."""
+    phases = (Phase.generate, Phase.shrink)
+    run = settings(
+        max_examples=num_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @run
+    @given(case=strategy, seed=st.integers(0, 1 << 32))
+    def one(case: Case, seed: int) -> None:
+        check(case, random.Random(seed))
+
+    one()
+
+
+def test_no_body_costs_more_than_a_4xx_and_answers_are_as_documented(cluster: LocalCluster, unharmed: None) -> None:
+    schema = schemathesis.openapi.from_url(f"{cluster.url}/openapi.json")
+    operations = {operation.ok().path: operation.ok() for operation in schema.get_all_operations()}
+    assert {*BODY_ROUTES, "/v1/models/{name}", "/admin/drain", "/demo/example", ENDLESS} <= set(operations)
+    broken, answered, sent = Broken(cluster), Counter[str](), Counter[str]()
+    with_body = (*BODY_ROUTES, "/admin/drain")
+    with_input = (*with_body, "/v1/models/{name}", "/demo/example")
+    per_strategy = NUM_BODIES // (1 + BROKEN_FORMS) // (len(with_input) + len(with_body)) + 1
+
+    with requests.Session() as session:
+        session.trust_env = False
+
+        def check(case: Case, rng: random.Random) -> None:
+            path, body = case.operation.path, case.body
+            is_valid = case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE
+            if is_valid and path in BODY_ROUTES and rng.random() < 0.7:
+                meant_well(rng, path, body)
+            if path == "/admin/drain" and isinstance(body, dict) and body.get("instance") in ("P0", "D0"):
+                body["instance"] = "P7"
+            response = case.call(session=session, timeout=60)
+            case.validate_response(response, checks=CHECKS)
+            assert response.status_code not in (429, 503), response.text
+            sent[path] += 1
+            if response.status_code == 200:
+                answered[path] += 1
+            for _ in range(BROKEN_FORMS):
+                broken.send(rng, case.method, requests.utils.quote(case.formatted_path), as_json(body))
+
+        for path, operation in operations.items():
+            if path == ENDLESS:
+                continue
+            for mode in MODES if path in with_body else MODES[:1]:
+                fuzz(per_strategy if path in with_input else 2, operation.as_strategy(generation_mode=mode), check)
+    broken.close()
+    print(f"sent {dict(sent)}, of these answered {dict(answered)}; broken: {dict(broken.statuses)}")
+    for path in BODY_ROUTES:
+        assert answered[path] > sent[path] // 10, f"{path}: too few got what they asked for"
+    assert sum(sent.values()) + sum(broken.statuses.values()) >= NUM_BODIES
+
+
+def as_json(body: Any) -> Any:
+    """What of a case's body can be written as JSON; None where it has none."""
+    try:
+        json.dumps(body)
+    except (TypeError, ValueError):
+        return None
+    return body
+
+
+def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unharmed: None) -> None:
+    url = f"http://127.0.0.1:{cluster.ports['bootstrap_port']}/route"
+    held = httpx.get(url, trust_env=False).json()
+    assert [entry["engine_rank"] for entry in held] == [0]
+    statuses = Counter[int]()
+    json_values: st.SearchStrategy[Any] = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        max_leaves=4,
+    )
+    fields = st.dictionaries(
+        st.sampled_from(sorted({*held[0]} - {"incarnation"})), json_values | st.integers(-1, 70_000), max_size=3
+    )
+
+    @settings(max_examples=NUM_ROUTE_ENTRIES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(change=fields, whole=json_values, seed=st.integers(0, 1 << 32))
+    def put(change: dict[str, Any], whole: Any, seed: int) -> None:
+        rng = random.Random(seed)
+        # Rank 0 is a real instance, which must not lose its place; 3 is nobody's.
+        entry = {**held[0], "engine_rank": 3, "incarnation": 5, **change}
+        if entry["engine_rank"] == 0:
+            entry["engine_rank"] = 3
+        body = json.dumps(entry if rng.random() < 0.7 else whole).encode()
+        if rng.random() < 0.5:
+            body = broken_json(rng, entry)
+        response = client.request(rng.choice(["PUT", "PUT", "PUT", "POST", "GET"]), url, content=body)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, (response.text, body)
+        answer = response.json()
+        assert response.status_code == 200 or answer["error"]["message"], (answer, body)
+
+    with httpx.Client(trust_env=False, timeout=30.0) as client:
+        put()
+        print(f"bootstrap: {dict(statuses)}")
+        assert statuses[200] and statuses[400], statuses
+        rank0 = client.get(f"{url}?engine_rank=0").json()
+        for query in ("x", "", "-1", "9" * 5000, "%ff", "0&engine_rank=zz", "1e3"):
+            assert client.get(f"{url}?engine_rank={query}").status_code in (400, 404), query
+    assert rank0 == held[0]
