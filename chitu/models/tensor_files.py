@@ -1,0 +1,150 @@
+"""Tensors of safetensors files, read piece by piece straight to where they are wanted.
+
+Files are read, not mapped: pages of a mapping that were touched count as this process's memory until it ends, so a
+checkpoint that is converted, cut or moved to a device would be there twice. Here at most one staging buffer is more
+than the result. On a GPU that buffer is pinned. Used by `weights.py`, on the thread that builds the service.
+
+Format: 8 bytes length of the header (little endian), a JSON header with dtype, shape and place of each tensor, data.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from chitu.errors import ConfigError
+
+STAGING_BYTES = 16 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies."""
+
+    path: Path
+    descriptor: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class TensorFiles:
+    """Open files; tensors by name. ConfigError for a file that is no safetensors file, or ends too early."""
+
+    def __init__(self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
+        self._device = device
+        self._staging_bytes = staging_bytes
+        self._descriptors: list[int] = []
+        self._staging: torch.Tensor | None = None
+        self.tensors: dict[str, Stored] = {}
+        try:
+            for file in files:
+                self._open(file)
+        except (SafetensorError, OSError, msgspec.DecodeError) as error:
+            self.close()
+            raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def _open(self, file: Path) -> None:
+        with safe_open(str(file), framework="pt"):
+            pass  # it checks that the header's places are inside the file and do not overlap
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors.append(descriptor)
+        (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+        header = msgspec.json.decode(os.pread(descriptor, length, 8), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        for name, raw in header.items():
+            entry = msgspec.json.decode(raw, type=_Entry)
+            if entry.dtype not in DTYPES:
+                raise ConfigError(
+                    f"model.path: {file}: tensor {name!r} has dtype {entry.dtype}, which is not known here"
+                )
+            begin = 8 + length + entry.data_offsets[0]
+            self.tensors[name] = Stored(file, descriptor, begin, DTYPES[entry.dtype], tuple(entry.shape))
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        self._staging = None
+
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        rows: range | None = None,
+        columns: range | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensor, or these rows and columns of its first two dimensions, contiguous, on the device. `out`: into it.
+
+        Of the other rows nothing is read. Rows that are cut in columns are read whole: one piece instead of many.
+        """
+        stored = self.tensors[name]
+        shape = stored.shape or (1,)
+        rows, width = rows or range(shape[0]), shape[1:]
+        if out is None:
+            part = (len(columns), *width[1:]) if columns is not None else width
+            out = torch.empty((len(rows), *part), dtype=dtype, device=self._device)
+        row_bytes = math.prod(width) * stored.dtype.itemsize
+        begin = stored.offset + rows.start * row_bytes
+        if self._device.type == "cpu" and dtype == stored.dtype and columns is None:
+            _fill(out, stored, begin)
+            return out if stored.shape else out[0]
+        at_once = max(1, self._staging_bytes // max(1, row_bytes))
+        for first in range(0, len(rows), at_once):
+            count = min(at_once, len(rows) - first)
+            piece = self._stage(count * row_bytes).view(stored.dtype).view(count, *width)
+            _fill(piece, stored, begin + first * row_bytes)
+            chosen = piece if columns is None else piece[:, columns.start : columns.stop]
+            out[first : first + count].copy_(chosen)  # over when it returns, so the buffer is free again
+        return out if stored.shape else out[0]
+
+    def _stage(self, nbytes: int) -> torch.Tensor:
+        if self._staging is None or self._staging.numel() < nbytes:
+            pinned = self._device.type == "cuda"
+            self._staging = torch.empty(max(nbytes, self._staging_bytes), dtype=torch.uint8, pin_memory=pinned)
+        return self._staging[:nbytes]
+
+
+def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
+    """Bytes from the file's `offset` on into a contiguous tensor on the host."""
+    buffer = memoryview(target.view(-1).view(torch.uint8).numpy())
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(stored.descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise ConfigError(f"model.path: {stored.path} cannot be read: {error}") from error
+        if not count:
+            raise ConfigError(f"model.path: {stored.path} became shorter while it was read")
+        done += count
