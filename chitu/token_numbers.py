@@ -32,10 +32,9 @@ class TokenNumbers:
 
     def on_joined(self, key: InstanceKey) -> None:
         """From now on its messages are looked at; those of older processes of the instance no more."""
-        for old in [
-            c.key for c in self._counts.values() if (c.key.role, c.key.engine_rank) == key[:2] and c.key != key
-        ]:
-            del self._counts[old.incarnation]
+        for old in [count.key for count in self._counts.values()]:
+            if (old.role, old.engine_rank) == (key.role, key.engine_rank) and old != key:
+                del self._counts[old.incarnation]
         self._counts.setdefault(key.incarnation, _Count(key))
 
     def missing(self, batch: TokenBatch) -> tuple[InstanceKey, int] | None:

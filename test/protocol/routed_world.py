@@ -1,7 +1,7 @@
 """`ClusterWorld` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
 
 What a client sees is checked here: it gets each token once, in order and right, whatever became of its attempts, and
-exactly one end.
+exactly one end. Token messages may be lost, as they are with a connection that breaks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfi
 from chitu.engine.fake import expected_tokens
 from chitu.errors import ChituError, NoInstance
 from chitu.generation import GenerateRequest, Generation
-from chitu.messages import ClusterView, InstanceInfo, RequestFailed, SamplingParams, pack_i32, scheduler_codec
+from chitu.messages import (
+    ClusterView,
+    InstanceInfo,
+    RequestFailed,
+    SamplingParams,
+    pack_i32,
+    scheduler_codec,
+    token_codec,
+)
 from chitu.pd_request_router import PDRequestRouter
 from chitu.routing import InstanceKey, make_selector
 from chitu.types import Role
@@ -57,6 +65,8 @@ class RoutedWorld(ClusterWorld):
         self.open_peers: set[InstanceKey] = set()
         self.known: dict[int, InstanceInfo] = {}
         self.router: PDRequestRouter | None = None
+        self.cuts: dict[int, int] = {}
+        """How many of its next token messages a D loses, by incarnation."""
         super().__init__(num_prefill, num_decode)
 
     # ------------------------------------------------------------------------------------- as the outbox of the router
@@ -76,6 +86,10 @@ class RoutedWorld(ClusterWorld):
     # ------------------------------------------------------------------------------------------- instances -> router
 
     def take_tokens(self, frame: bytes) -> bool:
+        incarnation = token_codec.decode(frame).incarnation
+        if self.cuts.get(incarnation, 0) > 0:
+            self.cuts[incarnation] -= 1
+            return True
         self.reports.append(lambda: self.router.on_token_frames([frame]) if self.router else None)
         return True
 
@@ -140,6 +154,12 @@ class RoutedWorld(ClusterWorld):
 
     def op_again(self, a: int, b: int) -> None: ...
 
+    def op_cut(self, a: int, b: int) -> None:
+        """D's connection to the token port breaks, and takes so many of its next messages with it."""
+        decodes = self.of(Role.DECODE)
+        if decodes:
+            self.cuts[decodes[a % len(decodes)].incarnation] = 1 + b % 3
+
     def op_crash(self, a: int, b: int) -> None:
         """P0 or D0 dies and is started again; P1 and D1 live."""
         role = (Role.PREFILL, Role.DECODE)[a % 2]
@@ -156,6 +176,10 @@ class RoutedWorld(ClusterWorld):
         self._router_incarnation += self.is_router_alive
 
     # ------------------------------------------------------------------------------------------------------------ ends
+
+    def settle_down(self, limit_s: float = 30.0) -> None:
+        self.cuts.clear()
+        super().settle_down(limit_s)
 
     def check(self) -> None:
         super().check()

@@ -22,12 +22,17 @@ KINDS = (
     *["fault", "land", "cancel"] * 2,
     *("again", "kill", "start", "replace", "freeze", "slow", "deafen", "router"),
 )
+ROUTED_KINDS = (*KINDS, *["cut"] * 3)
+"""Token messages are lost too: the real router must notice."""
 OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
 NETWORK = ("ask", "run", "run", "lose", "double", "delay", "hasten")
 NETWORK_OPS = st.builds(Op, st.sampled_from(NETWORK), st.integers(0, 143), st.integers(0, 400))
 """`a` below 144: no half of the router's is lost."""
 SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
 """In pieces, as hypothesis makes single lists short. About 40 ops; shrinks to few."""
+ROUTED_OPS = st.builds(Op, st.sampled_from(ROUTED_KINDS), st.integers(0, 255), st.integers(0, 400))
+ROUTED_SCRIPTS = st.lists(st.lists(ROUTED_OPS, max_size=20), min_size=8, max_size=8)
+CUT_OPS = st.builds(Op, st.sampled_from([*NETWORK, "cut"]), st.integers(0, 143), st.integers(0, 400))
 MANY = settings(
     max_examples=CASES,
     deadline=None,
@@ -73,7 +78,7 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
 
 
 @settings(MANY, max_examples=max(1, CASES // 2))
-@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), SCRIPTS)
+@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS)
 def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(
     shape: tuple[int, int], pieces: list[list[Op]]
 ) -> None:
@@ -94,3 +99,17 @@ def test_where_a_pair_survives_crashes_of_the_other_cost_no_request(rounds: list
     world.play(script[:-1])
     world.settle_down()
     assert {client.end for client in world.clients} <= {"finished"}
+
+
+@settings(MANY, max_examples=max(1, CASES // 3))
+@given(st.sampled_from([(2, 2), (1, 1)]), st.lists(st.lists(CUT_OPS, max_size=20), min_size=4, max_size=4))
+def test_lost_token_messages_cost_attempts_and_never_a_token(shape: tuple[int, int], pieces: list[list[Op]]) -> None:
+    script = [op for ops in pieces for op in ops]
+    note(f"script = {script}")
+    world = RoutedWorld(*shape)
+    world.play(script)
+    world.settle_down()
+    ends = {client.end for client in world.clients}
+    assert ends <= {"finished", "tokens_lost"}
+    is_often = sum(op.kind == "cut" for op in script) >= 4
+    assert is_often or ends <= {"finished"}, "there are 4 attempts"
