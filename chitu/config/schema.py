@@ -37,8 +37,9 @@ class CacheConfig(Section, frozen=True):
     """Tokens a page."""
     num_pages: Positive | None = None
     """Pages of an instance; unset: from `memory_fraction`."""
-    memory_fraction: Fraction = 0.25
-    """Of the device memory that is free after loading (CPU: of free RAM, at most 4 GiB), shared by the instances."""
+    memory_fraction: Fraction | None = None
+    """CPU: of free RAM (at most 4 GiB), for the pages of all instances of a host; unset: 0.25. GPU: of the whole card,
+    for weights, steps and pages of all instances on it; unset: 0.9."""
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 
@@ -168,6 +169,8 @@ class InstanceConfig(Section, frozen=True):
     """CPU threads of this instance; over `scheduler.threads`."""
     num_pages: Positive | None = None
     """Over `cache.num_pages`."""
+    memory_fraction: Fraction | None = None
+    """Of each GPU that it uses, for its weights, steps and pages; unset: an equal part of `cache.memory_fraction`."""
 
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affinity"]

@@ -17,12 +17,20 @@ import torch
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, instances_on, threads_of
-from chitu.engine.loader import load_model, resolve_dtype
-from chitu.engine.memory_budget import available_cpu_bytes, num_pages_for
+from chitu.engine.loader import TORCH_DTYPES, load_model, resolve_dtype
+from chitu.engine.memory_budget import (
+    DeviceMemory,
+    available_cpu_bytes,
+    device_pages,
+    num_pages_for,
+    reserve_bytes,
+    share_of_device,
+)
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
 from chitu.engine.sampler import Sampler
-from chitu.engine.step_graphs import CudaRecorder, Recording
+from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
+from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_cache.pool import KVPool, page_bytes
 from chitu.messages import KVLayout
 from chitu.models.config import model_hash, read_model_spec
@@ -46,8 +54,11 @@ class RankEngine:
     threads: int
 
     def prepare_thread(self) -> None:
-        """Settings of the math library are per thread; call first thing on the one that runs steps."""
+        """Settings of the math library, and the current GPU, are per thread; call first thing on the one that runs
+        steps."""
         torch.set_num_threads(self.threads)
+        if self.pool.device.type == "cuda":
+            torch.cuda.set_device(self.pool.device)  # Triton launches on the current one
 
 
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
@@ -56,6 +67,9 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     threads = threads_of(topology, instance, os.cpu_count() or 1)
     torch.set_num_threads(threads)
     device = torch.device(config.devices[tp_rank])
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
     spec = read_model_spec(path, topology.model.max_model_len)
     max_model_len = min(topology.model.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
@@ -73,18 +87,28 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     )
     num_slots = topology.scheduler.max_running_requests
     bytes_per_page = 2 * spec.num_layers * page_bytes(layout)
-    num_pages = config.num_pages or num_pages_for(
-        topology.cache,
-        bytes_per_page,
-        available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0],
-        sum(member.config.tp_size for member in instances_on(topology, config.host)),
-        num_slots * 2 * -(-max_model_len // layout.page_size),
-    )
-    if group is not None:
-        num_pages = group.smallest(num_pages)
     is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
+    num_pages = config.num_pages or topology.cache.num_pages
+    if num_pages is None:
+        useful = num_slots * 2 * -(-max_model_len // layout.page_size)
+        if device.type == "cpu":
+            num_here = sum(member.config.tp_size for member in instances_on(topology, config.host))
+            num_pages = num_pages_for(topology.cache, bytes_per_page, available_cpu_bytes(), num_here, useful)
+        else:
+            rows = max(topology.scheduler.max_batched_tokens, *PREFILL_SIZES) + num_slots
+            itemsize = TORCH_DTYPES[layout.dtype].itemsize
+            num_pages = device_pages(
+                share_of_device(topology, instance, config.devices[tp_rank]),
+                device_memory(device),
+                reserve_bytes(spec, itemsize, rows, num_slots, config.tp_size),
+                num_aux_slots * aux_row_bytes(spec.vocab_size),
+                bytes_per_page,
+                useful,
+            )
+    if group is not None:
+        num_pages = group.smallest(num_pages)
     # Only on one rank: what the ranks say to each other within a step is not recorded yet.
     recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
     pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=recording is not None)
@@ -95,3 +119,10 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     longest = min(max_model_len, num_pages * layout.page_size)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
     return RankEngine(group, pool, runner, threads)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Of a GPU, once the weights are loaded; what loading left in the allocator's cache is given back first."""
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device))

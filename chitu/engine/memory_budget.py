@@ -1,12 +1,36 @@
-"""How many KV pages an instance gets. Pure arithmetic over what the host says is free."""
+"""How many KV pages an instance gets. Pure arithmetic over what the host or the device says of its memory.
+
+On a CPU: a fraction of the free RAM, shared by the instances of the host. On a GPU: an instance has a fraction of the
+whole card, and its pages are what its weights and its steps leave of that. A fraction of the whole and not of what is
+free, because P and D of one card start together: what either gets must not depend on which of them is faster.
+"""
 
 from __future__ import annotations
 
-from chitu.config.schema import CacheConfig
+from dataclasses import dataclass
+
+from chitu.config.schema import CacheConfig, Topology
+from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
+from chitu.models.config import ModelSpec
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
 """A pool taken from `memory_fraction` on CPU; more only where `cache.num_pages` asks for it."""
+CPU_FRACTION = 0.25
+GPU_FRACTION = 0.9
+CONTEXT_BYTES = 1 << 30
+"""What a CUDA process holds before it computes anything, with libraries, kernels and graphs. A guess, not measured."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a GPU, as it says itself when the weights are loaded."""
+
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+    """Of this process: weights and what came with them."""
 
 
 def available_cpu_bytes() -> int:
@@ -21,18 +45,87 @@ def available_cpu_bytes() -> int:
 def num_pages_for(
     config: CacheConfig, bytes_per_page: int, free_bytes: int, instances_here: int, max_pages_useful: int
 ) -> int:
-    """Pages of one instance: `memory_fraction` of what is free, shared by the instances of this host.
+    """Pages of one instance on CPU: `memory_fraction` of what is free, shared by the instances of this host.
 
     `bytes_per_page`: K and V of one page over all layers. `max_pages_useful`: more can never be in use at once.
     ConfigError where not even one request of full length would fit is the caller's to raise; here only: no page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
-    budget = min(int(free_bytes * config.memory_fraction) // max(1, instances_here), CPU_POOL_LIMIT_BYTES)
+    fraction = config.memory_fraction or CPU_FRACTION
+    budget = min(int(free_bytes * fraction) // max(1, instances_here), CPU_POOL_LIMIT_BYTES)
     pages = min(budget // bytes_per_page, max_pages_useful)
     if pages < 1:
         raise ConfigError(
-            f"cache.memory_fraction: {config.memory_fraction} of {free_bytes} free bytes holds no page of "
+            f"cache.memory_fraction: {fraction} of {free_bytes} free bytes holds no page of "
             f"{bytes_per_page} bytes; raise it or set cache.num_pages"
         )
     return pages
+
+
+def share_of_device(topology: Topology, instance: Instance, device: str) -> float:
+    """The fraction of a GPU that one rank of this instance may fill.
+
+    `memory_fraction` of the instance; where it has none, an equal part of what the others of the card leave of
+    `cache.memory_fraction`. ConfigError where they leave nothing, or ask for more than there is.
+    """
+    name = _device_name(device)
+    ranks = [
+        member
+        for member in instances_on(topology, instance.config.host)
+        for other in member.config.devices
+        if _device_name(other) == name
+    ]
+    fixed = [rank.config.memory_fraction for rank in ranks if rank.config.memory_fraction is not None]
+    taken, who = sum(fixed), ", ".join(rank.name for rank in ranks)
+    if taken > 1:
+        raise ConfigError(f"{instance.key}.memory_fraction: {who} ask for {taken:g} of {name} together")
+    own = instance.config.memory_fraction
+    if own is not None:
+        return own
+    left = (topology.cache.memory_fraction or GPU_FRACTION) - taken
+    if left <= 0:
+        raise ConfigError(
+            f"{instance.key}.memory_fraction: the others on {name} ({who}) have {taken:g} of it, which leaves nothing "
+            "of cache.memory_fraction: set it here too, or lower theirs"
+        )
+    return left / (len(ranks) - len(fixed))
+
+
+def reserve_bytes(spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, tp_size: int = 1) -> int:
+    """What steps need beside weights and pages, at most: activations of `max_rows` rows, and logits of all slots in
+    float32, as a recorded step and a sampler that sorts them hold them."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
+    width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
+    logits = num_slots * spec.vocab_size * (4 * 4 + 2 * 8)
+    return CONTEXT_BYTES + 2 * max_rows * width * itemsize + logits
+
+
+def device_pages(
+    share: float, memory: DeviceMemory, reserve: int, aux_bytes: int, bytes_per_page: int, max_pages_useful: int
+) -> int:
+    """Pages of one rank on a GPU. ConfigError with the numbers where its share holds none, or is not free."""
+    own = int(share * memory.total_bytes)
+    rest = own - memory.own_bytes - reserve - aux_bytes
+    pages = min(rest // bytes_per_page, max_pages_useful)
+    parts = (
+        f"{share:.3g} of the GPU's {memory.total_bytes / GIB:.1f} GiB are {own / GIB:.1f} GiB: "
+        f"{memory.own_bytes / GIB:.1f} for weights, {reserve / GIB:.1f} for steps, {aux_bytes / GIB:.1f} for aux rows"
+    )
+    if pages < 1:
+        raise ConfigError(
+            f"memory_fraction: {parts}; the rest holds no page of {bytes_per_page / 1024:.0f} KiB: raise the fraction, "
+            "use fewer scheduler.max_running_requests or more GPUs"
+        )
+    # What was not yet taken of the reserve must be free as well.
+    needed = pages * bytes_per_page + aux_bytes
+    if needed > memory.free_bytes:
+        raise ConfigError(
+            f"memory_fraction: {parts}, {pages * bytes_per_page / GIB:.1f} for pages, but only "
+            f"{memory.free_bytes / GIB:.1f} GiB are free: other processes use this GPU; lower the fraction"
+        )
+    return pages
+
+
+def _device_name(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device

@@ -1,0 +1,73 @@
+"""How many pages an instance gets: arithmetic, and sentences with the numbers where there is no room."""
+
+from __future__ import annotations
+
+import pytest
+
+from chitu.config.load import load_topology
+from chitu.config.schema import CacheConfig
+from chitu.config.topology import find_instance
+from chitu.engine.memory_budget import (
+    CPU_POOL_LIMIT_BYTES,
+    GIB,
+    DeviceMemory,
+    device_pages,
+    num_pages_for,
+    share_of_device,
+)
+from chitu.errors import ConfigError
+from chitu.types import Role
+
+CARD = DeviceMemory(total_bytes=80 * GIB, free_bytes=60 * GIB, own_bytes=16 * GIB)
+PAGE = 2 << 20
+ON_ONE_CARD = [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role in ("prefill", "decode")]
+
+
+def shares(*overrides: str) -> list[float]:
+    """Of P0 and D0 of one 1P1D on one card."""
+    topology = load_topology("pd_disagg_1p1d_local", [*ON_ONE_CARD, *overrides])
+    pair = [find_instance(topology, role, 0) for role in (Role.PREFILL, Role.DECODE)]
+    return [share_of_device(topology, instance, "cuda:0") for instance in pair]
+
+
+def test_on_cpu_a_fraction_of_free_memory_is_shared_by_the_instances_of_the_host():
+    assert num_pages_for(CacheConfig(), PAGE, 8 * GIB, 2, 10**6) == 512, "a quarter, for two"
+    assert num_pages_for(CacheConfig(memory_fraction=0.5), PAGE, 8 * GIB, 2, 10**6) == 1024
+    assert num_pages_for(CacheConfig(), PAGE, 1 << 50, 1, 10**6) == CPU_POOL_LIMIT_BYTES // PAGE
+    assert num_pages_for(CacheConfig(), PAGE, 8 * GIB, 1, 7) == 7, "more could never be in use"
+    assert num_pages_for(CacheConfig(num_pages=3), PAGE, 0, 1, 7) == 3
+    with pytest.raises(ConfigError, match="holds no page"):
+        num_pages_for(CacheConfig(), PAGE, 100, 1, 7)
+
+
+def test_a_gpu_is_shared_by_the_instances_on_it_and_not_by_those_of_the_host():
+    assert shares() == pytest.approx([0.45, 0.45])
+    assert shares("cache.memory_fraction=0.6") == pytest.approx([0.3, 0.3])
+    assert shares("dp_config.router.decode_schedulers.0.devices=[cuda:1]") == pytest.approx([0.9, 0.9])
+    assert shares("dp_config.router.prefill_schedulers.0.devices=[cuda]") == pytest.approx([0.45, 0.45]), (
+        "cuda is cuda:0"
+    )
+
+
+def test_an_own_fraction_comes_first_and_the_others_share_the_rest():
+    own = "dp_config.router.{}_schedulers.0.memory_fraction={}"
+    assert shares(own.format("prefill", 0.3)) == pytest.approx([0.3, 0.6])
+    assert shares(own.format("prefill", 0.3), own.format("decode", 0.7)) == pytest.approx([0.3, 0.7])
+    with pytest.raises(ConfigError, match=r"P0, D0 ask for 1\.1 of cuda:0"):
+        shares(own.format("prefill", 0.3), own.format("decode", 0.8))
+    with pytest.raises(ConfigError, match=r"decode_schedulers\.0\.memory_fraction.*leaves nothing"):
+        shares(own.format("prefill", 0.95))
+
+
+def test_pages_are_what_weights_and_steps_leave_of_the_share():
+    assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6) == (40 - 16 - 2 - 1) * GIB // PAGE
+    assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 100) == 100
+
+
+def test_no_room_is_a_sentence_with_the_numbers():
+    with pytest.raises(
+        ConfigError, match=r"0\.2 of the GPU's 80\.0 GiB are 16\.0 GiB: 16\.0 for weights, 2\.0 for steps"
+    ):
+        device_pages(0.2, CARD, 2 * GIB, GIB, PAGE, 10**6)
+    with pytest.raises(ConfigError, match=r"53\.0 for pages, but only 40\.0 GiB are free"):
+        device_pages(0.9, DeviceMemory(80 * GIB, 40 * GIB, 16 * GIB), 2 * GIB, GIB, PAGE, 10**6)
