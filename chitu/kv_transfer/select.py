@@ -17,6 +17,7 @@ from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import RankMemory, TransportSession
@@ -55,6 +56,8 @@ def _open(
         return [ShmTransport()]
     if config.transport == "cuda_ipc":
         return [_open_cuda_ipc(device)]
+    if config.transport == "nixl":
+        return [NixlTransport(host, device)]
     if config.transport == "mooncake":
         return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
     transports: list[Transport] = [ShmTransport() if device == "cpu" else _open_cuda_ipc(device)]

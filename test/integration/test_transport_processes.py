@@ -1,5 +1,5 @@
-"""Transports between two real processes: shm, Mooncake over TCP, cuda_ipc on its twin of a GPU and, where there is one,
-on a GPU."""
+"""Transports between two real processes: shm, Mooncake and NIXL over TCP, cuda_ipc on its twin of a GPU and on
+a GPU, where there is one."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Writer:
         return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
 
 
-KINDS = ["shm", "mooncake", "cuda_ipc", pytest.param("cuda_ipc_gpu", marks=pytest.mark.gpu)]
+KINDS = ["shm", "mooncake", "nixl", "cuda_ipc", pytest.param("cuda_ipc_gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -263,7 +263,7 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
 def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver
 ) -> None:
-    if writer.kind != "mooncake":
+    if writer.kind not in ("mooncake", "nixl"):
         pytest.skip(f"{writer.kind} writes do not need the peer to run")
     peer, pool, pages = writer.connect(own_receiver), writer.pool, range(NUM_PAGES)
     copies = plan_page_copies(pool, own_receiver.memory, pages, pages, LAYERS)

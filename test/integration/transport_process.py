@@ -1,5 +1,6 @@
 """The other process of the transport tests: `python transport_process.py receive|send KIND`. Kinds:
-shm, mooncake, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the GPU).
+shm, mooncake, nixl, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the
+GPU).
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name). Ends at end of file.
@@ -8,6 +9,7 @@ stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import zlib
@@ -21,6 +23,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
@@ -43,6 +46,9 @@ def new_transport(kind: str) -> Transport:
     if kind == "cuda_ipc_gpu":
         (transport,) = open_transports(PDDisaggregationConfig(transport="cuda_ipc"), "127.0.0.1", "cuda:0")
         return transport
+    if kind == "nixl":
+        os.environ["UCX_TLS"] = "tcp"  # as between hosts; within one, UCX writes without the peer having to run
+        return NixlTransport("127.0.0.1")
     return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
 
 
