@@ -1,7 +1,8 @@
 """Topology -> processes: which commands with which environment make the cluster. Pure; starts nothing.
 
 Called by the local supervisor and by `chitu plan`. The router is a plain process; an instance is one torchrun with
-`tp_size` ranks and its own rendezvous (`--standalone` picks a free port), so instances never meet in torch.distributed.
+`tp_size` ranks and its own rendezvous, so instances never meet in torch.distributed. For a single rank that is a file,
+since torch's TCP store (`--standalone`, at a free port) listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def instance_spec(
     topology: Topology, instance: Instance, config: str, overrides: Sequence[str], cores: int, entries: Entries
 ) -> ProcessSpec:
     """One torchrun. `cores`: CPU cores of its host."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone")
+    alone = instance.config.tp_size == 1
+    meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
+    torchrun = ("-m", "torch.distributed.run", *meeting)
     ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
     return ProcessSpec(
         name=instance.name,
@@ -70,6 +73,8 @@ def instance_spec(
             "OMP_NUM_THREADS": str(threads_of(topology, instance, cores)),
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
+            # Else torchrun starts a TCP store for its ranks all the same.
+            **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and entries.torchrun else {}),
         },
     )
 

@@ -22,6 +22,8 @@ from chitu.launch.plan import ROUTER, ProcessSpec
 from chitu.launch.process import ChildProcess, describe_exit
 from chitu.launch.progress import Progress, read_progress
 
+RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
+"""torchrun takes options from the environment, too. This is the file in which an instance of one rank meets itself."""
 POLL_S = 0.05
 GRACE_OVER_DRAIN_S = 0.5
 """A process may take so long beyond `deadlines.drain_s` before it is killed: 4.5 s with the default."""
@@ -82,13 +84,14 @@ class Supervisor:
         spec = self._spec_of(name)
         if name == ROUTER:
             self.ready_file.unlink(missing_ok=True)
-        progress = self._progress_path(name)
+        progress, rendezvous = self._progress_path(name), self._rendezvous_path(name)
         progress.unlink(missing_ok=True)
+        rendezvous.unlink(missing_ok=True)  # a new incarnation must not meet the last one in it
         self._starts += 1
         member.child = ChildProcess(
             name,
             spec.argv,
-            {**spec.env, "CHITU_PROGRESS_FILE": str(progress), **self._env},
+            {**spec.env, "CHITU_PROGRESS_FILE": str(progress), RENDEZVOUS_KEY: str(rendezvous), **self._env},
             self.log_path(name),
             f"{self._id}/{name}/{self._starts}",
         )
@@ -148,6 +151,7 @@ class Supervisor:
                     member.child.kill_tree()
                     member.exit_code = member.child.exit_code()
                     member.child = None
+                self._rendezvous_path(member.name).unlink(missing_ok=True)
                 codes[member.name] = member.exit_code
         return codes
 
@@ -173,6 +177,10 @@ class Supervisor:
 
     def _progress_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.progress"
+
+    def _rendezvous_path(self, name: str) -> Path:
+        """Not beside the logs: a network file system need not know the locks of torch's file store."""
+        return Path(tempfile.gettempdir(), f"chitu-{self._id}-{name}.rendezvous")
 
     def _look_at_progress(self, member: Member) -> None:
         if member.name != ROUTER:
