@@ -133,7 +133,8 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
     "/cluster": ClusterSnapshot,
 }
 TEXT = {"schema": {"type": "string"}}
-STREAM = {"text/event-stream": TEXT}
+STREAM: dict[str, Any] = {"text/event-stream": {}}
+"""Without a schema: tools disagree whether that would be of the text or of an event."""
 CONTENTS: dict[str, dict[str, Any]] = {
     "/v1/completions": STREAM,
     "/v1/chat/completions": STREAM,
