@@ -84,9 +84,10 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         dtype=resolve_dtype(topology.model.dtype, spec, device),
         vocab_size=spec.vocab_size,
         tp_size=config.tp_size,
+        regions_per_layer=spec.regions_per_layer,
     )
     num_slots = topology.scheduler.max_running_requests
-    bytes_per_page = 2 * spec.num_layers * page_bytes(layout)
+    bytes_per_page = layout.regions_per_layer * spec.num_layers * page_bytes(layout)
     is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0

@@ -232,7 +232,7 @@ class ModelRunner:
             raise Internal(f"key {key} holds a saved sequence already")
         kv_len = self._slots[slot].kv_len
         pages = self._slots.pages_of(slot, kv_len)
-        regions = [region[pages] for pair in zip(self._pool.k, self._pool.v, strict=True) for region in pair]
+        regions = [region[pages] for region in self._pool.regions]
         self._saved[key] = kv_len, torch.stack(regions).cpu()
         self._release(slot)
 
@@ -244,9 +244,8 @@ class ModelRunner:
             raise Internal(f"slot {slot}: admitted with kv_len {self._slots[slot].kv_len}, {kv_len} tokens were saved")
         pages = self._slots.pages_of(slot, kv_len)
         on_device = saved.to(self._device, non_blocking=True)
-        for layer in range(self._spec.num_layers):
-            self._pool.k[layer][pages] = on_device[2 * layer]
-            self._pool.v[layer][pages] = on_device[2 * layer + 1]
+        for index, region in enumerate(self._pool.regions):
+            region[pages] = on_device[index]
 
     def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:
         """On a device with its own queue the callback gets an event behind the writes that it speaks of: the host goes

@@ -53,7 +53,7 @@ def page_weights(layout: KVLayout, tp_rank: int, head_bytes: int) -> PageWeights
     if head_bytes % WORD_BYTES:
         raise ConfigError(f"verify_kv needs KV heads of a multiple of {WORD_BYTES} bytes a page, not {head_bytes}")
     heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
-    num_words, num_regions = head_bytes // WORD_BYTES, 2 * layout.num_layers
+    num_words, num_regions = head_bytes // WORD_BYTES, layout.regions_per_layer * layout.num_layers
     salt_RH = _odd_numbers(3, num_regions * layout.num_kv_heads).reshape(num_regions, layout.num_kv_heads)
     return PageWeights(_odd_numbers(1, num_words), _odd_numbers(2, num_words), salt_RH[:, heads.start : heads.stop])
 
@@ -74,17 +74,18 @@ class HostPageSums:
         self, layout: KVLayout, tp_rank: int, region_bases: Sequence[int], num_pages: int, page_bytes: int
     ) -> None:
         num_heads = len(kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank))
+        self._regions_per_layer = layout.regions_per_layer
         self._weights = page_weights(layout, tp_rank, page_bytes // num_heads)
         shape = (num_pages, num_heads, page_bytes // num_heads // WORD_BYTES)
         self._regions_PHW = [_words_at(base, num_pages * page_bytes).reshape(shape) for base in region_bases]
         self._chunk_pages = max(1, CHUNK_BYTES // page_bytes)
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
-        """Of our heads of these pages, over K and V of these consecutive layers: `[len(pages)]`."""
+        """Of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`."""
         pages_N = np.asarray(pages, dtype=np.int64)
         sums_N = np.zeros(len(pages_N), dtype=np.int64)
         low_W, high_W, salt_RH = self._weights
-        for region in range(2 * layers.start, 2 * layers.stop):
+        for region in range(self._regions_per_layer * layers.start, self._regions_per_layer * layers.stop):
             for start in range(0, len(pages_N), self._chunk_pages):
                 chunk = slice(start, start + self._chunk_pages)
                 words_CHW = self._regions_PHW[region][pages_N[chunk]]

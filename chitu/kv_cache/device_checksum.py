@@ -23,19 +23,19 @@ class DevicePageSums:
         weights = page_weights(pool.layout, tp_rank, pool.page_bytes // num_heads)
         self._low_W, self._high_W, self._salt_RH = (torch.from_numpy(part.copy()).to(pool.device) for part in weights)
         shape = (pool.k[0].shape[0], num_heads, pool.page_bytes // num_heads // WORD_BYTES)
-        pairs = zip(pool.k, pool.v, strict=True)
-        self._regions_PHW = [region.flatten().view(torch.int64).view(shape) for pair in pairs for region in pair]
+        self._regions_per_layer = pool.layout.regions_per_layer
+        self._regions_PHW = [region.flatten().view(torch.int64).view(shape) for region in pool.regions]
         self._device = pool.device
         self._chunk_pages = max(1, DEVICE_CHUNK_BYTES // pool.page_bytes)
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
-        """Of our heads of these pages, over K and V of these consecutive layers: `[len(pages)]`, on the host."""
+        """Of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`, on the host."""
         with torch.cuda.stream(self._stream):
             pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
             sums_N = torch.zeros_like(pages_N)
-            for region in range(2 * layers.start, 2 * layers.stop):
+            for region in range(self._regions_per_layer * layers.start, self._regions_per_layer * layers.stop):
                 for start in range(0, len(pages), self._chunk_pages):
                     chunk = slice(start, start + self._chunk_pages)
                     words_CHW = self._regions_PHW[region][pages_N[chunk]]

@@ -1,11 +1,12 @@
-"""The memory itself: one allocation (the *arena*) with the K and V regions of every layer and the aux rows behind them.
+"""The memory itself: one allocation (the *arena*) with the regions of every layer and the aux rows behind them.
 
 One allocation, because every transport registers it once and range checks are then two comparisons. On CPU it is an
 anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and nothing is left
 behind by a `kill -9`. Built by the service, read and written by the executor (step thread) and by transports.
 
-Layout: region r = 2 * layer + (0 for K, 1 for V), each `[num_pages, kv_heads, page_size, head_dim]`: the heads lie
-outside the tokens, so one head group of a page is contiguous. An aux row is a 64 byte header and `vocab_size` float32.
+Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer where a layer has one region (a latent cache), each
+`[num_pages, kv_heads, page_size, head_dim]`: the heads lie outside the tokens, so one head group of a page is
+contiguous. An aux row is a 64 byte header and `vocab_size` float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def page_bytes(layout: KVLayout) -> int:
-    """Bytes of one page in one region (K or V of one layer) on one TP rank."""
+    """Bytes of one page in one region (of which a layer has `layout.regions_per_layer`) on one TP rank."""
     heads = max(1, layout.num_kv_heads // layout.tp_size)
     return heads * layout.page_size * layout.head_dim * DTYPES[layout.dtype].itemsize
 
@@ -39,8 +40,8 @@ def _aligned(nbytes: int) -> int:
 
 
 class KVPool:
-    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more with a scratch page); `aux`: uint8
-    `[num_aux_slots, aux_row_bytes]`."""
+    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more with a scratch page), the same tensor
+    where a layer has one region; `regions`: each once; `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
 
     def __init__(
         self, layout: KVLayout, num_pages: int, num_aux_slots: int, device: str = "cpu", *, has_scratch: bool = False
@@ -55,21 +56,23 @@ class KVPool:
         self.page_bytes = page_bytes(layout)
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
         region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
-        self.arena_bytes = 2 * layout.num_layers * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        num_regions = layout.regions_per_layer * layout.num_layers
+        self.arena_bytes = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
         self.memfd = -1
         self._map: mmap.mmap | None = None
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
-        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * layout.num_layers))
-        self.aux_base = self.arena_base + 2 * layout.num_layers * region_bytes
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(num_regions))
+        self.aux_base = self.arena_base + num_regions * region_bytes
         heads = max(1, layout.num_kv_heads // layout.tp_size)
         shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
         used = (num_pages + has_scratch) * self.page_bytes
-        regions = [
+        self.regions = [
             arena[r * region_bytes : r * region_bytes + used].view(DTYPES[layout.dtype]).view(shape)
-            for r in range(2 * layout.num_layers)
+            for r in range(num_regions)
         ]
-        self.k, self.v = regions[0::2], regions[1::2]
+        self.k = self.regions[:: layout.regions_per_layer]
+        self.v = self.regions[layout.regions_per_layer - 1 :: layout.regions_per_layer]
         aux_start = self.aux_base - self.arena_base
         self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
             num_aux_slots, self.aux_row_bytes

@@ -38,11 +38,11 @@ class PageSlice(NamedTuple):
         return self.nbytes == src.page_bytes == dst.page_bytes
 
 
-def layer_regions(layers: range) -> range:
-    """Regions of these (consecutive) layers: K and V of each."""
+def layer_regions(layers: range, regions_per_layer: int = 2) -> range:
+    """Regions of these (consecutive) layers: K and V of each, or the one latent region."""
     if layers.step != 1:
         raise ValueError(f"layers {layers} are not consecutive")
-    return range(2 * layers.start, 2 * layers.stop)
+    return range(regions_per_layer * layers.start, regions_per_layer * layers.stop)
 
 
 def plan_page_copies(
@@ -52,8 +52,9 @@ def plan_page_copies(
     dst_pages: Sequence[int],
     layers: range,
     part: PageSlice | None = None,
+    regions_per_layer: int = 2,
 ) -> CopyList:
-    """Copies that bring `src_pages[i]` to `dst_pages[i]` for K and V of `layers`, region by region.
+    """Copies that bring `src_pages[i]` to `dst_pages[i]` for all regions of `layers`, region by region.
 
     `part`: what of each page moves; None: all of it. Raises TransferFailed where our side is out of range or the
     memories do not match, BadFrame where the peer's is.
@@ -64,11 +65,11 @@ def plan_page_copies(
         if src.page_bytes != dst.page_bytes:
             raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
         part = PageSlice(0, 0, src.page_bytes)
-    regions = layer_regions(layers)
+    regions = layer_regions(layers, regions_per_layer)
     if regions.start < 0 or regions.stop > min(len(src.region_bases), len(dst.region_bases)):
         raise TransferFailed(
-            f"layers {layers.start} to {layers.stop - 1} of memories with {len(src.region_bases) // 2}"
-            f" and {len(dst.region_bases) // 2} layers"
+            f"layers {layers.start} to {layers.stop - 1} of memories with {len(src.region_bases) // regions_per_layer}"
+            f" and {len(dst.region_bases) // regions_per_layer} layers"
         )
     if not len(src_pages) or not regions:
         return CopyList((), (), ())

@@ -10,11 +10,13 @@ over the ranks, as is the embedding; logits meet on rank 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from chitu.layers.latent import LatentAttentionLayer
 from chitu.layers.shard import Shard
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, Ops, RotaryTable
 from chitu.ops.routing import Router, route
@@ -49,7 +51,7 @@ class MixtureMLP:
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     input_norm_D: torch.Tensor
-    attention: AttentionLayer
+    attention: AttentionLayer | LatentAttentionLayer
     post_attention_norm_D: torch.Tensor
     mlp: GatedMLP | MixtureMLP
 
@@ -86,13 +88,18 @@ class DecoderModel:
         ops = self.ops
         x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
-            attention = layer.attention
-            qkv_TC = ops.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
-            k_PKSN, v_PKSN = k_pages[index], v_pages[index]
-            q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
+            attention, k_PKSN, v_PKSN = layer.attention, k_pages[index], v_pages[index]
+            soon: Callable[[], None] = _nobody_asks
             if on_layer is not None and self.shard is None:
-                on_layer(index)
-            mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
+                soon = functools.partial(on_layer, index)
+            if isinstance(attention, AttentionLayer):
+                qkv_TC = ops.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
+                q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
+                soon()
+                mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
+            else:
+                norm_D = layer.input_norm_D
+                mixed_TC = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, k_PKSN, soon)
             x_TD = self._linear_add(mixed_TC, attention.output, x_TD)
             if on_layer is not None and self.shard is not None:
                 on_layer(index)
@@ -131,3 +138,7 @@ class DecoderModel:
         if self.shard is None:
             return self.ops.linear_add(x_TI, weight, residual_TD)
         return residual_TD.add_(self.shard.all_reduce(self.ops.linear(x_TI, weight)))
+
+
+def _nobody_asks() -> None:
+    """In place of a callback."""

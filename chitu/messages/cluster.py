@@ -79,6 +79,9 @@ StatsMessage = Union[Heartbeat, RequestFailed]
 class KVLayout(Wire, frozen=True):
     """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
 
+    A latent cache (DeepSeek) has one region a layer and one "KV head", of latent and rotated key side by side, which
+    every TP rank holds.
+
     Only `tp_size` may differ: ranks write the heads that the other side's ranks hold (`kv_transfer/head_plan.py`).
     """
 
@@ -95,6 +98,8 @@ class KVLayout(Wire, frozen=True):
     vocab_size: int
     """Length of a logits row."""
     tp_size: int = 1
+    regions_per_layer: int = 2
+    """K and V; 1 with a latent cache."""
 
     def mismatches(self, other: KVLayout) -> list[str]:
         """Fields that keep the two from exchanging pages, as `name: mine != theirs`."""

@@ -12,13 +12,14 @@ import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError
-from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP, MixtureMLP
-from chitu.layers.rotary import inverse_frequencies, rotary_table
+from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
+from chitu.layers.rotary import Scaling, inverse_frequencies, rotary_table
 from chitu.layers.shard import Shard
 from chitu.models.config import ModelSpec
 from chitu.models.experts import build_mixture
+from chitu.models.latent import build_latent
 from chitu.models.weights import Rows, WeightSource
-from chitu.ops.interface import HeadSpec, Ops
+from chitu.ops.interface import HeadSpec, LinearWeight, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +90,29 @@ def build_decoder(
         head_VD = weights.take("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=own)
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
     weights.ignore("rotary_emb.inv_freq")
+    if spec.num_extra_layers:  # they guess further tokens at once; the model is whole without them
+        weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()
     rope = spec.rope
-    frequencies = inverse_frequencies(
-        spec.head_dim,
-        rope.theta,
+    scaling = Scaling(
         rope.type,
         rope.factor,
         rope.low_freq_factor,
         rope.high_freq_factor,
         rope.original_max_position_embeddings,
+        rope.beta_fast,
+        rope.beta_slow,
+        rope.is_truncated,
     )
+    rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    frequencies = inverse_frequencies(rotated, rope.theta, scaling)
     return DecoderModel(
         ops=ops,
         embedding_VD=embedding_VD,
         layers=layers,
         final_norm_D=final_norm_D,
         head=ops.prepare(head_VD, None),
-        rotary=rotary_table(frequencies, num_positions, device),
+        rotary=rotary_table(frequencies, num_positions, device, rope.attention_factor),
         eps=spec.rms_norm_eps,
         shard=shard,
         vocabulary=part.vocabulary,
@@ -114,52 +120,75 @@ def build_decoder(
 
 
 def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, index: int) -> DecoderLayer:
-    prefix = f"model.layers.{index}"
-    attention, mlp, hidden = f"{prefix}.self_attn", f"{prefix}.mlp", spec.hidden_size
-    q_rows, kv_rows, inner = (
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-        spec.intermediate_size,
+    prefix, hidden = f"model.layers.{index}", spec.hidden_size
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return DecoderLayer(
+        input_norm_D=weights.take(f"{prefix}.input_layernorm.weight", hidden),
+        attention=(
+            _attention(spec, traits, weights, ops, part, attention)
+            if spec.latent is None
+            else build_latent(spec, spec.latent, weights, ops, attention, part.rank, part.size)
+        ),
+        post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+        mlp=(
+            build_mixture(spec, spec.experts, weights, ops, mlp, part.rank, part.size)
+            if spec.experts is not None and index in spec.experts.layers
+            else _mlp(spec, weights, ops, part, mlp)
+        ),
     )
-    q_norm_N = weights.take(f"{attention}.q_norm.weight", spec.head_dim) if traits.qk_norm else None
-    k_norm_N = weights.take(f"{attention}.k_norm.weight", spec.head_dim) if traits.qk_norm else None
 
-    def by_output(module: str, cuts: list[Rows], bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        def stacked(kind: str, *rest: int) -> torch.Tensor:
-            return weights.take_rows([cut._replace(name=f"{module}.{cut.name}.{kind}") for cut in cuts], *rest)
 
-        return stacked("weight", hidden), stacked("bias") if bias else None
-
-    def by_input(name: str, total: int, columns: range, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights.take(f"{name}.weight", hidden, total, columns=columns)
-        bias_D = weights.take(f"{name}.bias", hidden) if bias else None
-        return weight, bias_D if part.is_main else None  # added once, not once per rank
-
-    qkv = [Rows("q_proj", q_rows, part.query), Rows("k_proj", kv_rows, part.key), Rows("v_proj", kv_rows, part.key)]
-    gate_up = [Rows("gate_proj", inner, part.inner), Rows("up_proj", inner, part.inner)]
+def _attention(
+    spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, prefix: str
+) -> AttentionLayer:
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    cuts = [Rows("q_proj", q_rows, part.query), Rows("k_proj", kv_rows, part.key), Rows("v_proj", kv_rows, part.key)]
     heads = HeadSpec(
         len(part.query) // spec.head_dim,
         len(part.key) // spec.head_dim,
         spec.head_dim,
         spec.rms_norm_eps,
-        q_norm_N,
-        k_norm_N,
+        weights.take(f"{prefix}.q_norm.weight", spec.head_dim) if traits.qk_norm else None,
+        weights.take(f"{prefix}.k_norm.weight", spec.head_dim) if traits.qk_norm else None,
     )
-    mlp_layer: GatedMLP | MixtureMLP
-    if spec.experts is not None and index in spec.experts.layers:
-        mlp_layer = build_mixture(spec, spec.experts, weights, ops, mlp, part.rank, part.size)
-    else:
-        mlp_layer = GatedMLP(
-            gate_up=ops.prepare_gate_up(*by_output(mlp, gate_up, spec.mlp_bias)),
-            down=ops.prepare(*by_input(f"{mlp}.down_proj", inner, part.inner, spec.mlp_bias)),
-        )
-    return DecoderLayer(
-        input_norm_D=weights.take(f"{prefix}.input_layernorm.weight", hidden),
-        attention=AttentionLayer(
-            heads=heads,
-            qkv=ops.prepare(*by_output(attention, qkv, traits.qkv_bias)),
-            output=ops.prepare(*by_input(f"{attention}.o_proj", q_rows, part.query, traits.output_bias)),
-        ),
-        post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-        mlp=mlp_layer,
+    return AttentionLayer(
+        heads=heads,
+        qkv=ops.prepare(*_by_output(weights, prefix, cuts, spec.hidden_size, traits.qkv_bias)),
+        output=_by_input(spec, weights, ops, part, f"{prefix}.o_proj", q_rows, part.query, traits.output_bias),
     )
+
+
+def _mlp(spec: ModelSpec, weights: WeightSource, ops: Ops, part: Part, prefix: str) -> GatedMLP:
+    inner, has_bias = spec.intermediate_size, spec.mlp_bias
+    cuts = [Rows("gate_proj", inner, part.inner), Rows("up_proj", inner, part.inner)]
+    return GatedMLP(
+        gate_up=ops.prepare_gate_up(*_by_output(weights, prefix, cuts, spec.hidden_size, has_bias)),
+        down=_by_input(spec, weights, ops, part, f"{prefix}.down_proj", inner, part.inner, has_bias),
+    )
+
+
+def _by_output(
+    weights: WeightSource, module: str, cuts: list[Rows], inputs: int, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """These rows of several matrices as one, and of their biases."""
+
+    def stacked(kind: str, *rest: int) -> torch.Tensor:
+        return weights.take_rows([cut._replace(name=f"{module}.{cut.name}.{kind}") for cut in cuts], *rest)
+
+    return stacked("weight", inputs), stacked("bias") if has_bias else None
+
+
+def _by_input(
+    spec: ModelSpec,
+    weights: WeightSource,
+    ops: Ops,
+    part: Part,
+    name: str,
+    total: int,
+    columns: range,
+    has_bias: bool,
+) -> LinearWeight:
+    """These of `total` columns of the matrix back to the hidden state."""
+    weight = weights.take(f"{name}.weight", spec.hidden_size, total, columns=columns)
+    bias_D = weights.take(f"{name}.bias", spec.hidden_size) if has_bias else None
+    return ops.prepare(weight, bias_D if part.is_main else None)  # added once, not once per rank

@@ -16,15 +16,18 @@ from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.expert_spec import ExpertSpec, read_expert_spec
+from chitu.models.latent_spec import LatentSpec, read_latent_spec, yarn_attention_factor
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
 }
 """Architecture name in config.json -> module of `chitu.models`."""
 MAX_HEADER_BYTES = 100 << 20
@@ -32,14 +35,22 @@ MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `factor` and below are used by `linear` (factor alone) and `llama3`."""
+    """Rotary position embedding. `factor` is used by all types but `default`; what is below by those it names."""
 
     type: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
+    """And `high_freq_factor`: llama3."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    """llama3, yarn."""
+    beta_fast: float = 32.0
+    """And what is below: yarn."""
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    """Of cos and sin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,15 @@ class ModelSpec:
     """Of the checkpoint: `float32`, `bfloat16` or `float16`."""
     experts: ExpertSpec | None = None
     """None: every layer has a dense MLP."""
+    latent: LatentSpec | None = None
+    """Latent attention; `num_kv_heads` and `head_dim` are then those of the cache: one, as wide as its rows."""
+    num_extra_layers: int = 0
+    """Behind the last one in the checkpoint, for predicting several tokens at once (DeepSeek-V3); not used."""
+
+    @property
+    def regions_per_layer(self) -> int:
+        """Of the KV cache."""
+        return 2 if self.latent is None else 1
 
     @property
     def family(self) -> str:
@@ -97,9 +117,12 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return ()
 
 
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
 def _rope(config: dict[str, Any], max_positions: int) -> RopeSpec:
-    parameters = config.get("rope_parameters") or {}
-    scaling = {**(config.get("rope_scaling") or {}), **parameters}
+    scaling = _rope_parameters(config)
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     if kind not in ROPE_TYPES:
         raise UnsupportedModel(f"rope type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
@@ -111,7 +134,11 @@ def _rope(config: dict[str, Any], max_positions: int) -> RopeSpec:
         factor=float(scaling.get("factor", 1.0)),
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
         high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(scaling.get("original_max_position_embeddings", max_positions)),
+        original_max_position_embeddings=int(scaling.get("original_max_position_embeddings") or max_positions),
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        is_truncated=bool(scaling.get("truncate", True)),
+        attention_factor=yarn_attention_factor(scaling) if kind == "yarn" else 1.0,
     )
 
 
@@ -147,13 +174,17 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
         _refuse_what_we_do_not_compute(config, architecture, served)
         hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        head_dim, latent = int(config.get("head_dim") or hidden_size // num_heads), None
+        if FAMILIES[architecture] == "deepseek":
+            latent = read_latent_spec(config, _rope_parameters(config), architecture == "DeepseekV3ForCausalLM")
+            num_kv_heads, head_dim = 1, latent.kv_rank + latent.rope_dim
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         spec = ModelSpec(
             architecture=architecture,
             num_layers=int(config["num_hidden_layers"]),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            head_dim=head_dim,
             hidden_size=hidden_size,
             intermediate_size=int(config["intermediate_size"]),
             vocab_size=int(config["vocab_size"]),
@@ -167,6 +198,8 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
             bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
             dtype=dtype,
             experts=read_expert_spec(config, FAMILIES[architecture]),
+            latent=latent,
+            num_extra_layers=int(config.get("num_nextn_predict_layers") or 0) if latent is not None else 0,
         )
     except KeyError as error:
         raise ConfigError(f"model.path: {folder / 'config.json'} lacks {error.args[0]!r}") from error
@@ -174,8 +207,9 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
         raise ConfigError(f"model.path: {folder / 'config.json'}: {error}") from error
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
-    if spec.head_dim % 2:
-        raise UnsupportedModel(f"an odd head_dim ({spec.head_dim}) is not supported")
+    rotated = spec.head_dim if latent is None else latent.rope_dim
+    if rotated % 2:
+        raise UnsupportedModel(f"an odd head_dim ({rotated}) is not supported")
     if dtype not in SUPPORTED_DTYPES:
         raise UnsupportedModel(f"dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
     return spec

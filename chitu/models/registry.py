@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chitu.errors import UnsupportedModel
-from chitu.models import llama, qwen2, qwen3, qwen3_moe
+from chitu.models import deepseek, llama, qwen2, qwen3, qwen3_moe
 from chitu.models.common import Traits
 from chitu.models.config import ModelSpec
 
 _FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
+    "deepseek": deepseek.traits,
     "llama": llama.traits,
     "qwen2": qwen2.traits,
     "qwen3": qwen3.traits,

@@ -8,6 +8,7 @@ Implementations: `reference.py` (the twin that says what is right), `torch_ops.p
 (CPU, float32, own kernels). Called by the step thread alone.
 
 Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S tokens a page, I MLP width, V vocabulary.
+Of latent attention: L latent, R rotated part, C = L + R. Of experts: see `routing.py`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,19 @@ class HeadSpec:
     eps: float
     q_norm_N: torch.Tensor | None = None
     k_norm_N: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Heads of latent attention (`layers/latent.py`). A row of the cache: `latent_dim` normed numbers, then `rope_dim`
+    rotated ones; the pages are `[P, 1, S, C]`, one KV head with C = latent_dim + rope_dim."""
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    softmax_scale: float
+    eps: float
+    norm_L: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +185,24 @@ class Ops(Protocol):
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
         """Causal attention of every row over its slot's pages; `[T, H N]`."""
+        ...
+
+    def latent_append(
+        self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> None:
+        """Norm the latent of each row, rotate the rest, write both into the pages. The rows may be strided."""
+        ...
+
+    def latent_query(
+        self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
+    ) -> torch.Tensor:
+        """`[T, H, L + R]` of queries `[T, H, N + R]`: the first N numbers through the head's key weight, the rest
+        rotated. The rows may be strided."""
+        ...
+
+    def latent_attention(
+        self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention of every row over its slot's pages, whose rows are the keys and whose latents the values;
+        `[T, H, L]`."""
         ...

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
 
@@ -152,7 +152,7 @@ def packed(weight: LinearWeight) -> PackedWeight:
 
 
 class NativeOps:
-    """Implements `Ops`; head sizes that the kernels do not know go through `TorchOps`."""
+    """Implements `Ops`; head sizes that the kernels do not know, and latent attention, go through `TorchOps`."""
 
     name = "native"
 
@@ -296,6 +296,21 @@ class NativeOps:
                 *shape,
             )
         return out
+
+    def latent_append(
+        self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> None:
+        self._fallback.latent_append(kv_TC, heads, rotary, batch, pages_PKSC)
+
+    def latent_query(
+        self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
+    ) -> torch.Tensor:
+        return self._fallback.latent_query(q_THE, key_HNL, heads, rotary, batch)
+
+    def latent_attention(
+        self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> torch.Tensor:
+        return self._fallback.latent_attention(q_THC, heads, batch, pages_PKSC)
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
         """A contiguous `[rows, width]` view of this name's buffer, which grows to the largest step seen."""

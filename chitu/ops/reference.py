@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
 
 
@@ -106,3 +106,36 @@ class ReferenceOps:
             scores = (q_KGN @ k_KLN.transpose(1, 2)) * heads.head_dim**-0.5
             out[row] = (scores.softmax(-1) @ v_KLN).view(heads.num_heads, heads.head_dim).to(out.dtype)
         return out.view(num_rows, -1)
+
+    def latent_append(
+        self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> None:
+        page_size = pages_PKSC.shape[2]
+        cos, sin = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T]
+        latent = self.rms_norm(kv_TC[:, : heads.latent_dim], heads.norm_L, heads.eps)
+        key = rotate(kv_TC[:, None, heads.latent_dim :].float(), cos, sin)[:, 0].to(kv_TC.dtype)
+        for row in range(kv_TC.shape[0]):
+            slot, position = int(batch.slots_T[row]), int(batch.positions_T[row])
+            page = int(batch.page_table[slot, position // page_size])
+            pages_PKSC[page, 0, position % page_size] = torch.cat((latent[row], key[row]))
+
+    def latent_query(
+        self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
+    ) -> torch.Tensor:
+        nope = key_HNL.shape[1]
+        absorbed = torch.einsum("thn,hnl->thl", q_THE[:, :, :nope].float(), key_HNL.float())
+        rotated = rotate(q_THE[:, :, nope:].float(), rotary.cos[batch.positions_T], rotary.sin[batch.positions_T])
+        return torch.cat((absorbed, rotated), dim=2).to(q_THE.dtype)
+
+    def latent_attention(
+        self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> torch.Tensor:
+        page_size = pages_PKSC.shape[2]
+        out_THL = q_THC.new_empty(*q_THC.shape[:2], heads.latent_dim)
+        for row in range(q_THC.shape[0]):
+            slot, length = int(batch.slots_T[row]), int(batch.positions_T[row]) + 1
+            pages = batch.page_table[slot, : (length + page_size - 1) // page_size]
+            rows_MC = pages_PKSC[pages, 0].flatten(0, 1)[:length].float()
+            shares_HM = (q_THC[row].float() @ rows_MC.T * heads.softmax_scale).softmax(-1)
+            out_THL[row] = (shares_HM @ rows_MC[:, : heads.latent_dim]).to(out_THL.dtype)
+        return out_THL

@@ -50,7 +50,7 @@ def route(x_TD: torch.Tensor, router: Router) -> Routes:
 
 
 def _within_the_best_groups(scores_TE: torch.Tensor, router: Router) -> torch.Tensor:
-    groups_TGE = scores_TE.unflatten(1, (router.num_groups, -1))
+    groups_TGE = scores_TE.view(scores_TE.shape[0], router.num_groups, -1)
     votes_TG = groups_TGE.topk(router.group_votes, dim=-1).values.sum(-1)
     best_TG = torch.zeros_like(votes_TG, dtype=torch.bool)
     best_TG.scatter_(1, votes_TG.topk(router.top_groups, dim=-1).indices, True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 
 
@@ -139,31 +139,60 @@ class TorchOps:
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
-        out_THN = torch.empty_like(q_THN)
-        for span in batch.spans:
-            rows = slice(span.row, span.row + span.length)
-            end = span.start + span.length
-            k_KLN, v_KLN = (_gather(x, batch.page_table[span.slot], end) for x in (k_PKSN, v_PKSN))
-            out_THN[rows] = _causal(q_THN[rows], k_KLN, v_KLN, span.start)
-        if batch.decode_slots:
-            out_THN[batch.decode_row :] = self._decode(q_THN[batch.decode_row :], heads, batch, k_PKSN, v_PKSN)
-        return out_THN.view(q_THN.shape[0], -1)
+        return _attention(q_THN, batch, k_PKSN, v_PKSN, heads.head_dim**-0.5).view(q_THN.shape[0], -1)
 
-    def _decode(
-        self, q_BHN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    def latent_append(
+        self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> None:
+        latent_TL, key_TR = kv_TC.split_with_sizes((heads.latent_dim, heads.rope_dim), dim=1)
+        cos, sin, page_size = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T], pages_PKSC.shape[2]
+        rows_TC = torch.cat((self.rms_norm(latent_TL, heads.norm_L, heads.eps), _rotate(key_TR, cos, sin)), dim=1)
+        pages = batch.page_table[batch.slots_T, batch.positions_T // page_size]
+        pages_PKSC[pages, 0, batch.positions_T % page_size] = rows_TC
+
+    def latent_query(
+        self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
     ) -> torch.Tensor:
-        page_size, length = k_PKSN.shape[2], batch.max_decode_len
-        num_pages = (length + page_size - 1) // page_size
-        pages_BP = batch.page_table[batch.slots_T[batch.decode_row :], :num_pages]
-        k, v = (x[pages_BP].transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSN))
-        columns = torch.arange(num_pages * page_size, device=q_BHN.device)
-        visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
-        # Columns past a sequence's end lie in pages of others, where anything may be; a NaN would survive the mask.
-        hidden = ~visible[:, None, :, None]
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-        group = heads.num_heads // heads.num_kv_heads
-        q = q_BHN.view(-1, heads.num_kv_heads, group, heads.head_dim)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None]).flatten(1, 2)
+        q_THN, q_THR = q_THE.split_with_sizes((key_HNL.shape[1], heads.rope_dim), dim=2)
+        cos, sin = rotary.cos[batch.positions_T].unsqueeze(1), rotary.sin[batch.positions_T].unsqueeze(1)
+        q_THL = torch.bmm(q_THN.transpose(0, 1), key_HNL).transpose(0, 1)
+        return torch.cat((q_THL, _rotate(q_THR, cos, sin)), dim=2)
+
+    def latent_attention(
+        self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> torch.Tensor:
+        return _attention(q_THC, batch, pages_PKSC, pages_PKSC[..., : heads.latent_dim], heads.softmax_scale)
+
+
+def _attention(
+    q_THN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSO: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`[T, H, O]`; keys and values may differ in width."""
+    out_THO = q_THN.new_empty(*q_THN.shape[:2], v_PKSO.shape[-1])
+    for span in batch.spans:
+        rows = slice(span.row, span.row + span.length)
+        end = span.start + span.length
+        k_KLN, v_KLO = (_gather(x, batch.page_table[span.slot], end) for x in (k_PKSN, v_PKSO))
+        out_THO[rows] = _causal(q_THN[rows], k_KLN, v_KLO, span.start, scale)
+    if batch.decode_slots:
+        out_THO[batch.decode_row :] = _decode(q_THN[batch.decode_row :], batch, k_PKSN, v_PKSO, scale)
+    return out_THO
+
+
+def _decode(
+    q_BHN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSO: torch.Tensor, scale: float
+) -> torch.Tensor:
+    page_size, length = k_PKSN.shape[2], batch.max_decode_len
+    num_pages = (length + page_size - 1) // page_size
+    pages_BP = batch.page_table[batch.slots_T[batch.decode_row :], :num_pages]
+    k, v = (x[pages_BP].transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSO))
+    columns = torch.arange(num_pages * page_size, device=q_BHN.device)
+    visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
+    # Columns past a sequence's end lie in pages of others, where anything may be; a NaN would survive the mask.
+    hidden = ~visible[:, None, :, None]
+    k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    q = q_BHN.view(q_BHN.shape[0], k.shape[1], -1, q_BHN.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None], scale=scale).flatten(1, 2)
 
 
 def _rotate(x_THN: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -177,8 +206,8 @@ def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Ten
     return x_PKSN[pages[: (length + page_size - 1) // page_size]].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMN: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows at positions start, start + 1, ... over the keys 0 .. M - 1; `[L, H, N]`."""
+def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMO: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+    """Rows at positions start, start + 1, ... over the keys 0 .. M - 1; `[L, H, O]`."""
     q_HLN, length = q_LHN.transpose(0, 1), q_LHN.shape[0]
     mask = None
     if start and length > 1:
@@ -186,9 +215,10 @@ def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMN: torch.Tensor, start
     out = F.scaled_dot_product_attention(
         q_HLN.unsqueeze(0),
         k_KMN.unsqueeze(0),
-        v_KMN.unsqueeze(0),
+        v_KMO.unsqueeze(0),
         attn_mask=mask,
         is_causal=mask is None and length > 1,
+        scale=scale,
         enable_gqa=q_HLN.shape[0] != k_KMN.shape[0],
     )
     return out[0].transpose(0, 1)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.kernels.attention import decode_attention, num_splits_for, prefill_attention
+from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
@@ -122,3 +123,38 @@ class TritonOps:
                 splits,
             )
         return out_THN.view(q_THN.shape[0], -1)
+
+    def latent_append(
+        self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> None:
+        latent_append(kv_TC, heads, rotary, batch.slots_T, batch.positions_T, batch.page_table, pages_PKSC)
+
+    def latent_query(
+        self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
+    ) -> torch.Tensor:
+        q_THC = q_THE.new_empty(q_THE.shape[0], heads.num_heads, heads.latent_dim + heads.rope_dim)
+        latent_query(q_THE, key_HNL, heads, rotary, batch.positions_T, q_THC)
+        return q_THC
+
+    def latent_attention(
+        self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
+    ) -> torch.Tensor:
+        out_THL = q_THC.new_empty(*q_THC.shape[:2], heads.latent_dim)
+        if batch.tiles_Y4.shape[0]:
+            latent_prefill(q_THC, heads, pages_PKSC, batch.tiles_Y4, batch.page_table, out_THL)
+        decode = slice(batch.decode_row, None)
+        num_decoding = q_THC.shape[0] - batch.decode_row
+        if num_decoding:
+            longest = batch.page_table.shape[1] * pages_PKSC.shape[2]
+            head_blocks = -(-heads.num_heads // queries_for(heads.num_heads))
+            latent_decode(
+                q_THC[decode],
+                heads,
+                pages_PKSC,
+                batch.slots_T[decode],
+                batch.positions_T[decode],
+                batch.page_table,
+                out_THL[decode],
+                num_splits_for(num_decoding, head_blocks, longest, self._num_multiprocessors),
+            )
+        return out_THL

@@ -17,11 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from chitu.ops.interface import TILE_ROWS
-from chitu.ops.kernels import attention, blocks, moe, rope, rows, small_linear
+from chitu.ops.kernels import attention, blocks, mla, moe, rope, rows, sampling, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 WIDE, INT, INT32, FLOAT, HALF = "*fp32", "*i64", "*i32", "fp32", "*bf16"
-HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER = 16, 8, 128, 16, 1024, 3072
+HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
 
 
@@ -78,6 +78,20 @@ def main() -> None:
             constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
             constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
             found.append(compiled(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
+    latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
+    sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
+    found.append(compiled(mla._latent_append, latent, sizes | {"PAGE": PAGE}, num_warps=4))
+    found.append(compiled(mla._latent_query, latent, sizes | {"HEADS": 128, "NOPE": 128}, num_warps=1))
+    sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE, "KEYS": mla.KEYS}
+    for heads_here in (16, 128):
+        for is_prefill, is_split in ((False, False), (False, True), (True, False)):
+            queries = mla.MAX_QUERIES if is_prefill else mla.queries_for(heads_here)
+            constants = sizes | {"HEADS": heads_here, "QUERIES": queries, "IS_PREFILL": is_prefill}
+            constants |= {"IS_SPLIT": is_split}
+            found.append(
+                compiled(mla._latent_attend, latent, constants, num_warps=mla.warps_for(queries), num_stages=2)
+            )
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
@@ -91,6 +105,19 @@ def main() -> None:
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
         found.append(compiled(blocks._copy_pieces, {"pieces_ptr": INT}, constants, num_warps=4))
+    tensors = {"logits_ptr": WIDE, "edited_ptr": WIDE, "rows_ptr": INT, "floats_ptr": "*fp64", "ints_ptr": INT}
+    tensors |= dict.fromkeys(("peaks_ptr", "sums_ptr", "counts_ptr", "masses_ptr", "list_ptr", "tokens_ptr"), INT)
+    tensors |= {"lows_ptr": WIDE, "found_ptr": "*i32"}
+    for has_edited in (False, True):
+        chunks = -(-VOCABULARY // sampling.CHUNK)
+        sizes = {"CHUNKS": chunks, "CHUNK": sampling.CHUNK, "HAS_EDITED": has_edited}
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        found.append(compiled(sampling._peaks, tensors, sizes, **options))
+        sizes |= {"CHUNKS_PAD": triton.next_power_of_2(chunks)}
+        found.append(compiled(sampling._measure, tensors, sizes, **options))
+        sizes |= {"CAPACITY": sampling.CAPACITY}
+        found.append(compiled(sampling._gather, tensors, sizes, **options))
+        found.append(compiled(sampling._finish, tensors, sizes, **options))
     print(json.dumps(found))
 
 

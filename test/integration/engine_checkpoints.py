@@ -30,6 +30,24 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.1,
+    "original_max_position_embeddings": 64,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
@@ -39,6 +57,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"head_dim": 32}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**EXPERTS, **LATENT, "q_lora_rank": None, "rope_parameters": YARN, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        {**EXPERTS, **LATENT, "q_lora_rank": 48, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**EXPERTS, **LATENT, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "rope_parameters": YARN},
+    ),
+    "deepseek_v3_biases": (
+        "DeepseekV3",
+        {**EXPERTS, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
+    ),
     "qwen3_moe_sparse": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 
@@ -52,11 +86,10 @@ def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any
         intermediate_size=112,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
-        **{"head_dim": 32, **extra},
+        **{"head_dim": 32, "num_key_value_heads": 2, **extra},
     )
     torch.manual_seed(sum(family.encode()))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
@@ -68,6 +101,9 @@ def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any
                 parameter.normal_(0, 0.5)
             else:
                 parameter.normal_(0, 0.12)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.generation_config.eos_token_id = [2, 3]
     model.save_pretrained(folder, **save)
     return model
@@ -139,6 +175,7 @@ class Engine:
             page_size=PAGE_SIZE,
             dtype=dtype,
             vocab_size=self.spec.vocab_size,
+            regions_per_layer=self.spec.regions_per_layer,
         )
         self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device, has_scratch=recording is not None)
         self.sampler = GreedySampler()

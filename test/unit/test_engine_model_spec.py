@@ -71,7 +71,7 @@ def test_eos_ids_come_from_both_files_without_repeats(tmp_path):
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"architectures": None}, "none named"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"torch_dtype": "float64"}, "float64"),
