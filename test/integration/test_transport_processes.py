@@ -275,11 +275,15 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     assert not writer.transport.settle(peer, 0.1)
     own_receiver.process.send_signal(signal.SIGCONT)
     assert writer.transport.settle(peer, 20.0)
+    for index in range(NUM_REGIONS):  # at once: what was sent from here on would be this
+        region(pool, index).fill_(7.0)
+    late = page_crcs(pool, 0)[0]
     seen = [own_receiver.crcs(index) for index in range(NUM_REGIONS)]
-    region(pool, 0).zero_()
-    for _ in range(3):
+    assert not any(late in crcs for crcs in seen)
+    for _ in range(2):
         assert [own_receiver.crcs(index) for index in range(NUM_REGIONS)] == seen
-    region(pool, 0).normal_()
+    for index in range(NUM_REGIONS):
+        region(pool, index).normal_()
     writer.transport.write(peer, plan_page_copies(pool, own_receiver.memory, [0], [0], LAYERS), 10.0)
     assert own_receiver.crcs(0)[0] == page_crcs(pool, 0)[0]
     writer.transport.disconnect(peer)
