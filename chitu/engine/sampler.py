@@ -7,55 +7,58 @@ retraction (`admit` with the emitted tokens takes up where it stopped), on D or 
 
 Invariants: slots that are plain greedy cost one argmax; a row pays only for what its own request asked for; nothing
 here waits for the device. Whether a token ends its request is the scheduler's business.
+
+On CUDA the rows are drawn by kernels (`ops/kernels/sampling.py`), elsewhere by `sampling_ops.py`: the same tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
-from chitu.engine.sampling_layout import BatchLayout, Segment, SlotState, place, rows_at_once, segments_of
+from chitu.engine.sampling_layout import (
+    BatchLayout,
+    PaddedTable,
+    Segment,
+    SlotState,
+    place,
+    rows_at_once,
+    segments_of,
+    sources_of,
+)
 from chitu.errors import Internal
 from chitu.messages import SamplingParams
+from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, UNIT
+
+if TYPE_CHECKING:
+    from chitu.ops.kernels.sampling import SamplingKernels
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing logits by less overflows float32."""
 
-_TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
-_SEED, _POSITION, _TOP_K, _PENALTY_ROW, _LENGTH = range(5)
-
-
-class _PaddedTable:
-    """Per slot a short list of (token id, value to add), as one padded pair of tensors that grows when needed."""
-
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
-        self._values = torch.zeros(num_slots, 0, dtype=torch.float32, device=device)
-
-    def set(self, slot: int, ids: list[int], values: list[float]) -> None:
-        missing = len(ids) - self._ids.shape[1]
-        if missing > 0:
-            self._ids = torch.nn.functional.pad(self._ids, (0, missing))
-            self._values = torch.nn.functional.pad(self._values, (0, missing))
-        self._ids[slot].zero_()
-        self._values[slot].zero_()
-        self._ids[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64).to(self._ids.device)
-        self._values[slot, : len(ids)] = torch.tensor(values, dtype=torch.float32).to(self._ids.device)
-
-    def add_to_(self, logits: Tensor, slots: Tensor) -> None:
-        """Padding adds 0 to token 0."""
-        if self._ids.shape[1]:
-            logits.scatter_add_(1, self._ids.index_select(0, slots), self._values.index_select(0, slots))
+_PRESENCE, _FREQUENCY, _REPETITION = range(3, 6)
+_PENALTY_ROW, _LENGTH = range(3, 5)
+"""Columns of the two tables; `sampling_numbers` has those before them."""
 
 
 class Sampler:
-    """`num_slots` slots, each free or admitted. `eos_token_ids` are masked with the stop ids until min_tokens."""
+    """`num_slots` slots, each free or admitted. `eos_token_ids` are masked with the stop ids until min_tokens.
+
+    `kernels`: what draws; on CUDA made here where it is not given.
+    """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device, eos_token_ids: tuple[int, ...] = ()
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...] = (),
+        kernels: SamplingKernels | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
@@ -64,8 +67,8 @@ class Sampler:
         self._special: set[int] = set()
         self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
         self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
-        self._bias = _PaddedTable(num_slots, device)
-        self._mask = _PaddedTable(num_slots, device)
+        self._bias = PaddedTable(num_slots, device)
+        self._mask = PaddedTable(num_slots, device)
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
         # A count of 0 protects token 0 where it is padding only.
@@ -74,6 +77,12 @@ class Sampler:
         self._free_rows: list[int] = []
         self._layout_of: list[int] = []
         self._layout: BatchLayout | None = None
+        if kernels is None and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from chitu.ops.kernels.sampling import SamplingKernels
+
+            kernels = SamplingKernels(num_slots, vocab_size, device)
+            kernels.warm_up(self._floats, self._ints)
+        self._kernels = kernels
 
     @property
     def count_rows(self) -> int:
@@ -110,9 +119,9 @@ class Sampler:
         self._special.add(slot)
         row = self._count_tokens(slot, token_ids, prompt_len) if state.penalised else 0
         floats = [
-            params.temperature,
+            sampling_ops.unit_of(params.temperature) if random else 0.0,
             params.top_p,
-            params.min_p,
+            sampling_ops.log_min_p(params.min_p),
             params.presence_penalty,
             params.frequency_penalty,
             params.repetition_penalty,
@@ -148,21 +157,38 @@ class Sampler:
         layout = self._layout_for(slots)
         if layout is None:
             return logits.argmax(dim=-1)
+        if self._kernels is not None:
+            tokens = self._sample_by_kernels(self._kernels, logits, layout)
+        else:
+            tokens = self._sample_by_torch(logits, layout)
+        if layout.penalised is not None:
+            self._remember(
+                layout.penalised_slots,
+                layout.slots.index_select(0, layout.penalised),
+                tokens.index_select(0, layout.rows.index_select(0, layout.penalised)),
+            )
+        if layout.masked:
+            self._count_down(layout.masked)
+        return tokens
+
+    def _sample_by_kernels(self, kernels: SamplingKernels, logits: Tensor, layout: BatchLayout) -> Tensor:
+        edited = None
+        if layout.num_edited:
+            edited = logits.index_select(0, layout.rows[: layout.num_edited])
+            self._edit_(edited, layout)
+        assert layout.sources is not None
+        return kernels.sample(
+            logits, edited, layout.sources, self._floats, self._ints, bool(layout.segments), layout.is_cut
+        )
+
+    def _sample_by_torch(self, logits: Tensor, layout: BatchLayout) -> Tensor:
         work = logits.index_select(0, layout.rows)
         if layout.num_edited:
             self._edit_(work[: layout.num_edited], layout)
         chosen = [work[: layout.num_greedy].argmax(dim=-1)] if layout.num_greedy else []
         chosen += [self._draw(work, segment, layout.slots) for segment in layout.segments]
         special = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
-        self._ints[:, _POSITION].index_add_(0, layout.slots, torch.ones_like(layout.slots))
-        if layout.penalised is not None:
-            self._remember(
-                layout.penalised_slots,
-                layout.slots.index_select(0, layout.penalised),
-                special.index_select(0, layout.penalised),
-            )
-        if layout.masked:
-            self._count_down(layout.masked)
+        self._ints[:, POSITION].index_add_(0, layout.slots, torch.ones_like(layout.slots))
         tokens = logits.argmax(dim=-1) if layout.any_plain else torch.empty_like(special)
         return tokens.index_copy_(0, layout.rows, special)
 
@@ -190,19 +216,19 @@ class Sampler:
         part = slots[segment.start : segment.end]
         floats = self._floats.index_select(0, part)
         ints = self._ints.index_select(0, part)
-        scaled = work[segment.start : segment.end].div_(floats[:, _TEMPERATURE, None].float())
+        scaled = work[segment.start : segment.end].div_(floats[:, UNIT, None].float())
         mass = sampling_ops.weights(scaled)
         if segment.filtered:
             smallest = sampling_ops.cutoff(
                 scaled,
                 mass,
-                ints[:, _TOP_K],
-                floats[:, _TOP_P],
-                floats[:, _MIN_P],
+                ints[:, TOP_K],
+                floats[:, TOP_P],
+                floats[:, LOG_MIN_P],
                 segment.needs,
             )
             mass.mul_(sampling_ops.at_least(scaled, smallest))
-        return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, _SEED], ints[:, _POSITION]))
+        return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, SEED], ints[:, POSITION]))
 
     def _layout_for(self, slots: list[int]) -> BatchLayout | None:
         """The layout of this batch; None where no row of it is special."""
@@ -216,16 +242,20 @@ class Sampler:
         ordered = [states[row] for row in rows]
         penalised = [i for i, state in enumerate(ordered) if state.penalised]
         num_greedy = sum(not state.random for state in ordered)
+        num_edited = sum(state.edited for state in ordered)
+        sources = sources_of(len(slots), rows, slots, num_edited) if self._kernels is not None else None
         self._layout = BatchLayout(
             rows=self._indices(rows),
             slots=self._indices([slots[row] for row in rows]),
             num_greedy=num_greedy,
-            num_edited=sum(state.edited for state in ordered),
+            num_edited=num_edited,
             penalised=self._indices(penalised) if penalised else None,
             penalised_slots=[slots[rows[i]] for i in penalised],
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
             masked=[slots[row] for row in rows if states[row].masked_steps > 0],
             any_plain=len(rows) < len(slots),
+            sources=None if sources is None else torch.tensor(sources, dtype=torch.int64).to(self.device),
+            is_cut=any(state.top_k > 0 or state.top_p < 1.0 for state in ordered if state.random),
         )
         self._layout_of = list(slots)
         return self._layout

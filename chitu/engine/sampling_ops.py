@@ -1,12 +1,15 @@
 """Tensor arithmetic of sampling: stateless, one row a request, every row computed as if it were alone.
 
 Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the narrow search of
-`cutoff` on a CPU, where reading a value is free.
+`cutoff` on a CPU, where reading a value is free. `ops/kernels/sampling.py` does the same on CUDA; this is its twin.
 
 Probabilities are summed as integers, `floor(exp(logit - row max) * 2^40)`: such sums do not depend on the order of
 summation, so a row has the same cumulative sums whatever the batch, the number of threads or the kernel, and the same
-uniform number picks the same token. The inverse CDF runs in token id order, not in order of probability: a rounding
-difference that swaps two near-equal tokens then moves a boundary by that difference, instead of exchanging the two.
+uniform number picks the same token. The power too is the same on every device (`ops/sampling_numbers.py`). The inverse
+CDF runs in token id order, not in order of probability: a rounding difference that swaps two near-equal tokens then
+moves a boundary by that difference, instead of exchanging the two.
+
+*Scaled* logits count bits: divided by the temperature and by ln 2.
 
 Shape suffixes: M rows, V vocabulary, K candidates, L tokens seen so far.
 """
@@ -20,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WEIGHT_SCALE = float(1 << 40)
-"""Weight of a row's most probable token; 2^22 of them still fit an int64."""
+from chitu.ops import sampling_numbers as numbers
+
 NARROW_SEARCH = 1024
 """Candidates that a CPU looks at first for top-p, before it sorts the whole vocabulary."""
 IN_PROMPT = 1 << 30
@@ -33,9 +36,7 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+_GOLDEN, _MIX_1, _MIX_2 = _signed(numbers.GOLDEN), _signed(numbers.MIX_1), _signed(numbers.MIX_2)
 
 
 def seed_bits(seed: int) -> int:
@@ -60,7 +61,8 @@ def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
 
     Counter based (splitmix64 twice): no generator state to carry through a retraction or from P to D.
     """
-    return _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 11).double() * 2.0**-53
+    bits_M = _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 64 - numbers.UNIFORM_BITS)
+    return bits_M.double() * 2.0**-numbers.UNIFORM_BITS
 
 
 def penalised(
@@ -76,10 +78,35 @@ def penalised(
     return logits_ML - frequency_M[:, None] * emitted_ML - presence_M[:, None] * (emitted_ML > 0)
 
 
+def unit_of(temperature: float) -> float:
+    """What scaled logits are divided by; 0 stands for argmax."""
+    return temperature * math.log(2)
+
+
+def log_min_p(min_p: float) -> float:
+    """How many bits a token may stay below the most probable one; none where min-p is off."""
+    return math.log2(min_p) if min_p > 0.0 else -math.inf
+
+
 def weights(scaled_MV: Tensor) -> Tensor:
-    """Unnormalised probabilities, the row's maximum is 2^40; float32, whose integer parts are what counts."""
-    shifted_MV = scaled_MV - scaled_MV.amax(dim=-1, keepdim=True)
-    return shifted_MV.exp_().mul_(WEIGHT_SCALE)
+    """Unnormalised probabilities, the row's maximum is 2^40; float32, whose integer parts are what counts.
+
+    0 in a row whose largest value is not finite. Not by `exp`: libraries round its last bit as they like.
+    """
+    top_M = scaled_MV.amax(dim=-1)
+    t = (scaled_MV - top_M[:, None]).clamp_(min=numbers.SMALLEST_EXPONENT)
+    n = t + numbers.ROUND_TO_INTEGER
+    t.sub_(n - numbers.ROUND_TO_INTEGER)
+    highest, *others = numbers.EXP2
+    p = t * highest
+    for coefficient in others:
+        p.add_(coefficient).mul_(t)
+    p.add_(1.0)
+    p.view(torch.int32).add_(n.view(torch.int32).bitwise_left_shift_(numbers.EXPONENT_SHIFT))
+    is_hopeless_M = ~top_M.isfinite()
+    if p.device.type != "cpu" or bool(is_hopeless_M.any()):
+        p.masked_fill_(is_hopeless_M[:, None], 0.0)
+    return p
 
 
 def at_least(values: Tensor, floor_M: Tensor) -> Tensor:
@@ -103,15 +130,15 @@ def cutoff(
     weights_MV: Tensor,
     top_k_M: Tensor,
     top_p_M: Tensor,
-    min_p_M: Tensor,
+    log_min_p_M: Tensor,
     needs: FilterNeeds,
 ) -> Tensor:
     """Smallest logit that each row may still choose `[M]`: min-p, then top-k, then top-p of what these left.
 
     Tokens that tie with the last one kept are kept too (as transformers does for top-k), so the order in which a sort
-    puts equal values never matters. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    puts equal values never matters. `top_k` 0, `top_p` 1 and `log_min_p` -inf are off.
     """
-    floor_M = scaled_MV.amax(dim=-1) + min_p_M.log().float()
+    floor_M = scaled_MV.amax(dim=-1) + log_min_p_M.float()
     if needs.largest_k == 0 and not needs.top_p:
         return floor_M
     vocab = scaled_MV.shape[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,7 +184,10 @@ def test_every_kernel_compiles_for_the_gpu():
     assert found.returncode == 0, found.stderr
     kernels = json.loads(found.stdout)
     sources = (Path(__file__).parents[2] / "chitu" / "ops" / "kernels").glob("*.py")
-    defined = sum(source.read_text().count("@triton.jit") for source in sources)
-    assert len({kernel["name"] for kernel in kernels}) == defined, "a kernel is missing in compile_kernels.py"
+    # A function that returns a value is called by kernels; what is launched returns none.
+    jitted = [part for source in sources for part in re.split(r"@triton\.jit.*\n", source.read_text())[1:]]
+    bodies = [part.split("\n\n\n")[0] for part in jitted]
+    defined = {body.split("(")[0].removeprefix("def ") for body in bodies if "\n    return " not in body}
+    assert {kernel["name"] for kernel in kernels} == defined, "a kernel is missing in compile_kernels.py"
     assert all(kernel["shared_bytes"] <= 227 << 10 for kernel in kernels), kernels
     assert not [kernel for kernel in kernels if kernel["stack_bytes"]], "registers are spilled"

@@ -1,0 +1,392 @@
+"""Sampling of a batch in three or four launches, without a sort over the vocabulary and without the host.
+
+The same tokens as `engine/sampling_ops.py`, bit by bit: sums are of integers, so neither their order nor the number of
+programs matters, and the weights are made as `ops/sampling_numbers.py` says. Called by `engine/sampler.py` on the step
+thread; penalties, bias and masks have been applied before, to a copy of the rows that have any.
+
+A row is cut into chunks. `_peaks` finds each chunk's largest logit, `_measure` each chunk's weight and, for top-k and
+top-p, what lies above a ladder of thresholds; `_gather` collects the tokens above the lowest rung that can matter, few
+of a vocabulary of 150000 as a rule; `_finish` has one program a row: it searches the cut-offs among those by bisection,
+and draws. Where there are more than there is room for (a flat row), it searches the whole row: slower, no different.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from chitu.ops import sampling_numbers as numbers
+
+CHUNK = 4096
+CAPACITY = 8192
+"""Tokens of a row that are collected at most."""
+THRESHOLDS = 16
+
+SMALLEST_EXPONENT = tl.constexpr(numbers.SMALLEST_EXPONENT)
+ROUND_TO_INTEGER = tl.constexpr(numbers.ROUND_TO_INTEGER)
+EXPONENT_SHIFT = tl.constexpr(numbers.EXPONENT_SHIFT)
+C5, C4, C3, C2, C1 = (tl.constexpr(value) for value in numbers.EXP2)
+GOLDEN, MIX_1, MIX_2 = (tl.constexpr(value) for value in (numbers.GOLDEN, numbers.MIX_1, numbers.MIX_2))
+UNIFORM_STEP = tl.constexpr(2.0**-numbers.UNIFORM_BITS)
+UNIT, TOP_P, LOG_MIN_P = (tl.constexpr(value) for value in (numbers.UNIT, numbers.TOP_P, numbers.LOG_MIN_P))
+SEED, POSITION, TOP_K = (tl.constexpr(value) for value in (numbers.SEED, numbers.POSITION, numbers.TOP_K))
+RUNGS = tl.constexpr(THRESHOLDS)
+RUNG = tl.constexpr((numbers.WEIGHT_BITS + 1.0) / THRESHOLDS**2)
+"""Rung i of the ladder is `RUNG * (i + 1)^2` bits below the row's maximum; the last where weights are 0. Exact."""
+LOWEST = tl.constexpr(-(1 << 63))
+LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _ordered(x):
+    """An int32 for a float32, in the same order; both zeros are one, NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, LARGEST_KEY, bits ^ ((bits >> 31) & LARGEST_KEY))
+
+
+@triton.jit
+def _float_of(key):
+    return (key ^ ((key >> 31) & LARGEST_KEY)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(x, top):
+    """int64; 0 for every token of a row whose largest value is no number."""
+    t = x - top
+    t = tl.where(t > SMALLEST_EXPONENT, t, SMALLEST_EXPONENT)
+    n = t + ROUND_TO_INTEGER
+    t = t - (n - ROUND_TO_INTEGER)
+    p = (t * C5 + C4) * t
+    p = (p + C3) * t
+    p = (p + C2) * t
+    p = (p + C1) * t + 1.0
+    bits = p.to(tl.int32, bitcast=True) + (n.to(tl.int32, bitcast=True) << EXPONENT_SHIFT)
+    return bits.to(tl.float32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _splitmix64(x):
+    x = x + GOLDEN
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _target(ints_ptr, total):
+    """The place in a row's cumulative weight that its draw falls on; a row's draw is then spent."""
+    position = tl.load(ints_ptr + POSITION)
+    mixed = _splitmix64(_splitmix64(tl.load(ints_ptr + SEED).to(tl.uint64)) ^ position.to(tl.uint64))
+    uniform = (mixed >> 11).to(tl.float64) * UNIFORM_STEP
+    tl.store(ints_ptr + POSITION, position + 1)
+    return (uniform * total.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED: tl.constexpr):
+    """NaN past the end. `source`: the row's place among the edited ones, -1 if it is none of them."""
+    if HAS_EDITED:
+        plain_end = tl.where(source < 0, vocab, 0)
+        x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < plain_end, other=0.0)
+        x += tl.load(edited_ptr + source * vocab + ids, mask=ids < vocab - plain_end, other=0.0)
+    else:
+        x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=0.0)
+    return tl.where(ids < vocab, x, float("nan"))
+
+
+@triton.jit
+def _best(peaks_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """Key and id of a row's largest logit, as `_peaks` packs them; the first of equals."""
+    c = tl.arange(0, CHUNKS_PAD)
+    return tl.max(tl.load(peaks_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=LOWEST), 0)
+
+
+@triton.jit
+def _top(best, unit):
+    return tl.div_rn(_float_of((best >> 32).to(tl.int32)), unit)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _peaks(
+    logits_ptr, edited_ptr, rows_ptr, peaks_ptr, found_ptr, row_stride, num_rows, vocab,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
+    packed = (_ordered(x).to(tl.int64) << 32) | (ids ^ LARGEST_KEY).to(tl.int64)
+    tl.store(peaks_ptr + row * CHUNKS + chunk, tl.max(tl.where(ids < vocab, packed, LOWEST), 0))
+    if chunk == 0:
+        tl.store(found_ptr + row, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _measure(
+    logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, counts_ptr, masses_ptr,
+    row_stride, num_rows, vocab, num_floats, num_ints,
+    CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    """`counts`, `masses`: number and weight of a chunk's tokens at or above each rung, `[rows, CHUNKS, RUNGS]`."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(rows_ptr + num_rows + row)
+    unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
+    if unit == 0.0:
+        return
+    top = _top(_best(peaks_ptr, row, CHUNKS, CHUNKS_PAD), unit)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
+    x = tl.div_rn(x, unit)
+    least = top + tl.load(floats_ptr + slot * num_floats + LOG_MIN_P).to(tl.float32)
+    weight = tl.where(x >= least, _weight(x, top), 0)
+    tl.store(sums_ptr + row * CHUNKS + chunk, tl.sum(weight, 0))
+    cells = (row * CHUNKS + chunk) * RUNGS
+    if tl.load(ints_ptr + slot * num_ints + TOP_K) > 0:
+        for i in tl.static_range(RUNGS):
+            tl.store(
+                counts_ptr + cells + i, tl.sum((x >= top - RUNG * ((i + 1) * (i + 1))).to(tl.int32), 0).to(tl.int64)
+            )
+    elif tl.load(floats_ptr + slot * num_floats + TOP_P) < 1.0:
+        for i in tl.static_range(RUNGS):
+            is_in = x >= top - RUNG * ((i + 1) * (i + 1))
+            tl.store(masses_ptr + cells + i, tl.sum(tl.where(is_in, weight, 0), 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather(
+    logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, counts_ptr, masses_ptr,
+    lows_ptr, found_ptr, list_ptr, row_stride, num_rows, vocab, num_floats, num_ints,
+    CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    """Collects keys and ids of the tokens that top-k or top-p may keep, in any order."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(rows_ptr + num_rows + row)
+    unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
+    if unit == 0.0:
+        return
+    top_k = tl.load(ints_ptr + slot * num_ints + TOP_K)
+    top_p = tl.load(floats_ptr + slot * num_floats + TOP_P)
+    if (top_k == 0) & (top_p >= 1.0):
+        return
+    top = _top(_best(peaks_ptr, row, CHUNKS, CHUNKS_PAD), unit)
+    least = top + tl.load(floats_ptr + slot * num_floats + LOG_MIN_P).to(tl.float32)
+    c, i = tl.arange(0, CHUNKS_PAD), tl.arange(0, RUNGS)
+    cells = (row * CHUNKS + c[:, None]) * RUNGS + i[None, :]
+    counted = tl.where(top_k > 0, CHUNKS, 0)
+    above = tl.load(counts_ptr + cells, mask=c[:, None] < counted, other=0)
+    above += tl.load(masses_ptr + cells, mask=c[:, None] < CHUNKS - counted, other=0)
+    above = tl.sum(above, 0)
+    total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
+    needed = tl.where(top_k > 0, top_k.to(tl.float64), total.to(tl.float64) * top_p)
+    rungs = top - ((i + 1) * (i + 1)).to(tl.float32) * RUNG
+    # Nothing below the last rung weighs anything, whether or not it is kept.
+    low = tl.max(tl.where((above.to(tl.float64) >= needed) | (i == RUNGS - 1), rungs, float("-inf")), 0)
+    low = tl.where(least > low, least, low)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
+    x = tl.div_rn(x, unit)
+    is_in = (x >= low).to(tl.int32)
+    if chunk == 0:
+        tl.store(lows_ptr + row, low)
+    count = tl.sum(is_in, 0)
+    if count > 0:
+        place = tl.atomic_add(found_ptr + row, count) + tl.cumsum(is_in, 0) - 1
+        packed = (_ordered(x).to(tl.int64) << 32) | ids.to(tl.int64)
+        tl.store(list_ptr + row * CAPACITY + place, packed, mask=(is_in > 0) & (place < CAPACITY))
+
+
+@triton.jit
+def _candidates(
+    start, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    """Key, id and weight of CHUNK candidates: of those collected, or of the row where they did not fit."""
+    at = start + tl.arange(0, CHUNK)
+    if found > CAPACITY:
+        x = _logits(logits_ptr, row_stride, edited_ptr, row, source, at, vocab, HAS_EDITED)
+        packed = (_ordered(tl.div_rn(x, unit)).to(tl.int64) << 32) | at.to(tl.int64)
+        packed = tl.where(at < vocab, packed, LOWEST)
+    else:
+        packed = tl.load(list_ptr + row * CAPACITY + at, mask=at < found, other=LOWEST)
+    key = (packed >> 32).to(tl.int32)
+    return key, (packed & LARGEST_KEY).to(tl.int32), _weight(_float_of(key), top)
+
+
+@triton.jit
+def _total(
+    key, ids, weight, least_key, last_id,
+    found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+    IS_COUNT: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    """Count or weight of the candidates from `least_key` up and up to `last_id`; the first CHUNK of them are given."""
+    kept = (key >= least_key) & (ids <= last_id)
+    total = tl.sum(tl.where(kept, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
+    end = tl.where(found > CAPACITY, vocab, found)
+    for start in range(CHUNK, end, CHUNK):
+        key, ids, weight = _candidates(
+            start, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+            CAPACITY, CHUNK, HAS_EDITED,
+        )  # fmt: skip
+        kept = (key >= least_key) & (ids <= last_id)
+        total += tl.sum(tl.where(kept, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _finish(
+    logits_ptr, edited_ptr, rows_ptr, floats_ptr, ints_ptr, peaks_ptr, sums_ptr, lows_ptr, found_ptr, list_ptr,
+    tokens_ptr, row_stride, num_rows, vocab, num_floats, num_ints,
+    CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_EDITED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    source, slot = tl.load(rows_ptr + row), tl.load(rows_ptr + num_rows + row)
+    best = _best(peaks_ptr, row, CHUNKS, CHUNKS_PAD)
+    unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
+    if unit == 0.0:
+        tl.store(tokens_ptr + row, (best & LARGEST_KEY) ^ LARGEST_KEY)
+        return
+    floats_ptr += slot * num_floats
+    ints_ptr += slot * num_ints
+    top = _top(best, unit)
+    top_k, top_p = tl.load(ints_ptr + TOP_K), tl.load(floats_ptr + TOP_P)
+    c = tl.arange(0, CHUNKS_PAD)
+    sums = tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0)
+    total = tl.sum(sums, 0)
+    if (top_k == 0) & (top_p >= 1.0):
+        # The chunk that the draw falls into, then the token in it.
+        target = _target(ints_ptr, total)
+        chunk = tl.sum(((tl.cumsum(sums, 0) <= target) & (c < CHUNKS - 1)).to(tl.int32), 0)
+        before = tl.sum(tl.where(c < chunk, sums, 0), 0)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.div_rn(_logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED), unit)
+        least = top + tl.load(floats_ptr + LOG_MIN_P).to(tl.float32)
+        reached = before + tl.cumsum(tl.where(x >= least, _weight(x, top), 0), 0)
+        passed = tl.sum((reached <= target).to(tl.int32), 0)
+        tl.store(tokens_ptr + row, tl.minimum(chunk * CHUNK + passed, vocab - 1).to(tl.int64))
+        return
+    found = tl.load(found_ptr + row)
+    key, ids, weight = _candidates(
+        0, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+        CAPACITY, CHUNK, HAS_EDITED,
+    )  # fmt: skip
+    least = _ordered(tl.load(lows_ptr + row)).to(tl.int64)
+    if top_k > 0:
+        # The largest key that at least k tokens reach.
+        high = _ordered(top).to(tl.int64)
+        while least < high:
+            middle = (least + high + 1) >> 1
+            reaching = _total(
+                key, ids, weight, middle.to(tl.int32), vocab,
+                found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+                True, CAPACITY, CHUNK, HAS_EDITED,
+            )  # fmt: skip
+            least = tl.where(reaching >= top_k, middle, least)
+            high = tl.where(reaching >= top_k, high, middle - 1)
+        total = _total(
+            key, ids, weight, least.to(tl.int32), vocab,
+            found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+            False, CAPACITY, CHUNK, HAS_EDITED,
+        )  # fmt: skip
+    if top_p < 1.0:
+        # The smallest key that less than top-p of what is left lies above.
+        allowed = total.to(tl.float64) * top_p
+        high = _ordered(top).to(tl.int64)
+        while least < high:
+            middle = (least + high) >> 1
+            above = _total(
+                key, ids, weight, (middle + 1).to(tl.int32), vocab,
+                found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+                False, CAPACITY, CHUNK, HAS_EDITED,
+            )  # fmt: skip
+            high = tl.where(above.to(tl.float64) < allowed, middle, high)
+            least = tl.where(above.to(tl.float64) < allowed, least, middle + 1)
+        total = _total(
+            key, ids, weight, least.to(tl.int32), vocab,
+            found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+            False, CAPACITY, CHUNK, HAS_EDITED,
+        )  # fmt: skip
+    # The first id up to which more than the target is reached.
+    target = _target(ints_ptr, total)
+    first, last = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + vocab - 1
+    while first < last:
+        middle = (first + last) >> 1
+        reached = _total(
+            key, ids, weight, least.to(tl.int32), middle,
+            found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+            False, CAPACITY, CHUNK, HAS_EDITED,
+        )  # fmt: skip
+        first = tl.where(reached > target, first, middle + 1)
+        last = tl.where(reached > target, middle, last)
+    tl.store(tokens_ptr + row, first.to(tl.int64))
+
+
+class SamplingKernels:
+    """Scratch memory for batches of up to `num_rows` rows over one vocabulary, and the launches that use it.
+
+    One stream: two calls never overlap. Every launch can be captured in a CUDA graph.
+    """
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, chunk: int = CHUNK, capacity: int = CAPACITY
+    ) -> None:
+        self._vocab_size, self._chunk, self._capacity = vocab_size, chunk, capacity
+        self._chunks = triton.cdiv(vocab_size, chunk)
+        self._peaks = torch.empty(num_rows, self._chunks, dtype=torch.int64, device=device)
+        self._sums = torch.empty_like(self._peaks)
+        self._above = torch.empty(2, num_rows, self._chunks, THRESHOLDS, dtype=torch.int64, device=device).unbind()
+        self._lows = torch.empty(num_rows, dtype=torch.float32, device=device)
+        self._found = torch.empty(num_rows, dtype=torch.int32, device=device)
+        self._list = torch.empty(num_rows, capacity, dtype=torch.int64, device=device)
+
+    def warm_up(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        """Compile everything now, not while requests wait."""
+        logits_1V = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=floats.device)
+        rows_21 = torch.full((2, 1), -1, dtype=torch.int64, device=floats.device)
+        for edited in (None, logits_1V):
+            self.sample(logits_1V, edited, rows_21, floats, ints, is_drawn=True, is_cut=True)
+
+    def sample(
+        self,
+        logits_BV: torch.Tensor,
+        edited_EV: torch.Tensor | None,
+        rows_2B: torch.Tensor,
+        floats: torch.Tensor,
+        ints: torch.Tensor,
+        is_drawn: bool,
+        is_cut: bool,
+    ) -> torch.Tensor:
+        """The next token of every row, int64 `[B]`; adds 1 to the position of the slots that drew.
+
+        `logits_BV`, `edited_EV`: float32, dense within a row. `rows_2B`: int64, row of `edited_EV` or -1 for those of
+        `logits_BV`, and slot or -1 for argmax. `floats`, `ints`: the slots' tables, columns as in `sampling_numbers`.
+        `is_drawn`: some row is not greedy; `is_cut`: some row has a top-k or top-p.
+        """
+        num_rows = logits_BV.shape[0]
+        tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+        grid = (num_rows, self._chunks)
+        padded = triton.next_power_of_2(self._chunks)
+        edited = logits_BV if edited_EV is None else edited_EV
+        # Multiply and add stay two roundings: that is what makes the weights the same everywhere.
+        constants: dict[str, Any] = {"CHUNK": self._chunk, "HAS_EDITED": edited_EV is not None, "CHUNKS": self._chunks}
+        constants |= {"num_warps": 8, "enable_fp_fusion": False}
+        sizes = (logits_BV.stride(0), num_rows, self._vocab_size)
+        widths = (floats.shape[1], ints.shape[1])
+        launch: Any = _peaks[grid]
+        launch(logits_BV, edited, rows_2B, self._peaks, self._found, *sizes, **constants)
+        constants |= {"CHUNKS_PAD": padded}
+        tables = (logits_BV, edited, rows_2B, floats, ints, self._peaks, self._sums)
+        if is_drawn:
+            launch = _measure[grid]
+            launch(*tables, *self._above, *sizes, *widths, **constants)
+        constants |= {"CAPACITY": self._capacity}
+        found = (self._lows, self._found, self._list)
+        if is_cut:
+            launch = _gather[grid]
+            launch(*tables, *self._above, *found, *sizes, *widths, **constants)
+        launch = _finish[(num_rows,)]
+        launch(*tables, *found, tokens_B, *sizes, *widths, **constants)
+        return tokens_B
