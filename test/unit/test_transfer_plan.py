@@ -203,3 +203,21 @@ def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     with pytest.raises(IncompatibleLayout, match="page_size: 4 != 32; dtype: float32 != bfloat16") as caught:
         check_compatible(LAYOUT, other)
     assert str(LAYOUT) in caught.value.message and str(other) in caught.value.message
+
+
+def test_a_latent_cache_has_one_region_a_layer():
+    """Four layers in the regions that would be K and V of two."""
+    assert list(layer_regions(range(1, 3), 1)) == [1, 2]
+    copies = plan_page_copies(SRC, DST, [7], [9], range(1, 3), regions_per_layer=1)
+    expected = [(SRC.region_bases[r] + 7 * 256, DST.region_bases[r] + 9 * 256) for r in (1, 2)]
+    assert bytes_of(copies) == expected
+    with pytest.raises(TransferFailed, match="layers 4 to 4 of memories with 4 and 4 layers"):
+        plan_page_copies(SRC, DST, [7], [9], range(4, 5), regions_per_layer=1)
+
+
+def test_a_latent_cache_and_one_of_keys_and_values_do_not_fit_each_other():
+    latent = msgspec.structs.replace(LAYOUT, num_kv_heads=1, regions_per_layer=1)
+    with pytest.raises(IncompatibleLayout, match="regions_per_layer: 1 != 2"):
+        check_compatible(latent, msgspec.structs.replace(latent, regions_per_layer=2))
+    for tp_size in (1, 2, 3, 8):  # every rank holds all of it
+        check_compatible(latent, msgspec.structs.replace(latent, tp_size=tp_size))
