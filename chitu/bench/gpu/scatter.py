@@ -17,10 +17,11 @@ import msgspec
 import torch
 
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
+from chitu.config.schema import PDDisaggregationConfig
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import KVLayout, RankMemory, encode
 
@@ -38,13 +39,8 @@ def new_pool(card: Card) -> KVPool:
 
 def new_transport(card: Card) -> Transport:
     """`cuda_ipc` between GPUs; without one `shm`, which is the same to its callers."""
-    if not card.is_gpu:
-        return ShmTransport()
-    from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
-    from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
-    from chitu.ops.kernels.blocks import BlockCopier
-
-    return CudaIpcTransport(CudaDriver(card.device.index or 0), BlockCopier(card.device))
+    config = PDDisaggregationConfig(transport="cuda_ipc" if card.is_gpu else "shm")
+    return open_transports(config, "127.0.0.1", str(card.device))[0]
 
 
 def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
