@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from chitu.ops.interface import TILE_ROWS
-from chitu.ops.kernels import attention, blocks, moe, rope, rows, sampling, small_linear
+from chitu.ops.kernels import attention, blocks, mla, moe, rope, rows, sampling, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 WIDE, INT, INT32, FLOAT, HALF = "*fp32", "*i64", "*i32", "fp32", "*bf16"
@@ -78,6 +78,20 @@ def main() -> None:
             constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
             constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
             found.append(compiled(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
+    latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
+    sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
+    found.append(compiled(mla._latent_append, latent, sizes | {"PAGE": PAGE}, num_warps=4))
+    found.append(compiled(mla._latent_query, latent, sizes | {"HEADS": 128, "NOPE": 128}, num_warps=1))
+    sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE, "KEYS": mla.KEYS}
+    for heads_here in (16, 128):
+        for is_prefill, is_split in ((False, False), (False, True), (True, False)):
+            queries = mla.MAX_QUERIES if is_prefill else mla.queries_for(heads_here)
+            constants = sizes | {"HEADS": heads_here, "QUERIES": queries, "IS_PREFILL": is_prefill}
+            constants |= {"IS_SPLIT": is_split}
+            found.append(
+                compiled(mla._latent_attend, latent, constants, num_warps=mla.warps_for(queries), num_stages=2)
+            )
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}
