@@ -6,7 +6,8 @@ loop thread: ROUTER coordination, PUB metadata sync, PULL stats. Only the loop t
 Invariants: at most one live incarnation of an instance (role, engine_rank), the newest that joined; all live P and D
 have one KV layout; an instance is in the view exactly while its lease runs, or until its death is known sooner (by
 its pid on this machine, by the word of its launcher on another). A lost instance is reported once through `on_lost`,
-after it left the view. Nothing here knows of requests.
+after it left the view. One is called dead in the view only where all its processes are known to have ended; silence
+and a Leave of its own prove nothing. Nothing here knows of requests.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ log = logging.getLogger(__name__)
 
 MAX_TICK_GAP_S = 0.5
 """A longer gap between two ticks is a stall of the router; instances are not blamed for it."""
+LINGER_S = 2.0
+"""An instance is called dead so long after its processes ended: its kernel may still have been sending what they wrote,
+as it does over TCP."""
+KEPT_DEAD = 64
+"""Deaths in a view; peers remember those of their own peers."""
 
 
 @dataclass(slots=True)
@@ -83,6 +89,8 @@ class PDCoordination:
         self._deadlines = deadlines
         self._events = events
         self._members: dict[tuple[Role, int], _Member] = {}
+        self._ended: list[tuple[float, int]] = []
+        """Incarnations without a process, and when they may be called dead; in this order."""
         self._last_tick_s = clock.monotonic()
         self.view = ClusterView(router_incarnation, 0, ())
         self._metrics = CoordinationMetrics()
@@ -100,6 +108,8 @@ class PDCoordination:
         if member is None:
             return None
         if isinstance(message, Leave):
+            if _proves_death(message, member.info):
+                self._note_ended(member.info)
             self._remove(member, f"it left ({message.reason})" if message.reason else "it left")
         else:
             self._drain(member)
@@ -128,12 +138,19 @@ class PDCoordination:
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
             self._metrics.count(self._metrics.expired_leases, _name(member.info))
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
+        if self._ended and self._ended[0][0] <= now_s:
+            dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
+            del self._ended[: len(dead)]
+            self.view = msgspec.structs.replace(self.view, dead=(*self.view.dead, *dead)[-KEPT_DEAD:])
+            self._publish()
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
         """The process has ended: there is nothing to wait for."""
         member = self._live(role, engine_rank, incarnation)
         if member is not None:
             self._metrics.count(self._metrics.deaths, _name(member.info))
+            if not member.info.follower_pids:  # which write, too, and end a little later
+                self._note_ended(member.info)
             self._remove(member, f"its process (pid {member.info.pid}) has ended")
 
     def metrics(self) -> CoordinationMetrics:
@@ -225,6 +242,9 @@ class PDCoordination:
                     f"{_name(info)}: {_layout_text(mine)}. {_name(other)}: {_layout_text(theirs)}"
                 )
 
+    def _note_ended(self, info: InstanceInfo) -> None:
+        self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
+
     def _remove(self, member: _Member, reason: str) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
         log.warning("%s is gone: %s", _name(member.info), reason)
@@ -233,12 +253,19 @@ class PDCoordination:
 
     def _publish(self) -> None:
         instances = tuple(member.info for _, member in sorted(self._members.items()))
-        self.view = ClusterView(self.view.router_incarnation, self.view.version + 1, instances, self.view.workers)
+        self.view = msgspec.structs.replace(self.view, version=self.view.version + 1, instances=instances)
         self._events.on_change(self.view)
 
 
 def _name(info: InstanceInfo) -> str:
     return instance_name(info.role, info.engine_rank)
+
+
+def _proves_death(leave: Leave, info: InstanceInfo) -> bool:
+    """Whether a launcher has seen all processes of the instance end. It must mean the same ones: pids of another
+    machine or container say nothing."""
+    is_same_place = bool(info.pid_namespace) and leave.pid_namespace == info.pid_namespace
+    return is_same_place and info.pid > 0 and {info.pid, *info.follower_pids} <= set(leave.dead_pids)
 
 
 def _process(info: InstanceInfo) -> ProcessName:

@@ -2,8 +2,9 @@
 
 Owned by `PrefillSender` (about D) and `DecodeReceiver` (about P), called under their lock. The difference between lost
 and dead is what keeps memory safe: a lost process may only be frozen and can still write when it thaws; a dead one
-cannot. Dead is: replaced by a newer incarnation of its rank, or gone from the view while its process on this machine,
-which we once saw alive, does not exist any more (its pid must mean the same here: `InstanceInfo.pid_namespace`).
+cannot. Dead is: replaced by a newer incarnation of its rank, or called dead by the router (which knows it from its own
+machine or from the launcher there), or gone from the view while its process on this machine, which we once saw alive,
+does not exist any more (its pid must mean the same here: `InstanceInfo.pid_namespace`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class PeerView:
         self._newest: dict[int, int] = {}
         self._ended: set[int] = set()
         """Incarnations whose main process we saw alive and then gone."""
+        self._dead: set[int] = set()
+        """Incarnations that the router called dead, as far as we know them or its last view has them."""
 
     def update(self, view: ClusterView) -> bool:
         """Take a view; False where it is older than the last one."""
@@ -64,6 +67,8 @@ class PeerView:
         for instance in view.instances:
             if instance.role is self._role:
                 self._take(instance)
+        known = {member.instance.incarnation for member in self._members.values()}
+        self._dead = (self._dead & known) | set(view.dead)
         return True
 
     def _take(self, instance: InstanceInfo) -> None:
@@ -112,11 +117,12 @@ class PeerView:
         """It was in a view of this router and is not any more, or it was replaced, or its process has ended."""
         member = self._member(rank, incarnation)
         gone = member is not None and not member.is_present and member.router_incarnation == self._router_incarnation
-        return gone or incarnation in self._ended or self.is_replaced(rank, incarnation)
+        is_over = incarnation in self._ended or incarnation in self._dead
+        return gone or is_over or self.is_replaced(rank, incarnation)
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
         """Nothing of it can write to anybody any more."""
-        if self.is_replaced(rank, incarnation):
+        if self.is_replaced(rank, incarnation) or incarnation in self._dead:
             return True
         member = self._member(rank, incarnation)
         if member is None or member.is_present or not member.was_alive_here:

@@ -31,6 +31,7 @@ from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor, make_log_dir
 from chitu.messages import Leave
+from chitu.net.process_deaths import pid_namespace
 
 POLL_S = 0.1
 READY_POLL_S = 0.25
@@ -81,6 +82,8 @@ class Node:
         self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
         self.supervisor = Supervisor(list(self._specs), self._spec, self.log_dir, restart=False, on_event=on_event)
         self._joined: dict[str, int] = {}
+        self._pids: dict[str, list[int]] = {}
+        """Of its processes, by name, once all are ready."""
         """Incarnation by name, of those that this node can have started or that other nodes did."""
 
     @property
@@ -141,14 +144,21 @@ class Node:
                 states.setdefault(instance.name, Progress("ready" if instance.name in self._joined else "starting"))
         return states
 
+    def note_pids(self) -> None:
+        """All are ready: remember which processes they are, to tell what became of them."""
+        members = self.supervisor.members.values()
+        self._pids = {member.name: member.child.worker_pids() for member in members if member.child is not None}
+
     def report_deaths(self) -> None:
-        """Tell a router on another machine at once what it would only know when a lease ends: which instances died."""
+        """Tell a router on another machine at once what it would only know when a lease ends: which instances died, and
+        that nothing of them is left to write anywhere, which a lease never says."""
         dead = {member.name for member in self.supervisor.dead()}
-        leaves = [
-            Leave(i.role, i.engine_rank, self._joined[i.name], "its launcher saw its process end")
-            for i in instances(self.topology)
-            if i.name in dead and i.name in self._joined
-        ]
+        reason, namespace = "its launcher saw its process end", pid_namespace()
+        leaves = []
+        for i in instances(self.topology):
+            if i.name in dead and i.name in self._joined:
+                gone = tuple(pid for pid in self._pids.get(i.name, ()) if not os.path.exists(f"/proc/{pid}"))
+                leaves.append(Leave(i.role, i.engine_rank, self._joined[i.name], reason, gone, namespace))
         if leaves:
             send_leaves(self.topology, leaves)
 
@@ -185,6 +195,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             stop.wait(READY_POLL_S)
         display.update(node.states())
         display.close()
+        node.note_pids()
         if not stop.is_set():
             _say_ready(node, options.index)
         while not stop.wait(POLL_S):

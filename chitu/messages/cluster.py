@@ -152,12 +152,16 @@ class JoinReply(Wire, frozen=True, tag="join_reply"):
 
 
 class Leave(Wire, frozen=True, tag="leave"):
-    """Instance -> router, or router -> itself when a lease ends. No new requests; its rooms fail."""
+    """Instance -> router, or its launcher for it. No new requests; its rooms fail."""
 
     role: Role
     engine_rank: int
     incarnation: int
     reason: str = ""
+    dead_pids: tuple[int, ...] = ()
+    """From a launcher: processes of the instance that exist no more."""
+    pid_namespace: str = ""
+    """Of `dead_pids`, as in InstanceInfo."""
 
 
 class Drain(Wire, frozen=True, tag="drain"):
@@ -177,6 +181,9 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     workers: tuple[int, ...] = ()
     """Incarnations of the router's API processes (`router.workers`). One that was here and is not any more is dead:
     its rooms are nobody's."""
+    dead: tuple[int, ...] = ()
+    """The last incarnations of which it is certain that no process exists any more: nothing can write for them. Others
+    that are not in `instances` may only be frozen."""
 
 
 CoordinationMessage = Union[Join, Leave, Drain]

@@ -15,6 +15,7 @@ import zmq
 from serve_process import ServeProcess, wait_until
 
 from chitu.messages import Leave, coordination_codec
+from chitu.net.process_deaths import pid_namespace
 from chitu.net.sockets import bind
 from chitu.types import Role
 
@@ -87,12 +88,14 @@ def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp
     coordination, port = bind(context, zmq.ROUTER, "127.0.0.1", 0)
     node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}")
     node.wait_line("Ctrl-C ends it")
-    os.kill(node.pids_of("decode")[0], signal.SIGKILL)
+    (decode,) = node.pids_of("decode")
+    os.kill(decode, signal.SIGKILL)
     assert coordination.poll(20_000), "no word came"
     leave = coordination_codec.decode(coordination.recv_multipart()[-1])
     assert isinstance(leave, Leave)
     assert (leave.role, leave.engine_rank) == (Role.DECODE, 0)
     assert leave.incarnation > 0
+    assert decode in leave.dead_pids and leave.pid_namespace == pid_namespace()
     assert node.process.wait(10) == 1
     context.destroy(linger=0)
 

@@ -88,6 +88,9 @@ class ClusterWorld:
         self._incarnations = 0
         self._num_rooms = 0
         self._dead_pids: set[int] = set()
+        """An incarnation is its pid here."""
+        self._told_dead: tuple[int, ...] = ()
+        """What launchers told the present router."""
         self._writes: dict[int, tuple[bytes, CopyList]] = {}
         self._stepping: list[Process] = []
         self._is_inside_write = False
@@ -190,6 +193,12 @@ class ClusterWorld:
         self.kill(self.processes[a % len(self.processes)])
         self.start(len(self.missing) - 1)
 
+    def op_tell(self, a: int, b: int) -> None:
+        """Launchers tell the router which processes have ended."""
+        if self.is_router_alive and self._told_dead != tuple(sorted(self._dead_pids)):
+            self._told_dead = tuple(sorted(self._dead_pids))
+            self._view_version += 1
+
     def op_freeze(self, a: int, b: int) -> None:
         process = self.processes[a % len(self.processes)]
         process.is_frozen = not process.is_frozen
@@ -210,7 +219,7 @@ class ClusterWorld:
             self.orders.clear()
         else:
             self._router_incarnation += 1
-            self._members = ()
+            self._members = self._told_dead = ()
 
     # --------------------------------------------------------------------------------------------------- processes
 
@@ -300,7 +309,8 @@ class ClusterWorld:
         for request in self.requests.values():
             if now_s - request.asked_s > REQUEST_TIMEOUT_S:
                 self._end(request, "request_timeout")
-        view = ClusterView(self._router_incarnation, self._view_version, tuple(p.info for p in present))
+        members_info = tuple(p.info for p in present)
+        view = ClusterView(self._router_incarnation, self._view_version, members_info, dead=self._told_dead)
         for process in self.processes:
             if not process.is_frozen and not process.is_deaf:
                 process.on_view(view)

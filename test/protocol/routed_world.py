@@ -122,7 +122,8 @@ class RoutedWorld(ClusterWorld):
                 process.on_view(self._view())
 
     def _view(self) -> ClusterView:
-        return ClusterView(self._router_incarnation, self._view_version, tuple(self.known.values()))
+        members = tuple(self.known.values())
+        return ClusterView(self._router_incarnation, self._view_version, members, dead=self._told_dead)
 
     # ------------------------------------------------------------------------------------------------------ the script
 
@@ -168,7 +169,7 @@ class RoutedWorld(ClusterWorld):
 
     def op_router(self, a: int, b: int) -> None:
         self.is_router_alive = not self.is_router_alive
-        self.router, self.known, self.open_peers = None, {}, set()
+        self.router, self.known, self.open_peers, self._told_dead = None, {}, set(), ()
         self.orders.clear()
         self.reports.clear()
         for client in self.clients:

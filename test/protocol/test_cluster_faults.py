@@ -20,7 +20,7 @@ KINDS = (
     *["pass"] * 2,
     *["lose", "double", "delay", "hasten"] * 2,
     *["fault", "land", "cancel"] * 2,
-    *("again", "kill", "start", "replace", "freeze", "slow", "deafen", "router"),
+    *("again", "kill", "start", "replace", "tell", "freeze", "slow", "deafen", "router"),
 )
 ROUTED_KINDS = (*KINDS, *["cut"] * 3)
 """Token messages are lost too: the real router must notice."""

@@ -215,6 +215,27 @@ def test_a_new_incarnation_of_p_frees_what_the_old_one_held_on_another_machine()
     world.check_it_still_serves()
 
 
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "frozen"])
+def test_what_p_held_on_another_machine_is_free_when_its_launcher_says_that_it_is_dead(is_killed: bool) -> None:
+    world = ClusterWorld(2, 1)
+    p, d = world.of(Role.PREFILL)[1], world.of(Role.DECODE)[0]
+    world.ask(1, 22, 8)
+    until(world, d, SequenceState.TRANSFER)
+    if is_killed:
+        world.kill(p)
+    else:
+        p.is_frozen = True
+    world.turns(5)
+    world.advance(DEADLINES.lease_s + 1.0)
+    world.turns(5)
+    assert d.cache.num_quarantined_pages == 6, "silence proves nothing"
+    world.op_tell(0, 0)
+    world.turns(5)
+    assert d.cache.num_quarantined_pages == (0 if is_killed else 6)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
 def test_a_write_that_may_still_land_keeps_the_source_pages_too() -> None:
     world, p, d = pair()
     world.fabric.inject(Fault(FaultKind.LATE))

@@ -18,7 +18,7 @@ from chitu.messages import (
     Leave,
     LoadReport,
 )
-from chitu.pd_coordination import CoordinationEvents, PDCoordination
+from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
@@ -160,3 +160,60 @@ def test_a_draining_instance_stays_a_member_and_is_marked() -> None:
     world.join(info())
     assert world.core.view.instances[0].draining
     assert len(world.views) == 2
+
+
+def leave(instance: InstanceInfo, *dead_pids: int, namespace: str = "here") -> Leave:
+    return Leave(instance.role, instance.engine_rank, instance.incarnation, "killed", dead_pids, namespace)
+
+
+HERE = msgspec.structs.replace(info(), pid=10, follower_pids=(11,), pid_namespace="here")
+PROOFS: dict[str, tuple[InstanceInfo, Leave]] = {
+    "all ranks": (HERE, leave(HERE, 9, 10, 11)),
+    "one rank": (SINGLE := msgspec.structs.replace(HERE, follower_pids=()), leave(SINGLE, 10)),
+}
+NO_PROOFS: dict[str, tuple[InstanceInfo, Leave]] = {
+    "it leaves by itself": (HERE, Leave(Role.PREFILL, 0, 1, "stopped")),
+    "a rank may live": (HERE, leave(HERE, 10)),
+    "another process": (HERE, leave(HERE, 11, 12)),
+    "another machine": (HERE, leave(HERE, 10, 11, namespace="there")),
+    "nobody knows where": (
+        NOWHERE := msgspec.structs.replace(HERE, pid_namespace=""),
+        leave(NOWHERE, 10, 11, namespace=""),
+    ),
+    "without a pid": (info(), leave(info(), 0)),
+}
+
+
+@pytest.mark.parametrize("case", [*PROOFS, *NO_PROOFS])
+def test_only_who_has_no_process_left_for_certain_is_called_dead_and_not_at_once(case: str) -> None:
+    instance, message = {**PROOFS, **NO_PROOFS}[case]
+    world = World()
+    world.join(instance)
+    world.core.on_message(message)
+    assert not world.members
+    world.pass_time(LINGER_S - 0.1)
+    assert world.core.view.dead == (), "its kernel may still send"
+    world.pass_time(60)
+    assert world.core.view.dead == ((1,) if case in PROOFS else ())
+    assert world.views[-1] == world.core.view
+
+
+def test_a_death_on_this_machine_is_told_and_silence_is_none() -> None:
+    world = World()
+    for incarnation, followers, ends in ((1, (), True), (2, (11,), True), (3, (), False)):
+        world.join(msgspec.structs.replace(info(incarnation=incarnation), pid=10, follower_pids=followers))
+        if ends:
+            world.core.on_death(Role.PREFILL, 0, incarnation)
+        world.pass_time(10)
+        assert not world.members
+    assert world.core.view.dead == (1,), "a follower may still write, and a silent one may be frozen"
+
+
+def test_the_view_keeps_the_last_deaths() -> None:
+    world = World()
+    for incarnation in range(1, 100):
+        world.join(info(incarnation=incarnation))
+        world.core.on_death(Role.PREFILL, 0, incarnation)
+    world.core.set_workers((7,))
+    world.pass_time(LINGER_S + 0.1)
+    assert world.core.view.dead == tuple(range(100 - KEPT_DEAD, 100)) and world.core.view.workers == (7,)

@@ -58,3 +58,17 @@ def test_a_pid_of_another_namespace_says_nothing(namespace: str) -> None:
     view.update(ClusterView(1, 1, (msgspec.structs.replace(INSTANCE, pid_namespace=namespace),)))
     alive.clear()
     assert not view.find_ended() and not view.is_lost(0, 5)
+
+
+def test_who_the_router_calls_dead_is_dead_wherever_it_ran_and_whatever_router_follows() -> None:
+    view = PeerView(Role.PREFILL, "h", lambda pid: True)
+    elsewhere = msgspec.structs.replace(INSTANCE, host="elsewhere", pid_namespace="another")
+    view.update(ClusterView(1, 1, (elsewhere,)))
+    view.update(ClusterView(1, 2, ()))
+    assert view.is_lost(0, 5) and not view.is_dead(0, 5), "it may only be frozen"
+    view.update(ClusterView(1, 3, (), dead=(4, 5, 99)))
+    assert view.is_lost(0, 5) and view.is_dead(0, 5) and not view.is_dead(0, 6)
+    view.update(ClusterView(1, 4, (), dead=(99,)))
+    view.update(ClusterView(2, 1, ()))
+    assert view.is_lost(0, 5) and view.is_dead(0, 5), "nobody comes back from the dead"
+    assert not view.is_dead(1, 99), "what nobody here knows is not kept"
