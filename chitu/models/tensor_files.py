@@ -138,7 +138,7 @@ class TensorFiles:
 
 def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
     """Bytes from the file's `offset` on into a contiguous tensor on the host."""
-    buffer = memoryview(target.view(-1).view(torch.uint8).numpy())
+    buffer: memoryview = target.view(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(buffer):
         try:

@@ -67,8 +67,11 @@ class WeightSource:
         """The parts' rows stacked along the first dimension; the others are `rest`."""
         counts = [len(part.rows) if part.rows is not None else part.total for part in parts]
         stacked = torch.empty((sum(counts), *rest), dtype=self._dtype, device=self._device)
-        for part, place in zip(parts, stacked.split(counts), strict=True):
+        first = 0
+        for part, count in zip(parts, counts, strict=True):
+            place = stacked[first : first + count]
             self._read(part.name, (part.total, *rest), part.rows, None, self._dtype, place)
+            first += count
         return stacked
 
     def _read(

@@ -1,7 +1,8 @@
 """The operations on a CUDA device: own Triton kernels for what is bound by memory and launches, torch for the large
 matrix products. Everything can be captured in a CUDA graph.
 
-Nothing here looks at a batch's host side but for how many rows there are: all else is read on the device.
+A recorded step has no spans on the host, so nothing here looks at a batch's host side then but for how many rows there
+are: all else is read on the device.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
+from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, divide, tiles_on, whole_prompt
 
 
 class TritonOps:
-    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention."""
+    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention. Prompts that begin a
+    sequence and have `whole_prompt_tokens` go to the device's library (`whole_prompts.py`)."""
 
     name = "triton"
 
-    def __init__(self, num_multiprocessors: int) -> None:
+    def __init__(self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS) -> None:
         self._num_multiprocessors = num_multiprocessors
+        self._whole_prompt_tokens = whole_prompt_tokens
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight.contiguous(), bias)
@@ -105,8 +109,12 @@ class TritonOps:
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
         out_THN = torch.empty_like(q_THN)
-        if batch.tiles_Y4.shape[0]:
-            prefill_attention(q_THN, k_PKSN, v_PKSN, batch.tiles_Y4, batch.page_table, out_THN)
+        whole, rest = divide(batch.spans, self._whole_prompt_tokens)
+        for span in whole:
+            whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span, out_THN)
+        tiles_Y4 = tiles_on(rest, q_THN.device) if whole else batch.tiles_Y4
+        if tiles_Y4.shape[0]:
+            prefill_attention(q_THN, k_PKSN, v_PKSN, tiles_Y4, batch.page_table, out_THN)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:

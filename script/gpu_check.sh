@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show: test/gpu, then `chitu bench gpu`, each under a time limit. Needs no network and no
+# installation, only the libraries below (as in `pip download` for this Python, unpacked into one folder on PYTHONPATH):
+#   torch, triton, numpy, safetensors, tokenizers, transformers, and
+#   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvicorn, uvloop,
+#   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, pytest, pytest-timeout, hypothesis
+# Usage: script/gpu_check.sh [OUT]      (default: gpu-check; logs and the JSON of the benchmark)
+# On a machine without a GPU: CHITU_GPU_TWIN=1 script/gpu_check.sh, which runs the same on a CPU with small sizes.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+OUT=${1:-gpu-check}
+PYTHON=${PYTHON:-python3}
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+bench=(--json-dir "$OUT")
+[ "${CHITU_GPU_TWIN:-}" = 1 ] && bench+=(--device cpu --tiny)
+
+status=0
+"$PYTHON" - 2>&1 <<'PY' | tee "$OUT/doctor.log"
+from chitu.config.load import load_topology
+from chitu.launch.doctor import findings
+
+for finding in findings(load_topology(None)):
+    print("ok  " if finding.ok else "MISS" if finding.fatal else "-   ", finding.what, finding.detail)
+PY
+timeout 480 "$PYTHON" -m pytest test/gpu -q --durations=10 2>&1 | tee "$OUT/test.log" || status=1
+timeout 540 "$PYTHON" -m chitu.bench.gpu "${bench[@]}" 2>&1 | tee "$OUT/bench.log" || status=1
+exit $status
