@@ -144,7 +144,8 @@ class PDDisaggregationConfig(Section, frozen=True):
     ib_device: str = ""
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer_threads: Positive = 1
-    """Transfer threads of P."""
+    """Transfer threads of P. On GPUs a thread waits until a layer is computed; with two or more, the logits of another
+    request need not."""
     cluster_key: str = ""
     """Secret of the cluster, at least 16 characters: ZMQ is then encrypted and authenticated (CURVE), bootstrap and
     admin calls need a token made of it. `CHITU_CLUSTER_KEY` goes before; keep it out of files that others can read."""

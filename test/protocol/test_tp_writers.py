@@ -68,6 +68,31 @@ def pair() -> Iterator[Instances]:
     made.close()
 
 
+class Later:
+    """`Ready` whose work is done when it is waited for."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def synchronize(self) -> None:
+        self._work()
+
+    def wait(self, stream: object = None) -> None:
+        raise AssertionError("the fake transport has no stream")
+
+
+def test_no_rank_writes_before_the_main_ranks_event_has_passed(pair: Instances) -> None:
+    """It lies behind the sum over the ranks, so what is computed by then is computed everywhere."""
+    is_written = threading.Event()
+    pair.fabric.on_write = lambda peer, copies: is_written.set()
+    writer = pair.open()
+    early: list[bool] = []
+    move = MOVE._replace(ready=Later(lambda: early.append(is_written.wait(0.3))))  # time for a follower to be wrong
+    assert len(writer.write_pages([move], 5.0)) == 2
+    assert not early[0] and is_written.is_set()
+    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+
+
 def test_all_ranks_write_their_heads_and_count_their_bytes(instances: Instances) -> None:
     writer = instances.open()
     moved = writer.write_pages([MOVE], 5.0)

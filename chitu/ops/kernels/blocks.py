@@ -6,6 +6,7 @@ the speed of a contiguous copy. Addresses are numbers: the destination is anothe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,12 +64,12 @@ def word_bytes_of(pieces: Int64s) -> int:
 
 
 class BlockCopier:
-    """On one device, on a stream of its own. Any thread; `copy` returns when the bytes are there."""
+    """On one device. Any thread, each on a stream of its own: what one of them waits for does not hold up the others.
+    `copy` returns when the bytes are there."""
 
     def __init__(self, device: torch.device | str) -> None:
-        device = torch.device(device)
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device = torch.device(device)
+        self._local = threading.local()
 
     def warm_up(self) -> None:
         """Compile the kernel for every width, or the first transfers would wait for that."""
@@ -88,17 +89,26 @@ class BlockCopier:
         word_bytes = word_bytes_of(pieces)
         pieces[2] //= word_bytes
         parts = triton.cdiv(int(pieces[2].max()), WORDS_AT_ONCE)
-        with torch.cuda.stream(self._stream):
+        stream = self._stream()
+        with torch.cuda.stream(stream):
             pieces_3N = torch.from_numpy(pieces).to(self._device)
             for ready in after:
-                if self._stream is None:
+                if stream is None:
                     ready.synchronize()
                 else:
-                    ready.wait(self._stream)
+                    ready.wait(stream)
             kernel: Any = _copy_pieces[(pieces.shape[1], parts)]
             kernel(pieces_3N, pieces.shape[1], WORD_BYTES=word_bytes, BLOCK=WORDS_AT_ONCE, num_warps=4)
-            if self._stream is not None:
-                # One's own copies only: other threads use the stream too. What waits for a step waits asleep.
-                done = torch.cuda.Event(blocking=bool(after))  # type: ignore[no-untyped-call]
-                done.record(self._stream)
+            if stream is not None:
+                done = torch.cuda.Event(blocking=bool(after))  # type: ignore[no-untyped-call]  # asleep, where it is long
+                done.record(stream)
                 done.synchronize()
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """Of the calling thread; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._local.stream
+        return stream
