@@ -41,8 +41,21 @@ def test_the_plain_operations_give_the_same_tokens(tmp_path):
     assert generate(Engine(tmp_path, ops=ReferenceOps()), prompts, 8) == expected
 
 
-def test_a_chunk_size_changes_nothing(tmp_path):
-    reference = write_checkpoint(tmp_path, "llama3")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_kernels_of_the_gpu_give_the_same_tokens(family, tmp_path):
+    """Under the interpreter; DeepSeek's one layer is a dense one."""
+    pytest.importorskip("triton", reason="triton is in the dev extra")
+    from chitu.ops.triton_ops import TritonOps
+
+    reference = write_checkpoint(tmp_path, family, num_layers=1)
+    prompts = [make_prompt(20), make_prompt(3)]
+    expected = [expected_tokens(reference, prompt, 2) for prompt in prompts]
+    assert generate(Engine(tmp_path, ops=TritonOps(4), max_model_len=64), prompts, 2, chunk_size=12) == expected
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe", "deepseek_v2"])
+def test_a_chunk_size_changes_nothing(family, tmp_path):
+    reference = write_checkpoint(tmp_path, family)
     prompts = [make_prompt(300), make_prompt(47)]
     expected = [expected_tokens(reference, prompt, 6) for prompt in prompts]
     engine = Engine(tmp_path)

@@ -14,7 +14,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 100, 255, 512, 700, 1000, 1300, 1500)
 OUTPUT_TOKENS = 12
 CHUNKS = ["scheduler.chunk_size=37", "scheduler.max_batched_tokens=250", "cache.num_pages=2000"]
