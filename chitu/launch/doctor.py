@@ -32,6 +32,7 @@ def findings(topology: Topology) -> Iterator[Finding]:
     yield _torch()
     for name in ("transformers", "tokenizers", "zmq", "msgspec", "fastapi", "uvicorn"):
         yield _importable(name, name, fatal=name != "transformers")
+    yield _importable("triton", "triton", "the kernels of a GPU; without them it computes with torch's operations")
     yield _importable("mooncake", "mooncake.engine", "transport mooncake needs Debian's libibverbs1 libnuma1 libcurl4")
     yield _importable("nixl", "nixl", "the nixl extra is not installed")
     yield _shared_memory()
@@ -43,7 +44,8 @@ def _torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding(False, "torch", f"cannot be imported: {error}", fatal=True)
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus]
     return Finding(True, "torch", f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}")
 
 
