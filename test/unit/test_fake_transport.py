@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
 import pytest
 
 from chitu.config.schema import PDDisaggregationConfig
-from chitu.errors import ConfigError, TransferFailed
+from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakePeer, FakeTransport, Fault, FaultKind
 from chitu.kv_transfer.select import choose, open_transports
 from chitu.kv_transfer.transport import CopyList, WriteError
@@ -146,3 +147,13 @@ def test_fake_needs_a_fabric() -> None:
     fabric = FakeFabric()
     (fake,) = open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1", fabric=fabric, process="P")
     assert fake.local_session().session_id == "P"
+
+
+def test_cuda_ipc_needs_a_pool_in_gpu_memory_and_a_driver() -> None:
+    config = PDDisaggregationConfig(transport="cuda_ipc")
+    with pytest.raises(ConfigError, match="the device is cpu"):
+        open_transports(config, "127.0.0.1")
+    if not os.path.exists("/dev/nvidiactl"):
+        for transport in ("cuda_ipc", "auto"):
+            with pytest.raises(MissingDependency, match="NVIDIA driver"):
+                open_transports(PDDisaggregationConfig(transport=transport), "127.0.0.1", "cuda:1")
