@@ -17,6 +17,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_kernel_a_transfer_and_a_cluster_is_found_on_the_twin(tmp_path):
     found = run("--device", "cpu", "--tiny", "--only", "attention,transfer,served", "--json-dir", tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -35,6 +36,7 @@ def test_every_figure_of_a_kernel_a_transfer_and_a_cluster_is_found_on_the_twin(
         assert [row for what, row in rows.items() if what.startswith(beginning) and row["measured"] > 0], beginning
 
 
+@pytest.mark.slow
 def test_whole_steps_are_timed_on_the_twin(tmp_path):
     found = run("--device", "cpu", "--tiny", "--only", "steps", "--json-dir", tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
