@@ -10,7 +10,7 @@ page is a bad message of that peer (`BadFrame`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from chitu.errors import BadFrame, ProtocolError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.transport import CopyList, WriteError
 
 Int64s = NDArray[np.int64]
 
@@ -154,6 +154,27 @@ def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -
     start_N = address_N - base
     bad_N = (start_N < 0) | (length_N < 0) | (length_N > nbytes) | (start_N > nbytes - length_N)
     return int(np.argmax(bad_N)) if bad_N.any() else -1
+
+
+def require_inside(
+    transport: str,
+    columns: tuple[Int64s, Int64s, Int64s],
+    arena: tuple[int, int],
+    registered: Iterable[tuple[int, int]],
+) -> None:
+    """The last look before a transport writes: WriteError, settled, where one of the copies (sources, destinations,
+    lengths) leaves the peer's arena or our registered ranges, given as base and bytes."""
+    src_N, dst_N, length_N = columns
+    base, nbytes = arena
+    outside = first_outside(dst_N, length_N, base, nbytes)
+    if outside >= 0:
+        raise WriteError(
+            f"{transport}: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's"
+            f" arena ({nbytes} bytes at {base:#x})",
+            settled=True,
+        )
+    if not any(first_outside(src_N, length_N, start, size) < 0 for start, size in registered):
+        raise WriteError(f"{transport}: a source lies outside the registered memory", settled=True)
 
 
 def _checked_pages(

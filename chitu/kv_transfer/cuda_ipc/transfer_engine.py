@@ -22,7 +22,7 @@ import numpy as np
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import IpcDriver
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.plan import Int64s, first_outside
+from chitu.kv_transfer.plan import Int64s, require_inside
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 from chitu.types import Ready
@@ -125,7 +125,7 @@ class CudaIpcTransport:
         here: a launch ends by itself, and what was launched cannot be called back."""
         assert isinstance(peer, CudaPeer)
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
-        self._check(peer, src_N, dst_N, length_N)
+        require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
         with self._lock:
             if peer.is_closed:
                 raise WriteError(f"cuda_ipc: {peer.session_id} was disconnected", settled=True)
@@ -159,17 +159,6 @@ class CudaIpcTransport:
         for peer in list(self._peers):
             self.disconnect(peer)
         self._ranges.clear()
-
-    def _check(self, peer: CudaPeer, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
-        outside = first_outside(dst_N, length_N, peer.arena_base, peer.arena_bytes)
-        if outside >= 0:
-            raise WriteError(
-                f"cuda_ipc: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's"
-                f" arena ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
-                settled=True,
-            )
-        if not any(first_outside(src_N, length_N, base, nbytes) < 0 for base, nbytes in self._ranges):
-            raise WriteError("cuda_ipc: a source lies outside the registered memory", settled=True)
 
     def _leave(self, peer: CudaPeer) -> None:
         with self._lock:

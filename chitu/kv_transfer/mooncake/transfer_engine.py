@@ -38,7 +38,7 @@ import numpy as np
 
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.mooncake.closing_sockets import has_unacknowledged
-from chitu.kv_transfer.plan import first_outside
+from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
@@ -137,7 +137,8 @@ class MooncakeTransport:
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
         assert isinstance(peer, MooncakePeer)
         deadline_s = time.monotonic() + timeout_s
-        self._check(peer, copies)
+        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+        require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
         src, dst, length = list(copies.src), list(copies.dst), list(copies.length)
         for start in range(0, len(src), MAX_ENTRIES):
             part = slice(start, start + MAX_ENTRIES)
@@ -178,19 +179,6 @@ class MooncakeTransport:
                 self._engine.unregister_memory(base)
             self._ranges.clear()
             self._engine = None
-
-    def _check(self, peer: MooncakePeer, copies: CopyList) -> None:
-        length_N = np.asarray(copies.length, dtype=np.int64)
-        outside = first_outside(np.asarray(copies.dst, dtype=np.int64), length_N, peer.arena_base, peer.arena_bytes)
-        if outside >= 0:
-            raise WriteError(
-                f"mooncake: copy {outside} ({copies.length[outside]} bytes at {copies.dst[outside]:#x}) is outside the"
-                f" peer's arena ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
-                settled=True,
-            )
-        src_N = np.asarray(copies.src, dtype=np.int64)
-        if not any(first_outside(src_N, length_N, base, nbytes) < 0 for base, nbytes in self._ranges):
-            raise WriteError("mooncake: a source lies outside the registered memory", settled=True)
 
     def _write_part(
         self, peer: MooncakePeer, src: list[int], dst: list[int], length: list[int], deadline_s: float

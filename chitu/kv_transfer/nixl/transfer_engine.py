@@ -33,7 +33,7 @@ import numpy as np
 
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.plan import Int64s, first_outside
+from chitu.kv_transfer.plan import Int64s, require_inside
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
@@ -156,7 +156,7 @@ class NixlTransport:
         assert isinstance(peer, NixlPeer)
         deadline_s = time.monotonic() + timeout_s
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
-        self._check(peer, src_N, dst_N, length_N)
+        require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
         for start in range(0, len(src_N), MAX_ENTRIES):
             part = slice(start, start + MAX_ENTRIES)
             local = _entries(src_N[part], length_N[part], self._device)
@@ -226,17 +226,6 @@ class NixlTransport:
                 if name != peer.session_id:
                     raise TransferFailed(f"nixl: the agent of {peer.session_id} calls itself {name}")
             self._num_open[peer.session_id] = self._num_open.get(peer.session_id, 0) + 1
-
-    def _check(self, peer: NixlPeer, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
-        outside = first_outside(dst_N, length_N, peer.arena_base, peer.arena_bytes)
-        if outside >= 0:
-            raise WriteError(
-                f"nixl: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's arena"
-                f" ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
-                settled=True,
-            )
-        if not any(first_outside(src_N, length_N, base, nbytes) < 0 for base, nbytes in self._ranges):
-            raise WriteError("nixl: a source lies outside the registered memory", settled=True)
 
     def _fence(self, peer: NixlPeer) -> None:
         nbytes = min(FENCE_BYTES, peer.arena_bytes)

@@ -23,7 +23,7 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.plan import Int64s, first_outside
+from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
@@ -118,7 +118,10 @@ class ShmTransport:
         src_N = np.asarray(copies.src, dtype=np.int64)
         dst_N = np.asarray(copies.dst, dtype=np.int64)
         length_N = np.asarray(copies.length, dtype=np.int64)
-        self._check(peer, src_N, dst_N, length_N)
+        columns = src_N, dst_N, length_N
+        require_inside(
+            NAME, columns, (peer.arena_base, peer.arena_bytes), [(known.base, known.nbytes) for known in self._ranges]
+        )
         with self._lock:
             if peer.is_closed:
                 raise WriteError(f"shm: {peer.session_id} was disconnected", settled=True)
@@ -156,17 +159,6 @@ class ShmTransport:
             if known.fd >= 0:
                 os.close(known.fd)
         self._ranges.clear()
-
-    def _check(self, peer: ShmPeer, src_N: Int64s, dst_N: Int64s, length_N: Int64s) -> None:
-        outside = first_outside(dst_N, length_N, peer.arena_base, peer.arena_bytes)
-        if outside >= 0:
-            raise WriteError(
-                f"shm: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's arena"
-                f" ({peer.arena_bytes} bytes at {peer.arena_base:#x})",
-                settled=True,
-            )
-        if not any(first_outside(src_N, length_N, known.base, known.nbytes) < 0 for known in self._ranges):
-            raise WriteError("shm: a source lies outside the registered memory", settled=True)
 
     def _leave(self, peer: ShmPeer) -> None:
         with self._lock:
