@@ -56,9 +56,14 @@ def test_the_bytes_moved_are_those_of_the_pages_and_the_logits_row(cluster: Loca
 
 
 def test_every_anchor_of_s3_appears_once_per_request(cluster: LocalCluster) -> None:
+    def created() -> list[str]:
+        return re.findall(r"created pd request: (\S+) -> P0-D0", cluster.logs("router"))
+
+    before = len(created())
     complete_all(cluster.url, [[n + 1] * (n * 30 + 1) for n in range(5)], [{"max_tokens": 3}] * 5)
-    created = re.findall(r"created pd request: (\S+) -> P0-D0", cluster.logs("router"))
-    assert len(created) == len(set(created)) >= 5
+    wait_until(lambda: len(created()) >= before + 5, 5.0, created)  # the router writes its log a moment later
+    requests = created()
+    assert len(requests) == len(set(requests))
     for name, text in (
         ("P0", "processing prefill request:"),
         ("P0", "finished kv cache transfer for"),
@@ -66,7 +71,7 @@ def test_every_anchor_of_s3_appears_once_per_request(cluster: LocalCluster) -> N
         ("D0", "processing decode request:"),
         ("D0", "received kv cache for"),
     ):
-        assert sorted(anchors(cluster.logs(name), text)) == sorted(created), f"{name}: {text}"
+        assert sorted(anchors(cluster.logs(name), text)) == sorted(requests), f"{name}: {text}"
     assert cluster.logs("D0").count("decode endpoint registered to prefill (engine_rank=0)") == 1
 
 
