@@ -43,6 +43,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",
             "mypy>=1.14",

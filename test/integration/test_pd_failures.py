@@ -13,6 +13,7 @@ import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
 
+from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
@@ -62,17 +63,24 @@ def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), t
 def kill_under_load(
     cluster: LocalCluster, name: str, prompts: list[list[int]], max_tokens: int
 ) -> tuple[float, list[tuple[float, int, str]]]:
-    """Kill an instance while requests run on D: (time of the kill, (time, status, body) of each end)."""
+    """Kill an instance when all requests are in and some run on D: (time of the kill, (time, status, body) of each
+    end)."""
 
     async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         response = await client.post("/v1/completions", json=body)
         return time.monotonic(), response.status_code, response.text
 
+    def all_are_in(num_done: int) -> bool:
+        """The router has every request (one that comes after the kill finds nobody to serve it), and D runs some."""
+        arrived = num_done + RouterClient(cluster.url).cluster().in_flight
+        return arrived == len(prompts) and instance_loads(cluster.url).get("D0", {}).get("running", 0) >= 3
+
     async def load_and_kill() -> tuple[float, list[tuple[float, int, str]]]:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
             tasks = [asyncio.create_task(request(client, prompt)) for prompt in prompts]
-            while instance_loads(cluster.url).get("D0", {}).get("running", 0) < 3:
+            while not await asyncio.to_thread(all_are_in, sum(task.done() for task in tasks)):
+                assert not all(task.done() for task in tasks), "all requests ended before the kill"
                 await asyncio.sleep(0.05)
             cluster.kill(name, signal.SIGKILL)
             return time.monotonic(), await asyncio.gather(*tasks)
