@@ -30,6 +30,8 @@ class ModelConfig(Section, frozen=True):
     """`auto`: float32 on CPU, the checkpoint's own on CUDA."""
     max_model_len: Positive | None = None
     """Tokens (prompt plus output) of one request; the model's own limit where unset."""
+    prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"
+    """On CUDA: FlashInfer's kernels or our own paged one. `auto`: FlashInfer where it is installed and fits."""
 
 
 class CacheConfig(Section, frozen=True):
@@ -40,6 +42,9 @@ class CacheConfig(Section, frozen=True):
     memory_fraction: Fraction | None = None
     """CPU: of free RAM (at most 4 GiB), for the pages of all instances of a host; unset: 0.25. GPU: of the whole card,
     for weights, steps and pages of all instances on it; unset: 0.9."""
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """What K and V are stored as. `auto`: the model's dtype. `fp8_e4m3`: a byte a number, with a scale for each token
+    and head."""
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 
@@ -55,6 +60,8 @@ class SchedulerConfig(Section, frozen=True):
     """Prompt tokens of one request computed in one step."""
     reserved_decode_tokens: Annotated[int, Meta(ge=0)] = 64
     """Room to grow that D keeps per running request when it admits a new one."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Launch a step before the tokens of the one before are read. `auto`: on CUDA."""
     threads: Positive | None = None
     """CPU threads of an instance's math; unset: the host's cores divided by the instances on it."""
 
@@ -143,6 +150,13 @@ class PDDisaggregationConfig(Section, frozen=True):
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
     ib_device: str = ""
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
+    transfer: Literal["auto", "direct", "staged"] = "auto"
+    """`direct`: every page is written to its place. `staged`: pages are gathered, sent in few large pieces and
+    scattered on arrival. `auto`: whichever a cost model, fed by what was measured, finds faster."""
+    staging_mb: Positive = 128
+    """Staging memory of an instance (MiB), where it is needed at all."""
+    staging_segment_mb: Positive = 16
+    """One piece at most (MiB)."""
     transfer_threads: Positive = 1
     """Transfer threads of P. On GPUs a thread waits until a layer is computed; with two or more, the logits of another
     request need not."""
