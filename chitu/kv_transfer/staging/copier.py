@@ -1,0 +1,96 @@
+"""Gather and scatter: many pieces of memory of this process copied at once, with the GIL released.
+
+Called by P's transfer threads (pages into a segment) and by D's scattering thread (a segment into pages), several at a
+time. `HostCopier` for pools in host memory, `DeviceCopier` for pools of a GPU, where one launch copies all pieces and
+waits on the device for what it reads. Both return when the bytes are there, so a segment may be given away then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.plan import Int64s
+from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault
+from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
+from chitu.types import Ready
+
+
+class PieceCopier(Protocol):
+    def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
+        """Once all of `after` have passed; blocks until the bytes are there. Addresses are of this process, host or
+        device, and were range checked by the caller. Raises TransferFailed; a part may have been copied then."""
+        ...
+
+
+class LaunchedCopies(Protocol):
+    """`ops.kernels.blocks.BlockCopier`, or its twin in tests."""
+
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None: ...
+
+
+class Window(Protocol):
+    """Host memory that the device may reach (`host_area.HostArena`)."""
+
+    @property
+    def base(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def device_base(self) -> int:
+        """Where `base` is for the device. Pins the memory at the first call."""
+        ...
+
+
+class HostCopier:
+    """Implements `PieceCopier` for host memory: few vectored calls, see `shm/copy_engine.py`."""
+
+    def __init__(self) -> None:
+        self._engine = CopyEngine()
+
+    def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
+        for ready in after:
+            ready.synchronize()
+        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+        try:
+            self._engine.copy(src_N, dst_N, length_N, math.inf)
+        except CopyFault as error:
+            raise TransferFailed(f"copying {copies.nbytes} bytes in {len(length_N)} pieces: {error}") from error
+
+
+class DeviceCopier:
+    """Implements `PieceCopier` for a GPU. `windows`: host memory that segments lie in, if any; addresses inside are
+    turned into those that the device knows them by."""
+
+    def __init__(self, blocks: LaunchedCopies, windows: Sequence[Window] = ()) -> None:
+        self._blocks = blocks
+        self._windows = tuple(windows)
+
+    def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
+        src_N, dst_N, length_N = (np.array(column, dtype=np.int64) for column in copies)
+        try:
+            self._blocks.copy(self._for_device(src_N), self._for_device(dst_N), length_N, after)
+        except RuntimeError as error:  # what torch and Triton raise for a device that fails
+            raise TransferFailed(f"copying {copies.nbytes} bytes in {len(length_N)} pieces: {error}") from error
+
+    def _for_device(self, address_N: Int64s) -> Int64s:
+        for window in self._windows:
+            inside_N = (address_N >= window.base) & (address_N < window.base + window.nbytes)
+            if inside_N.any():
+                address_N = np.where(inside_N, address_N - window.base + window.device_base(), address_N)
+        return address_N
+
+
+def gathers(transport: Transport) -> bool:
+    """Whether it puts scattered pieces into a peer's segment at no price per piece, so that P needs no segment of its
+    own: one write of the pieces to `segment, segment + length, ...` is gather and transfer in one."""
+    return bool(getattr(transport, "gathers", False))
+
+
+def reaches_pages(peer: PeerHandle) -> bool:
+    """False: only the peer's staging memory can be written there, so pages and logits rows have to be staged."""
+    return bool(getattr(peer, "reaches_pages", True))
