@@ -1,7 +1,8 @@
 """Every state, event, transition and deadline: of a room on P and on D, of a request on its instance and on the router.
 
 Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
-deadlines; `pd_scheduler.py` and `pd_request_router.py` keep theirs by the queues that a request stands in. Invariants
+deadlines, `kv_transfer/staging/granted.py` those of segments; `pd_scheduler.py` and `pd_request_router.py` keep theirs
+by the queues that a request stands in. Invariants
 (checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never changes again;
 from every state a terminal one can be reached; every state that is not terminal either has a deadline by the clock or
 waits for an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which
@@ -37,7 +38,7 @@ class Deadline(Enum):
     TRANSFER = auto()
     """`transfer_s` from TransferInfo, on either side."""
     REPEAT = auto()
-    """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
+    """`transfer_s` of repeating a status (D: an abort) that nobody acknowledges; then the room is forgotten."""
     QUEUE = auto()
     """`queue_s` from the arrival on the instance."""
     REQUEST = auto()
@@ -46,6 +47,8 @@ class Deadline(Enum):
     FIRST_TOKEN = auto()
     """The sum of what P and D may take before they give up, and a lease: by then an end has come, or its message is
     lost (a cut connection loses what is under way)."""
+    WRITE = auto()
+    """`write_timeout_s` of the transport's call, which keeps it itself."""
     ROOM = auto()
     """Of the same room in the transfer layer, which ends it by an event."""
     HANDSHAKE = auto()
@@ -54,7 +57,7 @@ class Deadline(Enum):
     """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
 
 
-NO_CLOCK: Final = frozenset({Deadline.ROOM, Deadline.HANDSHAKE, Deadline.TERMINAL})
+NO_CLOCK: Final = frozenset({Deadline.WRITE, Deadline.ROOM, Deadline.HANDSHAKE, Deadline.TERMINAL})
 """Deadlines that no clock of their own ends."""
 
 
@@ -180,6 +183,47 @@ SENDER_POLL: Final[Mapping[SenderState, frozenset[KVPoll]]] = {
 """What a state is called on the wire and in logs; a forgotten room keeps the one it ended with."""
 
 
+# ----------------------------------------------------------------------------- P: a segment of D that was granted to it
+
+
+class SegmentState(Enum):
+    FREE = auto()
+    WRITING = auto()
+    """A transfer thread gathers into it, or is inside the transport."""
+    STAGED = auto()
+    """A group lies in it. `Staged` is repeated until D says `Scattered`, or D is gone."""
+    QUARANTINED = auto()
+    """A write to it failed and may still land: settled when its room is, or D is gone."""
+
+
+class SegmentEvent(Enum):
+    TAKE = auto()
+    WRITTEN = auto()
+    DROPPED = auto()
+    """The write failed for good, or its room ended meanwhile: D is not told of the group."""
+    WRITE_FAILED = auto()
+    """It may still land."""
+    SCATTERED = auto()
+    SETTLED = auto()
+
+
+SEGMENT_TRANSITIONS: Final[Mapping[tuple[SegmentState, SegmentEvent], SegmentState]] = {
+    (SegmentState.FREE, SegmentEvent.TAKE): SegmentState.WRITING,
+    (SegmentState.WRITING, SegmentEvent.WRITTEN): SegmentState.STAGED,
+    (SegmentState.WRITING, SegmentEvent.DROPPED): SegmentState.FREE,
+    (SegmentState.WRITING, SegmentEvent.WRITE_FAILED): SegmentState.QUARANTINED,
+    (SegmentState.STAGED, SegmentEvent.SCATTERED): SegmentState.FREE,
+    (SegmentState.QUARANTINED, SegmentEvent.SETTLED): SegmentState.FREE,
+}
+
+SEGMENT_DEADLINES: Final[Mapping[SegmentState, Deadline]] = {
+    SegmentState.FREE: Deadline.TERMINAL,
+    SegmentState.WRITING: Deadline.WRITE,
+    SegmentState.STAGED: Deadline.HANDSHAKE,
+    SegmentState.QUARANTINED: Deadline.HANDSHAKE,
+}
+
+
 # ----------------------------------------------------------------------------------------------------- D: the receiver
 
 
@@ -193,7 +237,11 @@ class ReceiverState(Enum):
     SUCCEEDED = auto()
     """All bytes are here; the pages belong to the request again."""
     QUARANTINED = auto()
-    """Failed; P may still write. AbortTransfer is repeated until P says that it stopped, or is known dead."""
+    """Failed; P (or our own scatter) may still write. AbortTransfer is repeated until P says that it stopped, or is
+    known dead."""
+    DISOWNED = auto()
+    """Failed, and the pages were given back: P writes into segments alone. AbortTransfer is repeated, so that it stops
+    computing for nobody."""
     RELEASED = auto()
     """Failed, and nothing writes the pages any more."""
 
@@ -215,6 +263,10 @@ class ReceiverEvent(Enum):
     DEADLINE = auto()
     WRITER_STOPPED = auto()
     """AbortAck, a settled Failed, Success, or the writer's process is dead."""
+    UNTOUCHED = auto()
+    """P writes into segments alone, and no scatter is inside the room."""
+    GIVEN_UP = auto()
+    """AbortTransfer was repeated for long enough."""
 
 
 RECEIVER_FAILURES: Final = frozenset(
@@ -233,6 +285,9 @@ RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], 
     (ReceiverState.WAITING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
     (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.SUCCEEDED,
     (ReceiverState.QUARANTINED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    (ReceiverState.QUARANTINED, ReceiverEvent.UNTOUCHED): ReceiverState.DISOWNED,
+    (ReceiverState.DISOWNED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    (ReceiverState.DISOWNED, ReceiverEvent.GIVEN_UP): ReceiverState.RELEASED,
     **_edges((ReceiverState.BOOTSTRAPPING,), RECEIVER_FAILURES, ReceiverState.RELEASED),
     **_edges((ReceiverState.WAITING, ReceiverState.LOGITS), RECEIVER_FAILURES, ReceiverState.QUARANTINED),
 }
@@ -243,6 +298,7 @@ RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
     ReceiverState.LOGITS: Deadline.TRANSFER,
     ReceiverState.SUCCEEDED: Deadline.TERMINAL,
     ReceiverState.QUARANTINED: Deadline.HANDSHAKE,
+    ReceiverState.DISOWNED: Deadline.REPEAT,
     ReceiverState.RELEASED: Deadline.TERMINAL,
 }
 
@@ -250,6 +306,7 @@ RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
     ReceiverState.BOOTSTRAPPING: "{peer} to take its registration",
     ReceiverState.WAITING: "{peer}'s logits",
     ReceiverState.LOGITS: "{peer}'s last KV",
+    ReceiverState.DISOWNED: "{peer}'s acknowledgement",
 }
 
 RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
@@ -258,6 +315,7 @@ RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
     ReceiverState.LOGITS: frozenset({KVPoll.Transferring}),
     ReceiverState.SUCCEEDED: frozenset({KVPoll.Success}),
     ReceiverState.QUARANTINED: frozenset({KVPoll.Failed}),
+    ReceiverState.DISOWNED: frozenset({KVPoll.Failed}),
     ReceiverState.RELEASED: frozenset({KVPoll.Failed}),
 }
 

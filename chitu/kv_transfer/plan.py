@@ -73,8 +73,8 @@ def plan_page_copies(
         )
     if not len(src_pages) or not regions:
         return CopyList((), (), ())
-    src_P = _checked_pages(src_pages, src.num_pages, "source", TransferFailed)
-    dst_P = _checked_pages(dst_pages, dst.num_pages, "destination", BadFrame)
+    src_P = checked_pages(src_pages, src.num_pages, "source", TransferFailed)
+    dst_P = checked_pages(dst_pages, dst.num_pages, "destination", BadFrame)
     if part.is_whole(src, dst):
         starts, run_pages = merge_runs(src_P, dst_P)
         src_P, dst_P, length_P = src_P[starts], dst_P[starts], run_pages * src.page_bytes
@@ -84,9 +84,9 @@ def plan_page_copies(
     src_R = np.asarray(src.region_bases[regions.start : regions.stop], dtype=np.int64) + part.src_offset
     dst_R = np.asarray(dst.region_bases[regions.start : regions.stop], dtype=np.int64) + part.dst_offset
     return CopyList(
-        _as_array(np.add.outer(src_R, src_P * src.page_bytes)),
-        _as_array(np.add.outer(dst_R, dst_P * dst.page_bytes)),
-        _as_array(np.tile(length_P, len(regions))),
+        as_array(np.add.outer(src_R, src_P * src.page_bytes)),
+        as_array(np.add.outer(dst_R, dst_P * dst.page_bytes)),
+        as_array(np.tile(length_P, len(regions))),
     )
 
 
@@ -177,9 +177,10 @@ def require_inside(
         raise WriteError(f"{transport}: a source lies outside the registered memory", settled=True)
 
 
-def _checked_pages(
+def checked_pages(
     pages: Sequence[int], num_pages: int, side: str, error: type[TransferFailed] | type[ProtocolError]
 ) -> Int64s:
+    """As int64, each of them a page and none twice; else `error`."""
     try:
         pages_P = np.asarray(pages, dtype=np.int64)
     except (OverflowError, ValueError, TypeError) as cause:
@@ -192,7 +193,7 @@ def _checked_pages(
     return pages_P
 
 
-def _as_array(values: Int64s) -> array[int]:
+def as_array(values: Int64s) -> array[int]:
     """int64 as a compact sequence of Python ints that numpy reads back without a copy."""
     packed: array[int] = array("q")
     packed.frombytes(values.tobytes())

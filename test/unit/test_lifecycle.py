@@ -95,8 +95,17 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
     states, transitions, deadlines, *_ = ROLES[role]
     for (source, event), _ in transitions.items():
         if source is not None and deadlines[source] is Deadline.HANDSHAKE:
-            assert event.name in ("SETTLED", "WRITER_STOPPED")
+            assert event.name in ("SETTLED", "WRITER_STOPPED", "UNTOUCHED")
     assert set(deadlines) == set(states)
+
+
+def test_a_segment_is_used_again_only_after_an_answer_or_a_settle_and_always_comes_back() -> None:
+    states, transitions = lifecycle.SegmentState, lifecycle.SEGMENT_TRANSITIONS
+    assert set(lifecycle.SEGMENT_DEADLINES) == set(states)
+    for state in states:
+        assert states.FREE in reachable(dict(transitions), state)
+        if lifecycle.SEGMENT_DEADLINES[state] is Deadline.HANDSHAKE:
+            assert [event.name for source, event in transitions if source is state] in (["SCATTERED"], ["SETTLED"])
 
 
 @pytest.mark.parametrize(
