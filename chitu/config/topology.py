@@ -18,6 +18,7 @@ import msgspec
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
+from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
@@ -157,6 +158,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
+    yield from staging_problems(topology.dp_config.router)
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
     yield from _size_problems(topology)
@@ -208,8 +210,6 @@ def _device_problems(topology: Topology) -> Iterator[str]:
     elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
     elif by_kind.keys() == {"cuda"}:
-        if config.transport == "shm":
-            yield f"{prefix}.transport is shm, which maps host memory, but P and D have GPUs: use auto or cuda_ipc"
         faults = config.faults
         if faults.zero_page is not None or faults.flip_byte_every or faults.flip_logits_every:
             yield f"{prefix}.faults: zero_page and flips are made on the host, but P and D have GPUs: use cpu"

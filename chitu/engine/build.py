@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from chitu.config.schema import Topology
+from chitu.config.staging import plan_staging
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, instances_on, threads_of
 from chitu.engine.loader import TORCH_DTYPES, load_model, resolve_dtype
@@ -91,6 +92,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
+    staging = plan_staging(topology.dp_config.router, role, config)
+    staging_bytes = staging.pool_bytes if staging is not None else 0
     num_pages = config.num_pages or topology.cache.num_pages
     if num_pages is None:
         useful = num_slots * 2 * -(-max_model_len // layout.page_size)
@@ -107,12 +110,14 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
                 num_aux_slots * aux_row_bytes(spec.vocab_size),
                 bytes_per_page,
                 useful,
+                staging_bytes,
             )
     if group is not None:
         num_pages = group.smallest(num_pages)
     # Only on one rank: what the ranks say to each other within a step is not recorded yet.
     recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
-    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=recording is not None)
+    has_scratch = recording is not None
+    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, staging_bytes=staging_bytes)
     logger.info("%d pages of %d bytes, %d aux slots, %d threads", num_pages, bytes_per_page, num_aux_slots, threads)
     samples = is_main and role is not Role.PREFILL
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids) if samples else None

@@ -1,4 +1,5 @@
-"""The memory itself: one allocation (the *arena*) with the regions of every layer and the aux rows behind them.
+"""The memory itself: one allocation (the *arena*) with the regions of every layer, behind them the aux rows, and behind
+these staging memory, where the transfers need some.
 
 One allocation, because every transport registers it once and range checks are then two comparisons. On CPU it is an
 anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and nothing is left
@@ -6,7 +7,8 @@ behind by a `kill -9`. Built by the service, read and written by the executor (s
 
 Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer where a layer has one region (a latent cache), each
 `[num_pages, kv_heads, page_size, head_dim]`: the heads lie outside the tokens, so one head group of a page is
-contiguous. An aux row is a 64 byte header and `vocab_size` float32.
+contiguous. With dtype `fp8_e4m3` each head of a page has its tokens' scales behind its numbers (`ops/fp8_pages.py`).
+An aux row is a 64 byte header and `vocab_size` float32.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
 from chitu.messages import KVLayout
+from chitu.ops import fp8_pages
 
 ALIGNMENT_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,6 +35,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def page_bytes(layout: KVLayout) -> int:
     """Bytes of one page in one region (of which a layer has `layout.regions_per_layer`) on one TP rank."""
     heads = max(1, layout.num_kv_heads // layout.tp_size)
+    if layout.dtype == fp8_pages.FP8_E4M3:
+        return heads * fp8_pages.head_bytes(layout.page_size, layout.head_dim)
     return heads * layout.page_size * layout.head_dim * DTYPES[layout.dtype].itemsize
 
 
@@ -41,13 +46,22 @@ def _aligned(nbytes: int) -> int:
 
 class KVPool:
     """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more with a scratch page), the same tensor
-    where a layer has one region; `regions`: each once; `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
+    where a layer has one region; `regions`: each once, with e4m3 the bytes of heads, scales and all; `aux`: uint8
+    `[num_aux_slots, aux_row_bytes]`."""
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, num_aux_slots: int, device: str = "cpu", *, has_scratch: bool = False
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        num_aux_slots: int,
+        device: str = "cpu",
+        *,
+        has_scratch: bool = False,
+        staging_bytes: int = 0,
     ) -> None:
         """With `has_scratch` the regions have one page more, `scratch_page`: it is nobody's, no peer may be told of it,
-        and rows that only pad a batch write there."""
+        and rows that only pad a batch write there. `staging_bytes`: at the end of the arena, from `staging_base` on,
+        for `kv_transfer/staging`; nothing here looks at them."""
         self.layout = layout
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
@@ -58,21 +72,26 @@ class KVPool:
         region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
         num_regions = layout.regions_per_layer * layout.num_layers
         self.arena_bytes = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        staging_offset = self.arena_bytes
+        self.arena_bytes += _aligned(staging_bytes)
         self.memfd = -1
         self._map: mmap.mmap | None = None
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
+        self.staging_base = self.arena_base + staging_offset
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(num_regions))
         self.aux_base = self.arena_base + num_regions * region_bytes
         heads = max(1, layout.num_kv_heads // layout.tp_size)
-        shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
         used = (num_pages + has_scratch) * self.page_bytes
-        self.regions = [
-            arena[r * region_bytes : r * region_bytes + used].view(DTYPES[layout.dtype]).view(shape)
-            for r in range(num_regions)
-        ]
-        self.k = self.regions[:: layout.regions_per_layer]
-        self.v = self.regions[layout.regions_per_layer - 1 :: layout.regions_per_layer]
+        raw = [arena[r * region_bytes : r * region_bytes + used] for r in range(num_regions)]
+        if layout.dtype == fp8_pages.FP8_E4M3:
+            self.regions = [region.view(num_pages + has_scratch, heads, -1) for region in raw]
+            pages = [fp8_pages.values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
+        else:
+            shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
+            self.regions = pages = [region.view(DTYPES[layout.dtype]).view(shape) for region in raw]
+        self.k = pages[:: layout.regions_per_layer]
+        self.v = pages[layout.regions_per_layer - 1 :: layout.regions_per_layer]
         aux_start = self.aux_base - self.arena_base
         self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
             num_aux_slots, self.aux_row_bytes

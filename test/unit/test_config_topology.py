@@ -143,9 +143,15 @@ def test_gpu_memory_needs_a_transport_for_it() -> None:
     for transport in ("auto", "cuda_ipc", "mooncake", "nixl"):
         assert found(load_topology(None, [*devices, f"{section}.transport={transport}"])) == []
     assert found(load_topology(None, [*devices, f"{section}.faults.delay_ms=1"])) == []
-    for override, part in (("transport=shm", "maps host memory"), ("faults.zero_page=1", "made on the host")):
-        (sentence,) = found(load_topology(None, [*devices, f"{section}.{override}"]))
-        assert part in sentence
+    assert found(load_topology(None, [*devices, f"{section}.transport=shm"])) == [], "staged, by host memory"
+    (sentence,) = found(load_topology(None, [*devices, f"{section}.faults.zero_page=1"]))
+    assert "made on the host" in sentence
+    shm = [*devices, f"{section}.transport=shm"]
+    (sentence,) = found(load_topology(None, [*shm, f"{section}.transfer=direct"]))
+    assert "maps host memory" in sentence and "transfer auto or staged" in sentence
+    of_two = ["dp_config.router.decode_schedulers.0.devices=[cuda:0,cuda:1]"]
+    sentences = found(load_topology(None, [*shm, *of_two, "dp_config.router.decode_schedulers.0.tp_size=2"]))
+    assert any("tp_size above 1" in text for text in sentences)
 
 
 def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:

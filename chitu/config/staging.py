@@ -1,0 +1,106 @@
+"""Which instance has staging memory for KV transfers, where, and how much of it. Pure.
+
+Called by the topology check (`staging_problems`), and by the process that builds a pool and its transports
+(`plan_staging`). Staging is for transports that pay per piece, and for memory that a peer cannot write: see
+docs/adr/0005. TP: only instances of one rank take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
+from chitu.types import Role
+
+PREFIX = "dp_config.router.pd_disaggregation"
+SEGMENTS_OF_A_PEER = 2
+"""At least: one is written while the other is scattered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPlan:
+    place: Literal["pool", "host"]
+    """In the arena of the pool, be it on a GPU, or in host memory of its own beside a pool on a GPU."""
+    segment_bytes: int
+    num_segments: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.segment_bytes * self.num_segments
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.nbytes if self.place == "pool" else 0
+
+
+def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> StagingPlan | None:
+    """None: this instance needs none.
+
+    Needed for `staged` anywhere, and for `auto` where pools are on GPUs, unless cuda_ipc is the only way. P needs none
+    where shm and cuda_ipc alone can be used, which gather straight into D's segments.
+    """
+    pd = router.pd_disaggregation
+    is_cuda = instance.devices[0].startswith("cuda")
+    if role is Role.UNIFIED or instance.tp_size != 1 or pd.transfer == "direct" or not _num_peers(router):
+        return None
+    if pd.transfer == "auto" and (not is_cuda or pd.transport == "cuda_ipc"):
+        return None
+    has_library = has_transfer_library(pd, instance.host)
+    if role is Role.PREFILL and not has_library:
+        return None
+    return StagingPlan(
+        "host" if is_cuda and goes_through_the_host(pd, has_library) else "pool",
+        pd.staging_segment_mb << 20,
+        pd.staging_mb // pd.staging_segment_mb,
+    )
+
+
+def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
+    """Whether a library may carry the writes: not between processes of one machine, unless it was asked for."""
+    is_local = host == "localhost" or host.startswith("127.")
+    return pd.transport in ("mooncake", "nixl", "fake") or (pd.transport == "auto" and not is_local)
+
+
+def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool:
+    """Whether the segments of a GPU are in host memory: shm maps nothing else, and TCP sends from there anyway. RDMA
+    and UCX take device memory."""
+    if pd.transport in ("shm", "auto", "mooncake"):
+        return not has_library or pd.mooncake_protocol == "tcp"
+    return False
+
+
+def staging_problems(router: RouterConfig) -> Iterator[str]:
+    """What cannot work, a sentence each."""
+    pd = router.pd_disaggregation
+    paired = [(Role.PREFILL, config) for config in router.prefill_schedulers]
+    paired += [(Role.DECODE, config) for config in router.decode_schedulers]
+    is_cuda = any(device.startswith("cuda") for _, config in paired for device in config.devices)
+    if pd.transport == "shm" and is_cuda:
+        if pd.transfer == "direct":
+            yield (
+                f"{PREFIX}.transfer is direct and transport shm, which maps host memory, but P and D have GPUs: "
+                "use transfer auto or staged, or transport auto or cuda_ipc"
+            )
+        if any(config.tp_size > 1 for _, config in paired):
+            yield (
+                f"{PREFIX}.transport is shm, which maps host memory, but P and D have GPUs and a tp_size above 1, for "
+                "which transfers are not staged: use auto or cuda_ipc"
+            )
+    plans = [plan for role, config in paired if (plan := plan_staging(router, role, config)) is not None]
+    if not plans:
+        return
+    num_segments, num_peers = plans[0].num_segments, _num_peers(router)
+    wanted = SEGMENTS_OF_A_PEER * num_peers
+    if num_segments < wanted:
+        yield (
+            f"{PREFIX}.staging_mb is {pd.staging_mb}: that is {num_segments} segments of {pd.staging_segment_mb} MiB "
+            f"(staging_segment_mb), but each of {num_peers} P needs {SEGMENTS_OF_A_PEER} of every D: "
+            f"at least {wanted * pd.staging_segment_mb} MiB, or smaller segments"
+        )
+
+
+def _num_peers(router: RouterConfig) -> int:
+    """P that may be granted segments."""
+    return sum(config.tp_size == 1 for config in router.prefill_schedulers)
