@@ -6,6 +6,8 @@ import importlib.util
 
 import torch
 
+from chitu.errors import ConfigError
+from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps
@@ -13,7 +15,7 @@ from chitu.ops.torch_ops import TorchOps
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """Own kernels for float32 on a CPU with a C compiler and on CUDA with Triton, torch operations everywhere else."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if has_triton(device):
         from chitu.ops.triton_ops import TritonOps
 
         return TritonOps(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -22,3 +24,27 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         if library is not None:
             return NativeOps(library)
     return TorchOps()
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether this device computes with own Triton kernels."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def select_prefill_ops(device: torch.device, shape: PrefillShape, prefill_attention: str) -> Ops:
+    """`select_ops` for a rank that prefills: with FlashInfer, where `model.prefill_attention` and the device allow it.
+    ConfigError where it is asked for and cannot be had. May compile for minutes."""
+    if not has_triton(device):
+        if prefill_attention == "flashinfer":
+            raise ConfigError(
+                f"model.prefill_attention is flashinfer, but {device} does not compute with Triton kernels"
+            )
+        return select_ops(device, shape.dtype)
+    from chitu.ops.triton_ops import TritonOps
+    from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS, WHOLE_PROMPT_TOKENS
+
+    return TritonOps(
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        WHOLE_PROMPT_TOKENS if prefill_attention == "auto" else NO_WHOLE_PROMPTS,
+        open_flashinfer(prefill_attention, shape, device),
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from chitu.ops.flashinfer_prefill import FlashInferPrefill
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.kernels.attention import decode_attention, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
@@ -18,18 +19,29 @@ from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
-from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, divide, tiles_on, whole_prompt
+from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, SpanRoutes, whole_prompt
 
 
 class TritonOps:
-    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention. Prompts that begin a
-    sequence and have `whole_prompt_tokens` go to the device's library (`whole_prompts.py`)."""
+    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention.
+
+    Attention of spans: where all of a step are prompts that begin a sequence and have `whole_prompt_tokens`, torch's
+    library (`whole_prompts.py`); else `flashinfer`, where it is there and takes them; else whole prompts as before and
+    the others by our own kernel. Recorded steps have our own kernel.
+    """
 
     name = "triton"
 
-    def __init__(self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS) -> None:
+    def __init__(
+        self,
+        num_multiprocessors: int,
+        whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS,
+        flashinfer: FlashInferPrefill | None = None,
+    ) -> None:
         self._num_multiprocessors = num_multiprocessors
         self._whole_prompt_tokens = whole_prompt_tokens
+        self._flashinfer = flashinfer
+        self._routes: SpanRoutes | None = None
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight.contiguous(), bias)
@@ -108,13 +120,19 @@ class TritonOps:
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
+        routes = self._routes_of(batch)
+        if routes.is_alone:
+            return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
         out_THN = torch.empty_like(q_THN)
-        whole, rest = divide(batch.spans, self._whole_prompt_tokens)
-        for span in whole:
-            whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span, out_THN)
-        tiles_Y4 = tiles_on(rest, q_THN.device) if whole else batch.tiles_Y4
-        if tiles_Y4.shape[0]:
-            prefill_attention(q_THN, k_PKSN, v_PKSN, tiles_Y4, batch.page_table, out_THN)
+        library = self._flashinfer
+        if library is not None and not routes.is_whole and library.takes(q_THN, k_PKSN, batch.spans):
+            library.attention(q_THN, heads, batch, k_PKSN, v_PKSN, out_THN)
+        else:
+            for span in routes.whole:
+                rows = slice(span.row, span.row + span.length)
+                out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
+            if routes.tiles_Y4.shape[0]:
+                prefill_attention(q_THN, k_PKSN, v_PKSN, routes.tiles_Y4, batch.page_table, out_THN)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:
@@ -131,6 +149,11 @@ class TritonOps:
                 splits,
             )
         return out_THN.view(q_THN.shape[0], -1)
+
+    def _routes_of(self, batch: Batch) -> SpanRoutes:
+        if self._routes is None or self._routes.batch is not batch:
+            self._routes = SpanRoutes.of(batch, self._whole_prompt_tokens)
+        return self._routes
 
     def latent_append(
         self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor

@@ -2,21 +2,27 @@
 
 A long prompt that begins at position 0 is what libraries are fastest at: on an H100 cuDNN reached 0.78 of the matrix
 product's rate at 8192 tokens, paged kernels of FlashInfer 0.40 to 0.67. Gathering costs a copy of K and V. Chunks
-behind a prefix are not square and stay with the paged kernel. So do recorded steps, which are short.
+behind a prefix are not square and go to a paged kernel, as do mixes. So do recorded steps, which are short.
+
+`SpanRoutes` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chitu.ops.interface import Batch, Span, tiles_of
+from chitu.ops.kernels.gather import gather_pages
 
 WHOLE_PROMPT_TOKENS = 1024
 """From so many on. Where the paged kernel is as fast was not measured."""
+NO_WHOLE_PROMPTS = sys.maxsize
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -26,29 +32,47 @@ BACKENDS = [
 """In this order; which of them takes a shape and a dtype torch knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpanRoutes:
+    """Where the spans of a batch go. It holds the batch, so that no other can be taken for it."""
+
+    batch: Batch
+    whole: tuple[Span, ...]
+    """One by one to `whole_prompt`."""
+    tiles_Y4: torch.Tensor
+    """As `Batch.tiles_Y4`, of the others."""
+    is_whole: bool
+    """No span is left for a paged kernel; there may be none at all."""
+    is_alone: bool
+    """One whole prompt is all that there is, no decoding row either."""
+
+    @classmethod
+    def of(cls, batch: Batch, whole_prompt_tokens: int) -> SpanRoutes:
+        whole, rest = divide(batch.spans, whole_prompt_tokens)
+        tiles_Y4 = tiles_on(rest, batch.tiles_Y4.device) if whole else batch.tiles_Y4
+        is_alone = len(whole) == 1 and whole[0].length == batch.slots_T.shape[0]
+        return cls(batch, tuple(whole), tiles_Y4, not rest, is_alone)
+
+
 def divide(spans: Sequence[Span], whole_prompt_tokens: int) -> tuple[list[Span], list[Span]]:
     """Those for `whole_prompt`, and the others."""
     whole = [span for span in spans if span.start == 0 and span.length >= whole_prompt_tokens]
-    return whole, [span for span in spans if span not in whole]
+    return whole, [span for span in spans if span.start or span.length < whole_prompt_tokens]
 
 
 def tiles_on(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
     """`Batch.tiles_Y4` of these spans alone."""
-    return torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4).to(device, non_blocking=True)
+    tiles = torch.tensor(tiles_of(spans), dtype=torch.int64, pin_memory=device.type == "cuda")
+    return tiles.view(-1, 4).to(device, non_blocking=True)
 
 
 def whole_prompt(
-    q_THN: torch.Tensor,
-    k_PKSN: torch.Tensor,
-    v_PKSN: torch.Tensor,
-    batch: Batch,
-    span: Span,
-    out_THN: torch.Tensor,
-) -> None:
-    """Rows of a span that begins at position 0 over the same rows' keys; into its rows of `out`."""
+    q_THN: torch.Tensor, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, batch: Batch, span: Span
+) -> torch.Tensor:
+    """`[length, H, N]`: rows of a span that begins at position 0 over the same rows' keys."""
     rows = slice(span.row, span.row + span.length)
     pages = batch.page_table[span.slot, : -(-span.length // k_PKSN.shape[2])]
-    k_KLN, v_KLN = (x[pages].transpose(0, 1).flatten(1, 2)[:, : span.length] for x in (k_PKSN, v_PKSN))
+    k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages)[:, :, : span.length]
     with sdpa_kernel(BACKENDS, set_priority=True):
         mixed_HLN = F.scaled_dot_product_attention(
             q_THN[rows].transpose(0, 1).unsqueeze(0),
@@ -57,4 +81,4 @@ def whole_prompt(
             is_causal=True,
             enable_gqa=q_THN.shape[1] != k_PKSN.shape[1],
         )[0]
-    out_THN[rows] = mixed_HLN.transpose(0, 1)
+    return mixed_HLN.transpose(0, 1)
