@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from chitu.engine.batch import SlotTable
+from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
 from chitu.layers.decoder import DecoderModel
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
@@ -195,11 +195,9 @@ class StepGraphs:
         recording = self._prefills.get(size)
         if recording is None:
             recording = self._prefills[size] = self._record_prefill(size)
-        slots = [span.slot for span in spans for _ in range(span.length)]
-        positions = [position for span in spans for position in range(span.start, span.start + span.length)]
         padding = size - num_rows
-        rows = [slots + [self._table.scratch_slot] * padding, positions + [0] * padding]
-        recording.rows_2T.copy_(self._upload(rows), non_blocking=True)
+        rows = host_rows(spans, [self._table.scratch_slot] * padding, [0] * padding, self._table.device)
+        recording.rows_2T.copy_(rows, non_blocking=True)
         empty = [(0, 0, 0, 0)] * (len(recording.tiles_Y4) - len(tiles))
         recording.tiles_Y4.copy_(self._upload([list(tile) for tile in [*tiles, *empty]]), non_blocking=True)
         recording.replay()
