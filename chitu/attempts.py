@@ -32,7 +32,7 @@ from chitu.errors import (
 from chitu.generation import Attempt, Generation
 from chitu.lifecycle import ATTEMPT_AWAITS, AttemptState, waited_text
 from chitu.log import CREATED_PD_REQUEST
-from chitu.messages import Finish, StageTimes
+from chitu.messages import Finish, Heartbeat, StageTimes
 from chitu.metrics import Counts, RouterMetrics
 from chitu.request_dispatch import Dispatcher
 from chitu.request_journal import RequestJournal, RequestState
@@ -124,6 +124,13 @@ class Attempts:
         lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
+
+    def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> None:
+        """An instance says how far it has read. Requests that a connection took with it go on elsewhere."""
+        for missed in self._dispatcher.on_heartbeat(key, heartbeat):
+            attempt = self.rooms.get(missed.room)
+            if attempt is not None and attempt.first_token_s is None:  # a token needs both halves
+                self.on_failure(attempt, missed.error, key)
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have got lost on the way here."""

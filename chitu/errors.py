@@ -10,7 +10,7 @@ ChituError
 |   `-- Forbidden  UnknownInstance  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
-|   |-- PrefillLost  DecodeLost  TokensLost  BootstrapTimeout
+|   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal
 |-- RequestCancelled               the client is gone
@@ -178,6 +178,16 @@ class TokensLost(ServiceError):
     """A connection from D to the router broke, and what was on the way is gone. D itself goes on."""
 
     code = "tokens_lost"
+
+
+class RequestLost(ServiceError):
+    """A connection from the router to P or D broke, and took a request with it. The instance itself goes on."""
+
+    code = "request_lost"
+
+
+class Unreachable(RequestLost):
+    """An instance lives, but no connection to it comes about; same wire code."""
 
 
 class BootstrapTimeout(ServiceError):

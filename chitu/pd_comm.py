@@ -27,6 +27,7 @@ from chitu.messages import (
     Join,
     JoinReply,
     Leave,
+    RequestMark,
     SchedulerMessage,
     Wire,
     coordination_reply_codec,
@@ -36,12 +37,15 @@ from chitu.messages import (
 )
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.sockets import bind, connect
+from chitu.received_requests import ReceivedRequests
 from chitu.types import Role, instance_name
 
 logger = logging.getLogger(__name__)
 
 POLL_MS = 50
 """Upper bound between two ticks of the deadlines."""
+MAX_MESSAGES_PER_TURN = 1000
+"""Of one socket, so that a flood there does not keep the others waiting."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,6 +72,8 @@ class CommCallbacks:
     """The router sends nothing new: finish what runs and leave. Called once."""
     on_worker_gone: Callable[[int], None]
     """An API process of the router (by incarnation) is in the view no more: its requests are nobody's."""
+    on_missing: Callable[[], None]
+    """A request was lost on the way: the next heartbeat has news for the router, and should not wait."""
 
 
 class CommLoop:
@@ -104,6 +110,10 @@ class CommLoop:
         self._next_join_s = 0.0
         self.num_views = 0
         """Views of the router so far, repeated ones too; any thread may read it."""
+        self.received = ReceivedRequests()
+        """What came of the requests; the heartbeats report it."""
+        self.num_reads = 0
+        """How often the request port was found empty; any thread may read it."""
         self.bad_frames = 0
         self.unknown_frames = 0
 
@@ -157,8 +167,8 @@ class CommLoop:
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             self._flush_outbox()
-            if self._requests in ready:
-                self._drain_requests(callbacks)
+            if self._requests not in ready or self._drain_requests(callbacks):
+                self.num_reads += 1
             if self._control in ready:
                 self._drain_control(kv)
             if self._coordination in ready:
@@ -192,18 +202,29 @@ class CommLoop:
             socket = self._peers[host, port] = connect(self._context, zmq.PUSH, host, port)
         return socket
 
-    def _drain_requests(self, callbacks: CommCallbacks) -> None:
-        for frame in _received(self._requests):
+    def _drain_requests(self, callbacks: CommCallbacks) -> bool:
+        """False where more lies ready. A frame that cannot be read has lost its number: it counts as missing."""
+        frames = _received(self._requests)
+        for frame in frames:
             try:
                 if len(frame) != 1:
                     raise BadFrame(f"{len(frame)} frames instead of 1")
-                callbacks.on_request(scheduler_codec.decode(frame[0]))
+                message = scheduler_codec.decode(frame[0])
+                if not self.received.take(message.link, message.number):
+                    logger.warning("request port: a message came after it was given up as lost, and is dropped")
+                elif not isinstance(message, RequestMark):
+                    callbacks.on_request(message)
             except UnknownKind as error:
                 self.unknown_frames += 1
                 logger.warning("request port: ignored: %s", error)
             except BadFrame as error:
                 self.bad_frames += 1
                 logger.warning("request port: bad frame: %s", error)
+        if len(frames) == MAX_MESSAGES_PER_TURN:
+            return False
+        if self.received.take_alarm():
+            callbacks.on_missing()
+        return True
 
     def _drain_control(self, kv: CommSide | None) -> None:
         for frame in _received(self._control):
@@ -288,7 +309,7 @@ class CommLoop:
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
     """All messages that lie ready, so that one poll serves a burst."""
     messages: list[list[bytes]] = []
-    while len(messages) < 1000:
+    while len(messages) < MAX_MESSAGES_PER_TURN:
         try:
             messages.append(socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:

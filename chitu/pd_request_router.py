@@ -1,9 +1,9 @@
 """Requests on the router: what the HTTP layer asks and what comes in on the ports, tokens to their readers.
 
 `PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
-`on_token_frames`; the stats port calls `on_request_failed`; membership calls `on_view`, `on_joined` and
-`on_lost`; a timer calls `tick`. It knows token ids, never text. Where a request runs, and what follows when that fails,
-is `attempts.py`.
+`on_token_frames`; the stats port calls `on_request_failed` and `on_heartbeat`; membership calls `on_view`, `on_joined`
+and `on_lost`; a timer calls `tick`. It knows token ids, never text. Where a request runs, and what follows when that
+fails, is `attempts.py`.
 
 Invariants: a generation ends once, with `finish` or `error`; its reader is woken at most once a turn, and after its
 end; a token of a room that is over reaches nobody, nor one behind a message that was lost (`token_numbers.py`).
@@ -65,12 +65,12 @@ class PDRequestRouter:
     ) -> None:
         """`reply`: which API process this is, where the router is several (`router.workers`)."""
         self._selector = selector
-        self._outbox = outbox
         self._clock = clock
         self._max_in_flight = config.max_in_flight
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
-        self._attempts = Attempts(selector, Dispatcher(outbox, reply), self._admission, clock, config, self._on_end)
+        self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines)
+        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
         self._token_numbers = TokenNumbers()
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
@@ -249,6 +249,8 @@ class PDRequestRouter:
         key = InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
         self._selector.on_report(key, heartbeat.load)
         self._admission.on_report(key, heartbeat.load)
+        self._attempts.on_heartbeat(key, heartbeat)
+        self.flush()
 
     # --------------------------------------------------------------------------------------------------- membership
 
@@ -261,13 +263,13 @@ class PDRequestRouter:
         key = instance_key(instance)
         self._selector.on_joined(key)
         self._token_numbers.on_joined(key)
-        self._outbox.open(key, instance.host, instance.port)
+        self._dispatcher.open(key, instance.host, instance.port)
 
     def on_lost(self, instance: InstanceInfo, reason: str) -> None:
         """An instance died. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried
         elsewhere where no token came yet; else only D knows whether the KV had landed, and says so if not."""
         key = instance_key(instance)
-        self._outbox.close_peer(key)
+        self._dispatcher.close(key)
         self._selector.on_lost(key)
         self._attempts.on_lost(key, reason)
         self.flush()

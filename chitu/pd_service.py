@@ -47,6 +47,8 @@ from chitu.types import Incarnation, Role, instance_name
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_BEAT_S = 0.05
+"""Between two heartbeats, however much there is to tell."""
 IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it looks at its queue deadlines."""
 QUIET_S = 1.0
@@ -131,6 +133,8 @@ class PDSchedulerService:
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._bootstrap_wake = Waker()
+        self._beat_wake = Waker()
+        """The router should hear at once what the next heartbeat says."""
         self._token_socket: zmq.Socket[bytes] | None = None
         # P never connects to a token port; 0: the router is several processes, and each names its own in its requests.
         if identity.role is not Role.PREFILL and router.token_port:
@@ -186,6 +190,7 @@ class PDSchedulerService:
         self._finish_running()
         self._stop_step.set()
         self._wake.wake()
+        self._beat_wake.wake()
         step.join(timeout=2.0)
         self._leave()
         for thread in threads:
@@ -268,6 +273,7 @@ class PDSchedulerService:
             self._on_refused,
             on_drain=self._stop.set,
             on_worker_gone=self._on_worker_gone,
+            on_missing=self._beat_wake.wake,
         )
         kv = self._engine.kv.comm_side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s)
@@ -301,19 +307,34 @@ class PDSchedulerService:
         # Only the newest state is worth sending: a router that was away needs no history.
         socket.setsockopt(zmq.SNDHWM, 10)
         watch = SilenceWatch(self._deadlines)
-        while not self._stop_step.wait(self._deadlines.heartbeat_interval_s):
-            silence_s = watch.look(self._comm.num_views, self._scheduler.turns)
-            if silence_s:
-                logger.error("no sign of the router for %.1f s: its requests end", silence_s)
-                self._scheduler.end_all(silence_s)
-                self._wake.wake()
+        clock = RealClock()
+        due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
+        while not self._stop_step.wait(SHORTEST_BEAT_S):
+            self._beat_wake.wait(max(0.0, due_s - clock.monotonic()))
+            if self._stop_step.is_set():
+                break
+            if clock.monotonic() >= due_s:
+                due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
+                self._look(watch)
             load = msgspec.structs.replace(self._scheduler.load, unknown_frames=self._unknown_frames())
-            message = Heartbeat(identity.role, identity.engine_rank, identity.incarnation, load)
+            message = Heartbeat(
+                *(identity.role, identity.engine_rank, identity.incarnation, load),
+                # In this order: what the port was empty of has been noted.
+                reads=self._comm.num_reads,
+                requests=self._comm.received.report(),
+            )
             try:
                 socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 logger.warning("the router does not take heartbeats")
         socket.close(0)
+
+    def _look(self, watch: SilenceWatch) -> None:
+        silence_s = watch.look(self._comm.num_views, self._scheduler.turns)
+        if silence_s:
+            logger.error("no sign of the router for %.1f s: its requests end", silence_s)
+            self._scheduler.end_all(silence_s)
+            self._wake.wake()
 
     def _unknown_frames(self) -> int:
         kv = self._engine.kv

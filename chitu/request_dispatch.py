@@ -1,16 +1,39 @@
 """What the instances of an attempt are sent: the two halves of a request, or the whole, and its cancellation.
 
-Owned by `PDRequestRouter`, on the loop thread. Nothing waits here: a queue that is full is the router's business.
+Owned by `Attempts`, on the loop thread. Nothing waits here: a queue that is full is the router's business.
+
+Every message has the next number of its instance (`sent_requests.py`), which says with its heartbeats what it has.
+Invariant: a cancellation is sent until it was taken, or the instance is gone; a half that was not taken is told of
+once, and never sent again: its request goes on under another room.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+import msgspec
+
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig
+from chitu.errors import RequestLost, Unreachable
 from chitu.generation import Attempt
-from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, UnifiedRequest, encode
+from chitu.messages import (
+    CancelRequest,
+    DecodeRequest,
+    Heartbeat,
+    PrefillRequest,
+    RequestMark,
+    SchedulerMessage,
+    UnifiedRequest,
+    encode,
+)
 from chitu.net.aio import Outbox
 from chitu.routing import InstanceKey
+from chitu.sent_requests import Sent, SentRequests
+from chitu.types import instance_name
+
+log = logging.getLogger(__name__)
 
 
 class ReplyAddress(NamedTuple):
@@ -25,10 +48,34 @@ class ReplyAddress(NamedTuple):
 THE_ROUTER = ReplyAddress()
 
 
+class Missed(NamedTuple):
+    """A half of a request (or the whole) that did not get to its instance."""
+
+    room: bytes
+    error: RequestLost
+
+
 class Dispatcher:
-    def __init__(self, outbox: Outbox[InstanceKey], reply: ReplyAddress) -> None:
+    def __init__(
+        self, outbox: Outbox[InstanceKey], reply: ReplyAddress, clock: Clock, deadlines: DeadlineConfig
+    ) -> None:
         self._outbox = outbox
         self._reply = reply
+        self._clock = clock
+        self._deadlines = deadlines
+        self._sent: dict[InstanceKey, SentRequests] = {}
+        """Of the instances that are there."""
+
+    def open(self, key: InstanceKey, host: str, port: int) -> None:
+        """An instance joined, and takes requests here. Idempotent."""
+        self._outbox.open(key, host, port)
+        if key not in self._sent:
+            self._sent[key] = SentRequests(self._deadlines.lease_s, self._deadlines.heartbeat_interval_s)
+
+    def close(self, key: InstanceKey) -> None:
+        """It is gone, and with it what it was sent."""
+        self._outbox.close_peer(key)
+        self._sent.pop(key, None)
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
         """D first, so that it can announce while P's half is on the way; neither is waited for. None, or the instance
@@ -45,7 +92,7 @@ class Dispatcher:
                 router_worker=worker,
                 reply_port=token_port,
             )
-            return None if self._outbox.send(attempt.decode, encode(whole)) else attempt.decode
+            return None if self._send(attempt.decode, whole) else attempt.decode
         decode_half = DecodeRequest(
             room=attempt.room,
             request_id=request.request_id,
@@ -65,13 +112,50 @@ class Dispatcher:
             decode_incarnation=decode.incarnation,
             router_worker=worker,
         )
-        if not self._outbox.send(attempt.decode, encode(decode_half)):
+        if not self._send(attempt.decode, decode_half):
             return attempt.decode
-        return None if self._outbox.send(attempt.prefill, encode(prefill_half)) else attempt.prefill
+        return None if self._send(attempt.prefill, prefill_half) else attempt.prefill
 
     def cancel(self, attempt: Attempt) -> None:
         """Idempotent on the instances; one that is gone or does not read is not told."""
-        frame = encode(CancelRequest(attempt.room))
         for key in (attempt.decode, attempt.prefill):
             if key is not None:
-                self._outbox.send(key, frame)
+                self._send(key, CancelRequest(attempt.room))
+
+    def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
+        """What of the requests for this instance did not get there. Cancellations that did not are sent again."""
+        sent = self._sent.get(key)
+        if sent is None:
+            return []
+        now_s = self._clock.monotonic()
+        news = sent.on_heartbeat(heartbeat, now_s)
+        name = instance_name(key.role, key.engine_rank)
+        if news.lost:
+            log.warning("%d messages to %s were lost on the way", len(news.lost), name)
+        for message in news.lost:
+            if message.is_cancel:
+                self._send(key, CancelRequest(message.room))
+        if news.needs_mark and self._outbox.send(key, encode(RequestMark(sent.link, sent.next_number))):
+            sent.note_mark()
+        halves = [message for message in news.lost if not message.is_cancel]
+        return [*(_lost(half, name, now_s) for half in halves), *(_stuck(half, name, now_s) for half in news.stuck)]
+
+    def _send(self, key: InstanceKey, message: SchedulerMessage) -> bool:
+        """False where the instance is gone or its queue full: nothing was sent then."""
+        sent = self._sent.get(key)
+        if sent is None:
+            return False
+        numbered = msgspec.structs.replace(message, link=sent.link, number=sent.next_number)
+        if not self._outbox.send(key, encode(numbered)):
+            return False
+        sent.note(message.room, isinstance(message, CancelRequest), self._clock.monotonic())
+        return True
+
+
+def _lost(half: Sent, name: str, now_s: float) -> Missed:
+    return Missed(half.room, RequestLost(f"its way to {name} broke: noticed {now_s - half.sent_s:.2f} s after it left"))
+
+
+def _stuck(half: Sent, name: str, now_s: float) -> Missed:
+    text = f"{name} lives, but did not get what it was sent {now_s - half.sent_s:.2f} s ago"
+    return Missed(half.room, Unreachable(text))

@@ -22,15 +22,16 @@ from chitu.errors import (
     ServiceError,
     TransferFailed,
     TransferTimeout,
+    Unreachable,
 )
 from chitu.routing import InstanceKey
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
 """An instance has too much to do, or does not read what it is sent: it need not be asked again at once."""
-FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, Internal)
-"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took the tokens
-of everything that runs there at once (`TokensLost`): what comes next may well come through."""
+FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, Unreachable, Internal)
+"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took requests or
+tokens of everything that runs there at once (`RequestLost`, `TokensLost`): what comes next may well come through."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -40,6 +40,7 @@ from chitu.messages import (
     LoadReport,
     PrefillRequest,
     RequestFailed,
+    RequestMark,
     SamplingParams,
     UnifiedRequest,
     coordination_reply_codec,
@@ -51,6 +52,7 @@ from chitu.messages import (
 from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
+from chitu.received_requests import ReceivedRequests
 from chitu.token_manager import TokenManager
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
@@ -96,6 +98,8 @@ class _Instance:
     requests: zmq.Socket[bytes]
     coordination: zmq.Socket[bytes]
     running: dict[bytes, _Running] = field(default_factory=dict)
+    received: ReceivedRequests = field(default_factory=ReceivedRequests)
+    reads: int = 0
     next_join_s: float = 0.0
     joined: bool = False
     draining: bool = False
@@ -201,7 +205,11 @@ class FakeWorker:
             if not instance.joined:
                 instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
             load = LoadReport(running=len(instance.running), steps=instance.steps, tokens=instance.tokens)
-            self._stats.send(encode(Heartbeat(info.role, info.engine_rank, info.incarnation, load)), zmq.NOBLOCK)
+            self._drain_requests(instance)
+            beat = Heartbeat(
+                *(info.role, info.engine_rank, info.incarnation, load, instance.received.report(), instance.reads)
+            )
+            self._stats.send(encode(beat), zmq.NOBLOCK)
 
     def _take(self, socket: object) -> None:
         if socket is self._view:
@@ -243,6 +251,8 @@ class FakeWorker:
         try:
             while True:
                 message = scheduler_codec.decode(instance.requests.recv(zmq.NOBLOCK))
+                if not instance.received.take(message.link, message.number) or isinstance(message, RequestMark):
+                    continue
                 self._note(instance, message)
                 if isinstance(message, CancelRequest):
                     instance.running.pop(message.room, None)
@@ -263,7 +273,7 @@ class FakeWorker:
                     )
                     self._stats.send(encode(failed))
         except zmq.Again:
-            pass
+            instance.reads += 1
 
     def _step(self, instance: _Instance) -> None:
         """One token for every running request, in one batch."""

@@ -79,7 +79,9 @@ def measure(running: int) -> tuple[float, float, int]:
     prompt = pack_i32(array("i", range(PROMPT_TOKENS)))
     for index in range(running):
         request = UnifiedRequest(new_room(), f"r{index}", prompt, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))
-        scheduler.submit(scheduler_codec.decode(encode(request)))
+        message = scheduler_codec.decode(encode(request))
+        assert isinstance(message, UnifiedRequest)
+        scheduler.submit(message)
     scheduler.step()
     executor.cpu_s = 0.0
     steps = 0

@@ -49,6 +49,11 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     decode_incarnation: int
     router_worker: int = 0
     """Incarnation of the API process that asks (`router.workers`); 0 where the router is one process."""
+    link: int = 0
+    """Whose count `number` belongs to: random, drawn by a process of the router whenever the instance joins."""
+    number: int = 0
+    """Of the messages of this link to this instance, from 1: one that is missing was lost with a connection. 0: not
+    counted."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -68,6 +73,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """As in PrefillRequest."""
     reply_port: int = 0
     """Token port of that API process; 0: the router's `token_port`."""
+    link: int = 0
+    number: int = 0
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -80,15 +87,27 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     num_emitted: int = 0
     router_worker: int = 0
     reply_port: int = 0
+    link: int = 0
+    number: int = 0
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     """The client is gone, or a stop string was found. Idempotent; an unknown room is ignored."""
 
     room: bytes
+    link: int = 0
+    number: int = 0
+
+
+class RequestMark(Wire, frozen=True, tag="request_mark"):
+    """Nothing but the next number: where the message before it was lost, this one shows it."""
+
+    link: int
+    number: int
 
 
 SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
+RequestPortMessage = Union[SchedulerMessage, RequestMark]
 
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 
@@ -149,5 +168,5 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     """How many routers this incarnation has outlived; it counts anew for each."""
 
 
-scheduler_codec: Codec[SchedulerMessage] = Codec(SchedulerMessage)
+scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)
 token_codec: Codec[TokenBatch] = Codec(TokenBatch)

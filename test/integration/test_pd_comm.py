@@ -19,6 +19,8 @@ from chitu.messages import (
     Join,
     JoinReply,
     KVLayout,
+    RequestMark,
+    RequestsReceived,
     SchedulerMessage,
     coordination_codec,
     encode,
@@ -53,6 +55,7 @@ class Router:
         )
         self.drains = 0
         self.gone_workers: list[int] = []
+        self.alarms = 0
         callbacks = CommCallbacks(
             self._on_request,
             self._on_view,
@@ -60,12 +63,17 @@ class Router:
             self._on_refused,
             self._on_drain,
             self._on_worker_gone,
+            self._on_missing,
         )
         self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, 0.05))
         self.thread.start()
 
     def _on_worker_gone(self, incarnation: int) -> None:
         self.gone_workers.append(incarnation)
+        self.happened.wake()
+
+    def _on_missing(self) -> None:
+        self.alarms += 1
         self.happened.wake()
 
     def _on_request(self, message: SchedulerMessage) -> None:
@@ -181,3 +189,42 @@ def test_garbage_is_counted_and_the_next_request_is_served(router: Router) -> No
     push.close()
     assert router.requests == [CancelRequest(b"r" * 16)]
     assert (router.loop.bad_frames, router.loop.unknown_frames) == (4, 1)
+
+
+def test_a_missing_number_is_told_once_and_at_once_and_never_taken_later_and_marks_stay_here(router: Router) -> None:
+    push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
+    numbers = (1, 4, 2, 6)
+    sent = [CancelRequest(bytes([number]) * 16, 9, number) for number in numbers]
+    push.send(encode(sent[0]))
+    push.send(encode(sent[1]))
+    while not router.alarms:
+        router.happened.wait(5)
+    assert router.loop.received.report() == (RequestsReceived(9, 4, ((2, 3),)),)
+    push.send(encode(sent[2]))
+    push.send(encode(RequestMark(9, 5)))
+    push.send(encode(sent[3]))
+    while len(router.requests) < 3:
+        router.happened.wait(5)
+    push.close()
+    assert router.requests == [sent[0], sent[1], sent[3]] and router.alarms == 1
+    assert router.loop.received.report() == (RequestsReceived(9, 6, ((2, 3),)),)
+
+
+def test_a_frame_that_cannot_be_read_is_missing(router: Router) -> None:
+    push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
+    push.send(encode(CancelRequest(b"r" * 16, 9, 1)))
+    push.send(encode(CancelRequest(b"r" * 16, 9, 2))[:-1])
+    push.send(encode(RequestMark(9, 3)))
+    while not router.alarms:
+        router.happened.wait(5)
+    push.close()
+    assert router.loop.bad_frames == 1
+    assert router.loop.received.report() == (RequestsReceived(9, 3, ((2, 2),)),)
+
+
+def test_the_port_is_found_empty_again_and_again_where_nothing_comes(router: Router) -> None:
+    before = router.loop.num_reads
+    deadline = RealClock().monotonic() + 5
+    while router.loop.num_reads < before + 3:
+        assert RealClock().monotonic() < deadline
+        router.happened.wait(0.02)

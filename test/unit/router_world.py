@@ -15,6 +15,7 @@ from chitu.messages import (
     InstanceInfo,
     KVLayout,
     RequestFailed,
+    RequestMark,
     SamplingParams,
     TokenBatch,
     pack_i32,
@@ -150,7 +151,7 @@ class World:
         return {
             name: message
             for name, message in self.outbox.sent
-            if not isinstance(message, CancelRequest) and message.room == room  # type: ignore[attr-defined]
+            if not isinstance(message, CancelRequest | RequestMark) and message.room == room  # type: ignore[attr-defined]
         }
 
 

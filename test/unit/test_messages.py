@@ -29,6 +29,8 @@ from chitu.messages import (
     PrefillRequest,
     PrefillTimes,
     RegisterReply,
+    RequestMark,
+    RequestsReceived,
     SamplingParams,
     StageTimes,
     StatusAck,
@@ -163,6 +165,24 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     ),
     (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
     (
+        CancelRequest(ROOM, 5, 2),
+        scheduler_codec,
+        "",
+        {"type": "cancel_request", "room": ROOM, "link": 5, "number": 2},
+    ),
+    (
+        RequestMark(5, 3),
+        scheduler_codec,
+        "83a474797065ac726571756573745f6d61726ba46c696e6b05a66e756d62657203",
+        {"type": "request_mark", "link": 5, "number": 3},
+    ),
+    (
+        RequestsReceived(5, 9, ((2, 3), (7, 7))),
+        Codec(RequestsReceived),
+        "83a46c696e6b05a46c61737409a76d697373696e6792920203920707",
+        {"link": 5, "last": 9, "missing": [[2, 3], [7, 7]]},
+    ),
+    (
         TokenBatch(
             7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))], 8, 2
         ),
@@ -203,6 +223,20 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "engine_rank": 1,
             "incarnation": 7,
             "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "running": 2},
+        },
+    ),
+    (
+        Heartbeat(Role.DECODE, 1, 7, LoadReport(), (RequestsReceived(5, 9),), 3),
+        stats_codec,
+        "",
+        {
+            "type": "heartbeat",
+            "role": "decode",
+            "engine_rank": 1,
+            "incarnation": 7,
+            "load": dict.fromkeys(LoadReport.__struct_fields__, 0),
+            "requests": [{"link": 5, "last": 9}],
+            "reads": 3,
         },
     ),
 ]
