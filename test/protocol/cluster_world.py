@@ -30,8 +30,9 @@ from chitu.messages import (
     DecodeRequest,
     Finish,
     PrefillRequest,
+    RequestMark,
+    RequestPortMessage,
     SamplingParams,
-    SchedulerMessage,
     pack_i32,
     token_codec,
 )
@@ -74,7 +75,7 @@ class ClusterWorld:
         self.max_batch_bytes = max_batch_bytes
         self.writing = b""
         self.frames: list[Frame] = []
-        self.orders: deque[tuple[int, SchedulerMessage]] = deque()
+        self.orders: deque[tuple[int, RequestPortMessage]] = deque()
         """Router -> instances, by incarnation."""
         self.reports: deque[Callable[[], None]] = deque()
         """Instances -> router: tokens and failures, in order; they wait while it is away."""
@@ -357,12 +358,19 @@ class ClusterWorld:
             process.on_frame(frame.room, frame.payload)
 
     def _deliver_order(self) -> None:
-        incarnation, message = self.orders.popleft()
-        process = next((p for p in self.processes if p.incarnation == incarnation), None)
-        if process is not None and process.is_frozen:
-            self.orders.append((incarnation, message))
-        elif process is not None:
-            process.submit(message)
+        """The oldest one of a process that reads; those of one that is stopped wait in their order."""
+        living = {process.incarnation: process for process in self.processes}
+        for at, (incarnation, message) in enumerate(self.orders):
+            process = living.get(incarnation)
+            if process is None or not process.is_frozen:
+                del self.orders[at]
+                if process is not None:
+                    self.hand_over(process, message)
+                return
+
+    def hand_over(self, process: Process, message: RequestPortMessage) -> None:
+        assert not isinstance(message, RequestMark), "the router of this world does not count"
+        process.submit(message)
 
     def _note_write(self, target: str, copies: CopyList) -> None:
         self._writes[id(copies)] = self.writing, copies

@@ -1,7 +1,7 @@
 """`ClusterWorld` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
 
 What a client sees is checked here: it gets each token once, in order and right, whatever became of its attempts, and
-exactly one end. Token messages may be lost, as they are with a connection that breaks.
+exactly one end. Token messages and requests may be lost, as they are with a connection that breaks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from chitu.errors import ChituError, NoInstance
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
     ClusterView,
+    Heartbeat,
     InstanceInfo,
+    LoadReport,
     RequestFailed,
+    RequestMark,
+    RequestPortMessage,
     SamplingParams,
     pack_i32,
     scheduler_codec,
     token_codec,
 )
 from chitu.pd_request_router import PDRequestRouter
+from chitu.received_requests import ReceivedRequests
 from chitu.routing import InstanceKey, make_selector
 from chitu.types import Role
 
@@ -34,6 +39,16 @@ CONFIG = RouterConfig(
     retry=RetryConfig(max_attempts=4),
     pd_disaggregation=PDDisaggregationConfig(deadlines=DEADLINES),
 )
+
+
+@dataclass
+class Reading:
+    """What the comm and heartbeat threads of a process have read of the router's link to it."""
+
+    received: ReceivedRequests = field(default_factory=ReceivedRequests)
+    reads: int = 0
+    due_s: float = 0.0
+    """Of the next heartbeat."""
 
 
 @dataclass
@@ -67,6 +82,10 @@ class RoutedWorld(ClusterWorld):
         self.router: PDRequestRouter | None = None
         self.cuts: dict[int, int] = {}
         """How many of its next token messages a D loses, by incarnation."""
+        self.severed: dict[int, int] = {}
+        """How many of the router's next messages to it get lost, by incarnation."""
+        self.readings: dict[int, Reading] = {}
+        """By incarnation."""
         super().__init__(num_prefill, num_decode)
 
     # ------------------------------------------------------------------------------------- as the outbox of the router
@@ -77,13 +96,36 @@ class RoutedWorld(ClusterWorld):
     def send(self, key: InstanceKey, frame: bytes) -> bool:
         if key not in self.open_peers:
             return False
-        self.orders.append((key.incarnation, scheduler_codec.decode(frame)))
+        if self.severed.get(key.incarnation, 0) > 0:
+            self.severed[key.incarnation] -= 1
+        else:
+            self.orders.append((key.incarnation, scheduler_codec.decode(frame)))
         return True
 
     def close_peer(self, key: InstanceKey) -> None:
         self.open_peers.discard(key)
 
+    def hand_over(self, process: Process, message: RequestPortMessage) -> None:
+        """As `CommLoop._drain_requests`."""
+        received = self._reading(process).received
+        if received.take(message.link, message.number) and not isinstance(message, RequestMark):
+            process.submit(message)
+        if received.take_alarm():
+            self._beat(process)
+
+    def _reading(self, process: Process) -> Reading:
+        return self.readings.setdefault(process.incarnation, Reading())
+
     # ------------------------------------------------------------------------------------------- instances -> router
+
+    def _beat(self, process: Process) -> None:
+        """As `PDSchedulerService._heartbeat_loop`. Loads are of no importance here."""
+        reading = self._reading(process)
+        reading.reads += 1
+        reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
+        said = reading.received.report()
+        beat = Heartbeat(process.role, process.rank, process.incarnation, LoadReport(), said, reading.reads)
+        self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
 
     def take_tokens(self, frame: bytes) -> bool:
         incarnation = token_codec.decode(frame).incarnation
@@ -120,6 +162,8 @@ class RoutedWorld(ClusterWorld):
         for process in self.processes:
             if not process.is_frozen and not process.is_deaf:
                 process.on_view(self._view())
+            if not process.is_frozen and now_s >= self._reading(process).due_s:
+                self._beat(process)
 
     def _view(self) -> ClusterView:
         members = tuple(self.known.values())
@@ -161,6 +205,20 @@ class RoutedWorld(ClusterWorld):
         if decodes:
             self.cuts[decodes[a % len(decodes)].incarnation] = 1 + b % 3
 
+    def op_sever(self, a: int, b: int) -> None:
+        """The router's connection to a process breaks, and takes with it what is on the way, or the next messages."""
+        process = self.processes[a % len(self.processes)]
+        self.sever(process, 1 + b % 3) if b % 2 else self.lose_orders(process)
+
+    def sever(self, process: Process, count: int) -> None:
+        self.severed[process.incarnation] = count
+
+    def lose_orders(self, process: Process) -> None:
+        """Everything that is on its way to a process."""
+        left = [order for order in self.orders if order[0] != process.incarnation]
+        self.orders.clear()
+        self.orders.extend(left)
+
     def op_crash(self, a: int, b: int) -> None:
         """P0 or D0 dies and is started again; P1 and D1 live."""
         role = (Role.PREFILL, Role.DECODE)[a % 2]
@@ -180,6 +238,7 @@ class RoutedWorld(ClusterWorld):
 
     def settle_down(self, limit_s: float = 30.0) -> None:
         self.cuts.clear()
+        self.severed.clear()
         super().settle_down(limit_s)
 
     def check(self) -> None:

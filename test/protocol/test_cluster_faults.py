@@ -22,8 +22,8 @@ KINDS = (
     *["fault", "land", "cancel"] * 2,
     *("again", "kill", "start", "replace", "tell", "freeze", "slow", "deafen", "router"),
 )
-ROUTED_KINDS = (*KINDS, *["cut"] * 3)
-"""Token messages are lost too: the real router must notice."""
+ROUTED_KINDS = (*KINDS, *["cut", "sever"] * 3)
+"""Token messages and requests are lost too: the real router must notice."""
 OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
 NETWORK = ("ask", "run", "run", "lose", "double", "delay", "hasten")
 NETWORK_OPS = st.builds(Op, st.sampled_from(NETWORK), st.integers(0, 143), st.integers(0, 400))
@@ -33,6 +33,8 @@ SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
 ROUTED_OPS = st.builds(Op, st.sampled_from(ROUTED_KINDS), st.integers(0, 255), st.integers(0, 400))
 ROUTED_SCRIPTS = st.lists(st.lists(ROUTED_OPS, max_size=20), min_size=8, max_size=8)
 CUT_OPS = st.builds(Op, st.sampled_from([*NETWORK, "cut"]), st.integers(0, 143), st.integers(0, 400))
+SEVER = (*NETWORK, "sever", "cancel", "slow")
+SEVER_OPS = st.builds(Op, st.sampled_from(SEVER), st.integers(0, 143), st.integers(0, 400))
 MANY = settings(
     max_examples=CASES,
     deadline=None,
@@ -113,3 +115,17 @@ def test_lost_token_messages_cost_attempts_and_never_a_token(shape: tuple[int, i
     assert ends <= {"finished", "tokens_lost"}
     is_often = sum(op.kind == "cut" for op in script) >= 4
     assert is_often or ends <= {"finished"}, "there are 4 attempts"
+
+
+@settings(MANY, max_examples=max(1, CASES // 3))
+@given(st.sampled_from([(2, 2), (1, 1)]), st.lists(st.lists(SEVER_OPS, max_size=20), min_size=4, max_size=4))
+def test_lost_requests_cost_attempts_and_two_heartbeats_each(shape: tuple[int, int], pieces: list[list[Op]]) -> None:
+    script = [op for ops in pieces for op in ops]
+    note(f"script = {script}")
+    world = RoutedWorld(*shape)
+    world.play(script)
+    num_severed = sum(op.kind == "sever" for op in script)
+    world.settle_down(3.0)  # far below the 6.5 s after which an attempt without a token ends
+    ends = {client.end for client in world.clients}
+    assert ends <= {"finished", "cancelled", "request_lost"}
+    assert num_severed >= 4 or ends <= {"finished", "cancelled"}, "there are 4 attempts"

@@ -1,0 +1,141 @@
+"""A connection from the router to an instance breaks: what it took is missed within two heartbeats, by whoever it was
+for, and what only waits is left in peace."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_process import DEADLINES, Process
+from routed_world import CONFIG, Client, RoutedWorld
+
+from chitu.types import Role
+
+BEAT_S = DEADLINES.heartbeat_interval_s
+NOTICED_S = 2 * BEAT_S + 0.1
+"""Two heartbeats, and some turns for the messages themselves."""
+FIRST_TOKEN_S = DEADLINES.queue_s + DEADLINES.bootstrap_s + DEADLINES.transfer_s + DEADLINES.lease_s
+
+
+def attempts(client: Client) -> int:
+    assert client.generation is not None
+    return client.generation.num_attempts
+
+
+def ask(world: RoutedWorld, num_tokens: int = 9, max_tokens: int = 5) -> Client:
+    client = world.request(num_tokens, max_tokens)
+    assert client is not None
+    return client
+
+
+def serving(world: RoutedWorld, client: Client, role: Role) -> Process:
+    assert client.generation is not None and client.generation.attempt is not None
+    attempt = client.generation.attempt
+    key = attempt.decode if role is Role.DECODE else attempt.prefill
+    return next(process for process in world.processes if key and process.incarnation == key.incarnation)
+
+
+def seconds_until_next_attempt(world: RoutedWorld, client: Client) -> float:
+    start_s = world.clock.monotonic()
+    while attempts(client) == 1:
+        world.turns(1)
+        assert world.clock.monotonic() - start_s < FIRST_TOKEN_S / 2, "nobody noticed"
+    return world.clock.monotonic() - start_s
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1)])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("phase", range(5))
+def test_a_lost_half_is_noticed_within_two_heartbeats_and_served(
+    shape: tuple[int, int], role: Role, phase: int
+) -> None:
+    """`phase`: when between two heartbeats."""
+    world = RoutedWorld(*shape)
+    world.turns(10 * phase)
+    client = ask(world)
+    world.lose_orders(serving(world, client, role))
+    assert seconds_until_next_attempt(world, client) <= NOTICED_S
+    world.settle_down(3.0)
+    assert client.end == "finished" and attempts(client) == 2
+
+
+def test_a_gap_is_told_at_once() -> None:
+    world = RoutedWorld(1, 1)
+    world.turns(2)
+    lost = ask(world)
+    world.lose_orders(serving(world, lost, Role.DECODE))
+    ask(world)
+    assert seconds_until_next_attempt(world, lost) < 0.1
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_cut_under_load_that_takes_the_next_messages_too_costs_each_request_a_second_at_most(role: Role) -> None:
+    world = RoutedWorld()
+    clients = [ask(world, 9 + n, 6) for n in range(6)]
+    broken = world.of(role)[0]
+    world.lose_orders(broken)
+    world.sever(broken, 3)
+    clients += [ask(world, 9 + n, 6) for n in range(4)]
+    start_s = world.clock.monotonic()
+    while any(not client.end for client in clients):
+        world.turns(1)
+        assert world.clock.monotonic() - start_s < 4 * BEAT_S + 0.5
+    assert {client.end for client in clients} == {"finished"}
+    assert any(attempts(client) > 1 for client in clients)
+    world.settle_down()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_waits_for_a_stopped_process_is_not_lost(role: Role) -> None:
+    world = RoutedWorld(1, 1)
+    world.turns(2)
+    stopped = world.of(role)[0]
+    stopped.is_frozen = True
+    client = ask(world)
+    world.turns(int(0.8 * DEADLINES.lease_s / 0.01))
+    assert attempts(client) == 1
+    stopped.is_frozen = False
+    world.settle_down(3.0)
+    assert client.end == "finished" and attempts(client) == 1
+
+
+def test_a_slow_step_thread_is_no_loss() -> None:
+    world = RoutedWorld(1, 1)
+    slow = world.of(Role.PREFILL)[0]
+    slow.is_slow = True
+    client = ask(world)
+    world.turns(int(3 * BEAT_S / 0.01))
+    assert attempts(client) == 1
+    world.settle_down(3.0)
+    assert client.end == "finished" and attempts(client) == 1
+
+
+def test_a_lost_cancellation_is_sent_again_long_before_the_deadline_of_whom_it_was_for() -> None:
+    """P has its half, D has not, and the client leaves: P alone would wait for the announcement for `queue_s` and
+    `bootstrap_s`."""
+    world = RoutedWorld(1, 1)
+    (p,), (d,) = world.of(Role.PREFILL), world.of(Role.DECODE)
+    client = ask(world)
+    world.lose_orders(d)
+    world.turns(3)
+    assert p.sequences() and client.generation is not None and world.router is not None
+    world.router.cancel(client.generation)
+    world.lose_orders(p)
+    start_s = world.clock.monotonic()
+    while p.sequences():
+        world.turns(1)
+    assert world.clock.monotonic() - start_s <= NOTICED_S < DEADLINES.queue_s + DEADLINES.bootstrap_s
+    world.settle_down(3.0)
+
+
+def test_where_no_connection_comes_about_requests_go_elsewhere_after_a_lease() -> None:
+    """Nothing of the router gets to D0, whose heartbeats come: what was sent waits in a queue for ever."""
+    world = RoutedWorld()
+    d0 = next(process for process in world.of(Role.DECODE) if process.rank == 0)
+    world.sever(d0, 1_000_000)
+    clients = [ask(world) for _ in range(4)]
+    start_s = world.clock.monotonic()
+    while any(not client.end for client in clients):
+        world.turns(1)
+    assert {client.end for client in clients} == {"finished"}
+    assert world.clock.monotonic() - start_s <= DEADLINES.lease_s + 3 * BEAT_S
+    assert CONFIG.retry.max_attempts == 4
+    world.settle_down()
