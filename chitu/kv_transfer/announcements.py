@@ -154,7 +154,10 @@ class Announcements:
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:
         """BadFrame where something of this announcement may still be written for another room of the same D: it gives
-        nothing to a request before it heard that we stopped. Pages that it has already (a prefix) may be shared."""
+        nothing to a request before it heard that we stopped. Pages that it has already (a prefix) may be shared. A D
+        that takes staged groups alone gives pages back at once: we name none of them."""
+        if peer.is_staged_alone:
+            return
         wanted = set(dst_pages[info.prefix_pages :])
         for other, entry in self._table.items():
             record = entry.data

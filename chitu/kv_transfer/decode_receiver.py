@@ -1,9 +1,10 @@
 """D's half of the transfer protocol: announce pages to P, verify what arrives, and never give a page back too early.
 
 `DecodeReceiver` is the facade of two nouns and owns the one lock that guards both: `PrefillDirectory` (where P is and
-who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread.
+who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread;
+with staging memory a `Scatterer` copies what lies in segments to its pages, on another (`StagedArrivals`).
 Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`; a helper thread of the service brings the
-bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`, logging or a checksum;
+bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`, logging or a copy;
 LOGITS_READY only after the aux row verified, SUCCESS only after that, with the byte count that was announced and with
 KV that was verified (where it has to be); once TransferInfo was sent, RELEASED only when the writer is known to have
 stopped. Time alone never frees an announced page: a late one-sided write must not land in a page that another request
@@ -24,6 +25,8 @@ from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, Ro
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receive_rooms import ReceiveEntry, ReceiveRoom, ReceiveRooms
+from chitu.kv_transfer.staging.arrivals import Scatter, StagedArrivals, StagedGroup
+from chitu.kv_transfer.staging.scatterer import Scatterer
 from chitu.lifecycle import KVPoll, ReceiverEvent, ReceiverState
 from chitu.messages import (
     AbortAck,
@@ -32,6 +35,7 @@ from chitu.messages import (
     ClusterView,
     RegisterReply,
     RouteEntry,
+    Staged,
     TransferInfo,
     TransferStatus,
     pack_i32,
@@ -61,6 +65,15 @@ class DecodeReceiver:
         if config.verify_kv != "off":
             assert parts.page_sums is not None
             self.verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
+        self._arrivals: StagedArrivals | None = None
+        self.scatterer: Scatterer | None = None
+        """None where no P may stage."""
+        staging = parts.staging
+        if staging is not None and staging.area is not None and config.staging_prefills:
+            memory, area, grants = parts.memory, staging.area, self._directory.grants
+            self._arrivals = StagedArrivals(config, memory, area, grants, self._rooms, self._directory, self._out)
+            regions_per_layer = config.layout.regions_per_layer
+            self.scatterer = Scatterer(self, memory, area, staging.copier, regions_per_layer)
         self._next_tick_s = 0.0
         self._stale_replies = 0
         self.unknown_frames = 0
@@ -69,12 +82,17 @@ class DecodeReceiver:
     # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
-        """Start the verifying thread, where KV is verified; without it `verifier.run_one()` pumps by hand."""
+        """Start the verifying and the scattering thread, where there are any; without it `run_one()` of either pumps by
+        hand."""
+        if self.scatterer is not None:
+            self.scatterer.start(ServiceThread)
         if self.verifier is not None:
             self.verifier.start(ServiceThread)
 
     def close(self) -> None:
-        """Stop verifying; D has no transfer threads."""
+        """Stop scattering and verifying; D has no transfer threads."""
+        if self.scatterer is not None:
+            self.scatterer.close()
         if self.verifier is not None:
             self.verifier.close()
 
@@ -133,6 +151,7 @@ class DecodeReceiver:
             prefill_rank,
             prefill_incarnation,
             self._parts.clock.monotonic(),
+            is_staged_alone=self.scatterer is not None and self._config.is_staging_required,
         )
         with self._lock:
             self._rooms.announce(room, record)
@@ -162,6 +181,8 @@ class DecodeReceiver:
                 self._on_aux_ready(room, message)
             elif isinstance(message, TransferStatus):
                 self._on_status(room, message)
+            elif isinstance(message, Staged):
+                self._on_staged(room, message)
             elif isinstance(message, AbortAck):
                 with self._lock:
                     self._rooms.on_abort_ack(room, message)
@@ -194,6 +215,14 @@ class DecodeReceiver:
             else:
                 self._rooms.logits_arrived(room)
 
+    def _on_staged(self, room: bytes, message: Staged) -> None:
+        if self._arrivals is None or self.scatterer is None:
+            raise BadFrame("a staged group for a D without staging memory")
+        with self._lock:
+            group = self._arrivals.arrived(room, message)
+        if group is not None:
+            self.scatterer.put(group)
+
     def _on_status(self, room: bytes, message: TransferStatus) -> None:
         if message.poll not in (KVPoll.Success, KVPoll.Failed):
             raise BadFrame(f"a status with poll {message.poll}")
@@ -214,6 +243,8 @@ class DecodeReceiver:
         moved_bytes = sum(message.bytes_per_rank)
         if moved_bytes != entry.data.expected_bytes:
             error = Integrity(f"P moved {moved_bytes} bytes, {entry.data.expected_bytes} were expected")
+        elif (message.num_staged, 0) != (entry.data.num_scattered, entry.data.num_scattering):
+            error = Integrity(f"P staged {message.num_staged} groups, {entry.data.num_scattered} were scattered")
         elif is_logits_missing:
             error = self._verify_logits(room, entry.data)
         arrival: Arrival | None = None
@@ -247,6 +278,25 @@ class DecodeReceiver:
         except Integrity as error:
             return error
         return None
+
+    # ------------------------------------------------------------------------------------------------ scattering thread
+
+    def begin_scatter(self, group: StagedGroup) -> Scatter | None:
+        assert self._arrivals is not None
+        with self._lock:
+            scatter = self._arrivals.begin(group)
+        if scatter is None:
+            self._empty_outbox()
+        return scatter
+
+    def end_scatter(self, scatter: Scatter, error: ChituError | None) -> None:
+        assert self._arrivals is not None
+        with self._lock:
+            self._arrivals.end(scatter, error)
+        self._empty_outbox()
+
+    def verify_row(self, scatter: Scatter) -> ChituError | None:
+        return self._verify_logits(scatter.group.room, scatter.entry.data)
 
     # ---------------------------------------------------------------------------------------------------- verify thread
 

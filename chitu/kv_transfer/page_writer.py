@@ -1,11 +1,11 @@
-"""The one-sided writes of P: what a transfer thread does with one batch of the queue.
+"""The one-sided writes of P: what a transfer thread does with one batch of the queue, directly or through a segment.
 
 Owned by `PrefillSender`. With `verify_kv` the pages of a batch are summed up here, from our own memory, once they are
 written. A visit has three parts: `begin` (under the sender's lock: may this batch still be written?), `run` (without
 it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room). The queue gives
 a room to one thread at most, so there are never two visits to a room at once. Invariants: Success follows the last byte
-and the last checksum; a write that failed and may still land suspends its D until a settle succeeded, and keeps the
-room SETTLING until then.
+and the last checksum, and of what was staged D's last `Scattered`; a write that failed and may still land suspends its
+D (staged: one of its segments) until a settle succeeded, and keeps the room SETTLING until then.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from chitu import log
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.registration import DecodePeer
 from chitu.kv_transfer.send_rooms import SendEntry, SendRoom, SendRooms
-from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove
-from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk
+from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove, wait_for
+from chitu.kv_transfer.staging.stager import Place, Stager
+from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk, TransferQueue, merged
+from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.kv_transfer.transport import WriteError
 from chitu.lifecycle import SenderEvent, SenderState
-from chitu.messages import AuxReady
+from chitu.messages import AuxReady, Scattered
 from chitu.types import room_text
 
 
@@ -37,6 +40,8 @@ class Visit:
     batch: Batch
     entry: SendEntry
     writer: DecodeWriter
+    place: Place | None = None
+    """Of what is staged."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,12 +56,17 @@ class Outcome:
 
 
 class PageWriter:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, out: Outbox) -> None:
+    def __init__(
+        self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, queue: TransferQueue, out: Outbox
+    ) -> None:
         self._config = config
         self._parts = parts
         self._rooms = rooms
         self._out = out
+        self.stager = Stager(config, parts, queue, out)
         self.bytes_moved = 0
+        self.bytes_staged = 0
+        """Of these: through segments."""
 
     # ------------------------------------------------------------------------------------------------------------ begin
 
@@ -77,12 +87,18 @@ class PageWriter:
             return None
         if writer is None:
             return None
+        place: Place | None = None
+        if self.stager.wants(batch, entry.data, entry.data.peer):
+            place = self.stager.place(batch, entry.data.peer)
+            if place is None:
+                return None
+            batch = place.batch
         record, verify_kv = entry.data, self._config.verify_kv
         if verify_kv != "off" and record.kv_sums is None and record.info is not None:
             chosen = choose_pages(verify_kv, record.info.prefix_pages, len(record.dst_pages))
             record.kv_sums = RoomSums.of(chosen, writer.transport)
         record.is_in_flight = True
-        return Visit(batch, entry, writer)
+        return Visit(batch, entry, writer, place)
 
     # ----------------------------------------------------------------------------------------------- run (no lock held)
 
@@ -96,12 +112,38 @@ class PageWriter:
             if batch.is_aux:
                 assert record.info is not None
                 self._parts.aux.seal(record.aux_slot, batch.room)
+            if visit.place is not None:
+                return self._stage(visit.place, record)
+            if batch.is_aux:
+                assert record.info is not None
                 return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
-            chunks = _merged(batch.chunks)
-            written = writer.write_pages(_moves(chunks, record), timeout_s)
+            chunks = merged(batch.chunks)
+            moves = _moves(chunks, record)
+            assert record.peer is not None
+            cost = record.peer.cost
+            if cost is not None:
+                wait_for(moves)  # the time until they are computed is no price of writing
+            started_s = self._parts.clock.monotonic()
+            written = writer.write_pages(moves, timeout_s)
+            if cost is not None:
+                seconds = self._parts.clock.monotonic() - started_s
+                cost.note_direct(*self.stager.size_of(batch, record), seconds)
             return Outcome(written, self._sums(chunks, record))
         except ChituError as error:
             return Outcome(error=error)
+
+    def _stage(self, place: Place, record: SendRoom) -> Outcome:
+        """Raises ChituError."""
+        timeout_s, chunk = self._config.write_timeout_s, place.group.chunk
+        if chunk is None:
+            nbytes = place.writer.write_row(record.aux_slot, place.own_segment, place.segment.index, timeout_s)
+            return Outcome((nbytes,))
+        (move,) = _moves([chunk], record)
+        if place.writer.cost is not None:
+            wait_for([move])
+            place.segment.started_s = self._parts.clock.monotonic()
+        nbytes = place.writer.write_pages(move, place.own_segment, place.segment.index, timeout_s)
+        return Outcome((nbytes,), self._sums([chunk], record))
 
     def _sums(self, chunks: Sequence[TransferKVChunk], record: SendRoom) -> Int64s | None:
         """What the chosen pages of these chunks hold here; zero for the others."""
@@ -120,14 +162,44 @@ class PageWriter:
     # -------------------------------------------------------------------------------------------------------------- end
 
     def end(self, visit: Visit, outcome: Outcome) -> None:
-        visit.entry.data.is_in_flight = False
+        room, entry, place = visit.batch.room, visit.entry, visit.place
+        peer = entry.data.peer
+        assert peer is not None
+        entry.data.is_in_flight = False
         if visit.batch.is_settle:
-            self._settle_tried(visit.batch.room, visit.entry.data, outcome)
+            self._settle_tried(room, entry.data, outcome)
         elif outcome.error is not None:
-            self._write_failed(visit.batch.room, visit.entry.data, outcome.error)
+            self._write_failed(room, entry.data, outcome.error, peer, place)
         else:
-            self._written(visit.batch, visit.entry, outcome)
-        self._rooms.release_if_settled(visit.batch.room)
+            if outcome.sums is not None and entry.data.kv_sums is not None:
+                entry.data.kv_sums.sums += outcome.sums
+            if place is None:
+                self._landed(room, entry, visit.batch, outcome.bytes_per_rank)
+            elif entry.state is SenderState.TRANSFERRING:
+                self.stager.written(place, peer, entry.data, outcome.bytes_per_rank[0])
+            else:  # it failed meanwhile
+                self.stager.dropped(place, peer)
+        self._rooms.release_if_settled(room)
+
+    def scattered(self, room: bytes, message: Scattered, peer: DecodePeer) -> None:
+        """A staged group is in its place at D (or its room is over there, which D says by other means)."""
+        segment = self.stager.scattered(room, message, peer)
+        entry = self._rooms.table.get(room)
+        if segment is None or segment.group is None or entry is None or entry.data.peer is not peer:
+            return
+        group = segment.group
+        nbytes = self._parts.memory.aux_row_bytes
+        if group.chunk is not None:
+            memory, layout = self._parts.memory, self._config.layout
+            nbytes = group.chunk.num_units * layout.regions_per_layer * memory.page_bytes
+        entry.data.num_staged += 1
+        self.bytes_staged += nbytes
+        batch = Batch(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
+        cost = peer.cost
+        if cost is not None and segment.started_s < NEVER_S:
+            seconds = self._parts.clock.monotonic() - segment.started_s
+            cost.note_staged(*self.stager.size_of(batch, entry.data), seconds)
+        self._landed(room, entry, batch, (nbytes,), is_staged=True)
 
     def _settle_tried(self, room: bytes, record: SendRoom, outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -136,38 +208,44 @@ class PageWriter:
             assert record.peer is not None
             record.is_unsettled = False
             record.peer.is_suspended = False
+            self.stager.settled(room, record.peer)
 
-    def _write_failed(self, room: bytes, record: SendRoom, failure: ChituError) -> None:
+    def _write_failed(
+        self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer, place: Place | None
+    ) -> None:
         if isinstance(failure, WriteError) and not failure.settled:
-            assert record.peer is not None
             record.is_unsettled = True
-            record.peer.is_suspended = True
+            if place is None or self.stager.write_failed(place, peer):
+                peer.is_suspended = True
+        elif place is not None:
+            self.stager.dropped(place, peer)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
         self._out.log(logging.WARNING, "transfer of %s failed: %s", record.request_id, failure.message)
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
-    def _written(self, batch: Batch, entry: SendEntry, outcome: Outcome) -> None:
+    def _landed(
+        self, room: bytes, entry: SendEntry, batch: Batch, bytes_per_rank: Sequence[int], *, is_staged: bool = False
+    ) -> None:
+        """The logits row or the chunks of the batch are in D's memory. Of a staged row D knows before us."""
         record = entry.data
-        totals = zip_longest(record.bytes_per_rank, outcome.bytes_per_rank, fillvalue=0)
+        totals = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
         record.bytes_per_rank = tuple(before + now for before, now in totals)
-        self.bytes_moved += sum(outcome.bytes_per_rank)
-        if outcome.sums is not None and record.kv_sums is not None:
-            record.kv_sums.sums += outcome.sums
+        self.bytes_moved += sum(bytes_per_rank)
         if entry.state is not SenderState.TRANSFERRING:  # it failed meanwhile
             return
         assert record.peer is not None
         if batch.is_aux:
             record.is_aux_written = True
             self._out.log(logging.INFO, log.FINISHED_AUX, record.request_id)
+        if batch.is_aux and not is_staged:
             info = record.peer.info
-            self._out.frame(info.endpoint, info.dst_port, batch.room, AuxReady(self._config.incarnation))
-        else:
-            record.units_left -= sum(chunk.num_units for chunk in batch.chunks)
+            self._out.frame(info.endpoint, info.dst_port, room, AuxReady(self._config.incarnation))
+        record.units_left -= sum(chunk.num_units for chunk in batch.chunks)
         if not record.units_left and not record.is_kv_logged:
             record.is_kv_logged = True
             self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
         if not record.units_left and record.is_aux_written:
-            self._rooms.succeed(batch.room, entry)
+            self._rooms.succeed(room, entry)
 
 
 def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove]:
@@ -177,21 +255,3 @@ def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove
         src_pages, dst_pages = record.pages[pages], record.dst_pages[pages]
         moves.append(PageMove(chunk.first_layer, chunk.end_layer, src_pages, dst_pages, chunk.ready))
     return moves
-
-
-def _merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
-    """Neighbouring layers of the same pages as one chunk: several layers become one plan, which is ready when the last
-    of them is."""
-    merged: list[TransferKVChunk] = []
-    for chunk in chunks:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.end_layer == chunk.first_layer
-            and (last.first_page, last.end_page) == (chunk.first_page, chunk.end_page)
-        ):
-            pages = chunk.first_page, chunk.end_page
-            merged[-1] = TransferKVChunk(last.first_layer, chunk.end_layer, *pages, chunk.ready or last.ready)
-        else:
-            merged.append(chunk)
-    return merged

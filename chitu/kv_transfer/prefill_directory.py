@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from chitu import log
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
 from chitu.types import REGISTRATION_ROOM
@@ -43,6 +46,11 @@ class PrefillDirectory:
         self._view = view
         self._out = out
         self._peers: dict[int, PrefillPeer] = {}
+        area = parts.staging.area if parts.staging is not None else None
+        self.grants = SegmentGrants(area.num_segments if area is not None else 0, config.staging_prefills)
+        staging = None
+        if area is not None and config.staging_prefills:
+            staging = msgspec.structs.replace(area.memory(), is_required=config.is_staging_required)
         self.registration = KVArgsRegisterInfo(
             protocol_version=PROTOCOL_VERSION,
             engine_rank=config.engine_rank,
@@ -50,9 +58,9 @@ class PrefillDirectory:
             endpoint=config.host,
             dst_port=config.control_port,
             layout=config.layout,
-            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions), *parts.follower_memories),
+            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions, staging), *parts.follower_memories),
         )
-        """What every P is told of this instance."""
+        """What every P is told of this instance, each with the segments that it is granted."""
 
     # --------------------------------------------------------------------------------------------------------- look-ups
 
@@ -66,6 +74,10 @@ class PrefillDirectory:
             if peer.incarnation == incarnation:
                 return peer.host, peer.port
         return None
+
+    def rank_of(self, incarnation: int) -> int | None:
+        """None where it is not the newest of its rank."""
+        return next((rank for rank, peer in self._peers.items() if peer.incarnation == incarnation), None)
 
     def registered(self) -> dict[int, int]:
         """engine_rank -> incarnation of the P that took our registration."""
@@ -84,7 +96,7 @@ class PrefillDirectory:
         elif (peer.host, peer.port) != (host, port):
             peer.host, peer.port, peer.is_registered = host, port, False
         if not peer.is_registered and peer.refusal is None and peer.repeat_due_s <= self._clock.monotonic():
-            self._register(peer)
+            self._register(rank, peer)
 
     def take_view(self) -> None:
         """The view was updated: register with who is new in it, and anew with who comes back after it was lost."""
@@ -98,7 +110,7 @@ class PrefillDirectory:
     def tick(self, now_s: float) -> None:
         for rank, peer in self._peers.items():
             if peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):
-                self._register(peer)
+                self._register(rank, peer)
 
     def on_reply(self, message: RegisterReply) -> bool:
         """P took or refused the registration. False: the reply is of or to another incarnation."""
@@ -117,9 +129,10 @@ class PrefillDirectory:
             self._out.log(logging.INFO, log.DECODE_REGISTERED, message.engine_rank)
         return True
 
-    def _register(self, peer: PrefillPeer) -> None:
+    def _register(self, rank: int, peer: PrefillPeer) -> None:
         if peer.is_registered or peer.refusal is not None:
             peer.repeat_due_s = NEVER_S
             return
         peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
-        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, self.registration)
+        message = msgspec.structs.replace(self.registration, segments=self.grants.of(rank))
+        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, message)

@@ -24,12 +24,13 @@ from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.send_rooms import SendRooms
 from chitu.kv_transfer.transfer_queue import Batch, TransferQueue
-from chitu.lifecycle import SenderEvent, SenderState
+from chitu.lifecycle import SegmentState, SenderEvent, SenderState
 from chitu.messages import (
     AbortAck,
     AbortTransfer,
     ClusterView,
     KVArgsRegisterInfo,
+    Scattered,
     StatusAck,
     TransferInfo,
     peer_codec,
@@ -56,7 +57,7 @@ class PrefillSender:
         self._table = self._rooms.table
         self._feed = ChunkFeed(config, parts.clock, self._rooms, self.queue)
         self._announcements = Announcements(config, parts.clock, self._view, self._rooms, self._feed, self._out)
-        self._writer = PageWriter(config, parts, self._rooms, self._out)
+        self._writer = PageWriter(config, parts, self._rooms, self.queue, self._out)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Undecodable or misdirected frames so far."""
@@ -85,6 +86,17 @@ class PrefillSender:
     @property
     def bytes_moved(self) -> int:
         return self._writer.bytes_moved
+
+    @property
+    def bytes_staged(self) -> int:
+        """Of `bytes_moved`: through segments."""
+        return self._writer.bytes_staged
+
+    @property
+    def num_quarantined_segments(self) -> int:
+        """Of all D: a write to them may still land."""
+        granted = [peer.segments for peer in list(self._peers.table.values()) if peer.segments is not None]
+        return sum(segments.count(SegmentState.QUARANTINED) for segments in granted)
 
     @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:
@@ -150,6 +162,8 @@ class PrefillSender:
                 self._on_transfer_info(room, message)
             elif isinstance(message, StatusAck):
                 self._on_status_ack(room, message)
+            elif isinstance(message, Scattered):
+                self._on_scattered(room, message)
             elif isinstance(message, AbortTransfer):
                 self._on_abort(room, message)
             elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
@@ -193,6 +207,14 @@ class PrefillSender:
         with self._lock:
             self._rooms.on_abort(room, message, peer)
 
+    def _on_scattered(self, room: bytes, message: Scattered) -> None:
+        peer = self._peers.table.get(message.incarnation)
+        if peer is None:
+            self.stale_frames += 1
+            return
+        with self._lock:
+            self._writer.scattered(room, message, peer)
+
     def on_view(self, view: ClusterView) -> None:
         with self._lock:
             if not self._view.update(view):
@@ -206,6 +228,7 @@ class PrefillSender:
         self._next_tick_s = now_s + TICK_INTERVAL_S
         with self._lock:
             self._rooms.tick(now_s)
+            self._writer.stager.repeat(self._peers.present(), now_s)
             idle = self._peers.take_idle(entry.data.peer for _, entry in self._table.items())
         self._empty_outbox()
         for writer in idle:

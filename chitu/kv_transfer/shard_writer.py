@@ -88,6 +88,11 @@ class ShardWriter:
     def transport(self) -> str:
         return "+".join(sorted({link.transport.name for link in self._links}))
 
+    @property
+    def main_link(self) -> Link:
+        """To D's main rank."""
+        return self._links[0]
+
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
         planned = [(link, self._plan(link, moves)) for link in self._links]
         after = [move.ready for move in moves if move.ready is not None]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.faulty.flips import ByteFlipper, EveryNth
+from chitu.kv_transfer.staging.copier import gathers, reaches_pages
 from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.messages import RankMemory, TransportSession
 
@@ -46,6 +47,10 @@ class FaultyPeer:
     def session_id(self) -> str:
         return self.inner.session_id
 
+    @property
+    def reaches_pages(self) -> bool:
+        return reaches_pages(self.inner)
+
 
 class FaultyTransport:
     """See `kv_transfer.transport.Transport`. It goes by the wrapped transport's name, since peers choose by it."""
@@ -64,6 +69,10 @@ class FaultyTransport:
     @property
     def name(self) -> str:
         return self._inner.name
+
+    @property
+    def gathers(self) -> bool:
+        return gathers(self._inner)
 
     def local_session(self) -> TransportSession:
         return self._inner.local_session()

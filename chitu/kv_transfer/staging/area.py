@@ -72,3 +72,7 @@ class Staging:
     copier: PieceCopier
     area: StagingArea | None
     """D: what it grants. P: what it gathers into; None where its transports gather by themselves (`gathers`)."""
+    device: str = "cpu"
+    """Where the pool is; with the next, what the first prices of `cost.py` are chosen by."""
+    protocol: str = "tcp"
+    """Mooncake's."""

@@ -34,6 +34,8 @@ class Segment:
     group: Group | None = None
     message: Staged | None = None
     repeat_due_s: float = NEVER_S
+    started_s: float = NEVER_S
+    """When its gather began; NEVER_S where nobody wants to know."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class GrantedSegments:
         segment = min(free, key=lambda segment: segment.number)
         self._apply(segment, SegmentEvent.TAKE)
         self._last_number += 1
-        segment.number, segment.group, segment.message, segment.repeat_due_s = self._last_number, group, None, NEVER_S
+        segment.number, segment.group, segment.message = self._last_number, group, None
+        segment.repeat_due_s = segment.started_s = NEVER_S
         return segment
 
     def written(self, segment: Segment, message: Staged) -> None:
@@ -70,14 +73,15 @@ class GrantedSegments:
         """The write may still land."""
         self._apply(segment, SegmentEvent.WRITE_FAILED)
 
-    def scattered(self, number: int, index: int) -> Group | None:
-        """D is done with a segment: the group that was in it. None for an answer that is late or doubled."""
+    def scattered(self, number: int, index: int) -> Segment | None:
+        """D is done with a segment, which keeps its group until it is taken again. None for an answer that
+        is late or doubled."""
         segment = self.segments.get(index)
         if segment is None or segment.number != number or segment.state is not SegmentState.STAGED:
             return None
         self._apply(segment, SegmentEvent.SCATTERED)
         segment.repeat_due_s = NEVER_S
-        return segment.group
+        return segment
 
     def settled(self, room: bytes) -> None:
         """Nothing that was written for this room can land any more."""

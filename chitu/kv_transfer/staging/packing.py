@@ -1,5 +1,5 @@
-"""How a group lies in a segment, on both sides: region by region (K of the first layer, V of it, K of the next, ...), in
-each region the group's pages in the order of the room's page list, without gaps. Or one logits row.
+"""How a group lies in a segment, on both sides: region by region (K of the first layer, V of it, K of the next, ...),
+in each region the group's pages in the order of the room's page list, without gaps. Or one logits row.
 
 Pure integers. P packs (`pack_pages`: pool -> segment), D scatters the same list turned round (`turned`). Pages that
 follow each other in the pool are one piece. Called by transfer threads and by D's scattering thread.

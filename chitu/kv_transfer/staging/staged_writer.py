@@ -16,6 +16,7 @@ from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.shard_writer import Link, PageMove, wait_for
 from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.staging.copier import gathers, reaches_pages
+from chitu.kv_transfer.staging.cost import TransferCost, price_of
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row
 from chitu.kv_transfer.transport import CopyList, OrderedTransport, WriteError
 from chitu.messages import StagingMemory
@@ -40,6 +41,11 @@ class StagedWriter:
             if staging.area is None:
                 raise TransferFailed(f"transport {link.transport.name} needs staging memory here, and there is none")
             self.segment_bytes = min(theirs.segment_bytes, staging.area.segment_bytes)
+        self.cost: TransferCost | None = None
+        """Set: writes are direct where that is faster."""
+        if staging.way == "auto":
+            price = price_of(link.transport.name, staging.device, staging.protocol)
+            self.cost = TransferCost(price, self.segment_bytes)
         self.must_stage = theirs.is_required or not reaches_pages(link.handle)
         """Pages and logits rows of this D cannot or may not be written directly."""
 
