@@ -32,7 +32,7 @@ import msgspec
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import check, find_instance, instances, on_one_host
+from chitu.config.topology import Instance, check, instances, on_one_host
 from chitu.errors import ConfigError
 from chitu.launch.health import Health, ask_health
 from chitu.launch.nodes import launch_problems
@@ -169,7 +169,7 @@ class LocalCluster:
     def pid(self, name: str) -> int:
         """Pid of the process that does the work: the scheduler under torchrun, or the router itself."""
         child = self._supervisor.child(name)
-        if name == ROUTER or not self._entries.torchrun:
+        if name == ROUTER or not self._entries.has_torchrun(self._instance(name)):
             return child.pid
         workers = child.worker_pids()
         if not workers:
@@ -210,6 +210,7 @@ class LocalCluster:
         if name == ROUTER:
             ready_file = str(self._supervisor.ready_file)
             return router_spec(self.topology, self._config, overrides, ready_file, self._entries)
-        role, rank = next((i.role, i.engine_rank) for i in instances(self.topology) if i.name == name)
-        instance = find_instance(self.topology, role, rank)
-        return instance_spec(self.topology, instance, self._config, overrides, self._cores, self._entries)
+        return instance_spec(self.topology, self._instance(name), self._config, overrides, self._cores, self._entries)
+
+    def _instance(self, name: str) -> Instance:
+        return next(instance for instance in instances(self.topology) if instance.name == name)

@@ -36,7 +36,10 @@ class Entries:
     scheduler: str = "chitu.serve.scheduler"
     python: str = sys.executable
     torchrun: bool = True
-    """False: a scheduler that needs no torch is started by itself (one rank only)."""
+    """False: an instance of one rank is started by itself, which takes seconds less (the agent imports torch too)."""
+
+    def has_torchrun(self, instance: Instance) -> bool:
+        return self.torchrun or instance.config.tp_size > 1
 
 
 def router_spec(
@@ -56,7 +59,7 @@ def instance_spec(
     topology: Topology, instance: Instance, config: str, overrides: Sequence[str], cores: int, entries: Entries
 ) -> ProcessSpec:
     """One torchrun. `cores`: CPU cores of its host."""
-    alone = instance.config.tp_size == 1
+    alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
     torchrun = ("-m", "torch.distributed.run", *meeting)
     ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
@@ -64,7 +67,7 @@ def instance_spec(
         name=instance.name,
         host=instance.config.host,
         argv=(
-            *(entries.python, *(torchrun + ranks if entries.torchrun else ())),
+            *(entries.python, *(torchrun + ranks if has_torchrun else ())),
             *("-m", entries.scheduler, "--config", config),
             *("--role", instance.role.value, "--rank", str(instance.engine_rank), *overrides),
         ),
@@ -74,7 +77,7 @@ def instance_spec(
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
             # Else torchrun starts a TCP store for its ranks all the same.
-            **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and entries.torchrun else {}),
+            **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
         },
     )
 

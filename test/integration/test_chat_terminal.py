@@ -19,7 +19,7 @@ from types import TracebackType
 
 import httpx
 import pytest
-from completions import wait_until
+from completions import WITHOUT_TORCHRUN, wait_until
 
 from chitu.chat.client import RouterClient
 from chitu.chat.trace import byte_text
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000"]
     settings.append(f"dp_config.router.api_keys=[{KEY}]")
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         client = RouterClient(cluster.url, KEY)
         wait_until(lambda: all(i.load and i.load.pages_total for i in client.cluster().instances), 10, client.cluster)

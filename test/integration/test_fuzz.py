@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
@@ -138,7 +138,7 @@ def _replace_some(rng: random.Random, node: Any) -> None:
 def cluster() -> Iterator[LocalCluster]:
     short = [f"{PD}.deadlines.{name}=2" for name in ("bootstrap_s", "queue_s", "transfer_s")]
     overrides = [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", f"{PD}.transport=shm"]
-    with LocalCluster(load_topology(None, [*overrides, *short])) as cluster:
+    with LocalCluster(load_topology(None, [*overrides, *short]), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         yield cluster
 

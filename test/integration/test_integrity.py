@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -55,7 +55,7 @@ def requests() -> tuple[list[list[int]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def expected(settings: list[str]) -> list[list[int]]:
-    with LocalCluster(load_topology("unified_local.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("unified_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         return [answer.token_ids for answer in complete_all(cluster.url, *requests())]
 
@@ -64,7 +64,8 @@ def broken(settings: list[str], *more: str) -> LocalCluster:
     """A breaker would shut a broken link off, which is right, and would end the test early."""
     faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=30"]
     return LocalCluster(
-        load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more])
+        load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more]),
+        entries=WITHOUT_TORCHRUN,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from completions import complete_all, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, wait_until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         f"cache.num_pages={NUM_PAGES}",
         "dp_config.router.retry.max_attempts=1",
     ]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         yield cluster
 

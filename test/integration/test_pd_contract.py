@@ -11,7 +11,7 @@ import msgspec
 import openai
 import psutil
 import pytest
-from completions import complete_all, instance_loads, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -23,7 +23,7 @@ from chitu.serve.cluster_snapshot import ClusterSnapshot
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     model = make_model(tmp_path_factory.mktemp("models") / "llama", family="llama")
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=1000"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         yield cluster
 

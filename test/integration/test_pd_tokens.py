@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions import Completion, complete_all
+from completions import WITHOUT_TORCHRUN, Completion, complete_all
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -78,7 +78,7 @@ def answers_of(
 ) -> tuple[list[Completion], list[Completion]]:
     """(greedy, seeded) answers of a fresh cluster to 16 requests at once."""
     settings = [f"model.path={model}", "model.served_name=m", *CHUNKS, *PATIENCE, *overrides]
-    with LocalCluster(load_topology(topology, settings)) as cluster:
+    with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         greedy = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
         seeded = complete_all(cluster.url, prompts, seeded_options())

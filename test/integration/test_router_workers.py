@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
 from chitu.bench.router_process import RouterUnderTest
 from chitu.chat.client import RouterClient
@@ -299,7 +299,7 @@ def test_real_instances_lose_no_page_when_an_api_process_dies_with_its_requests(
     ]
     prompts = [[number, 9, 8, 7] for number in range(9)]
     options = [{"max_tokens": 30, "temperature": 0, "ignore_eos": True}] * len(prompts)
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready(200)
         expected = [answer.token_ids for answer in complete_all(cluster.url, prompts, options)]
         assert len(expected) == len(prompts)
