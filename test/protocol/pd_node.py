@@ -28,8 +28,11 @@ from chitu.kv_transfer.fake.transfer_engine import FakeTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
+from chitu.kv_transfer.staging.copier import HostCopier
+from chitu.kv_transfer.transport import CopyList
 from chitu.messages import InstanceInfo, KVLayout
-from chitu.types import Role, instance_name
+from chitu.types import Ready, Role, instance_name
 
 if TYPE_CHECKING:
     from pd_world import World
@@ -40,6 +43,7 @@ TOKEN_BYTES = 4
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 NUM_PAGES = 24
 NUM_AUX = 4
+NUM_SEGMENTS = 4
 VOCAB = 8
 AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
 POISON = 0xEE
@@ -62,6 +66,19 @@ class WatchedSums:
         self.num_units += len(layers) * len(pages)
         self.meanwhile()
         return self._inner.sums(layers, pages)
+
+
+class WatchedCopier:
+    """`PieceCopier` of a node, with a chance to do something before and after the bytes move."""
+
+    def __init__(self) -> None:
+        self._inner = HostCopier()
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
+        self.meanwhile()
+        self._inner.copy(copies, after)
+        self.meanwhile()
 
 
 class DeviceQueue:
@@ -102,11 +119,12 @@ class Point:
 
 
 class Memory:
-    """A pool in numpy: `PagedMemory` plus a free list whose pages are poisoned."""
+    """A pool in numpy: `PagedMemory` plus a free list whose pages are poisoned, and segments behind it."""
 
-    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, page_bytes: int = PAGE_BYTES, segment_bytes: int = 0) -> None:
         region_bytes = NUM_PAGES * page_bytes
-        self.arena = np.full(2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES, POISON, dtype=np.uint8)
+        pool_bytes = 2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES
+        self.arena = np.full(pool_bytes + NUM_SEGMENTS * segment_bytes, POISON, dtype=np.uint8)
         self.arena_base = int(self.arena.ctypes.data)
         self.arena_bytes = self.arena.nbytes
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
@@ -117,7 +135,10 @@ class Memory:
         self.num_aux_slots = NUM_AUX
         regions = self.arena[: 2 * NUM_LAYERS * region_bytes]
         self.kv = regions.reshape(2 * NUM_LAYERS, NUM_PAGES, page_bytes)
-        self.rows = self.arena[2 * NUM_LAYERS * region_bytes :].reshape(NUM_AUX, AUX_ROW_BYTES)
+        self.rows = self.arena[2 * NUM_LAYERS * region_bytes : pool_bytes].reshape(NUM_AUX, AUX_ROW_BYTES)
+        self.area: StagingArea | None = None
+        if segment_bytes:
+            self.area = area_of(self, self.arena_base + pool_bytes, segment_bytes, NUM_SEGMENTS)
         self.aux = MetadataBuffers(self.rows, 4 * VOCAB)
         self.free = list(range(NUM_PAGES))
 
@@ -177,7 +198,7 @@ class Node:
         self.incarnation = world.next_incarnation()
         self.pid = self.incarnation
         self.port = 1000 + self.incarnation
-        self.memory = Memory(world.page_bytes.get((role, rank), PAGE_BYTES))
+        self.memory = Memory(world.page_bytes.get((role, rank), PAGE_BYTES), world.segment_bytes)
         self.requests: dict[bytes, Request] = {}
         self.is_alive = True
         self.is_frozen = False
@@ -189,17 +210,26 @@ class Node:
         memory = self.memory
         self.page_sums = WatchedSums(HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes))
         self.wake: Callable[[], object] = lambda: None
+        staging: Staging | None = None
+        self.copier = WatchedCopier()
+        transport = FakeTransport(world.fabric, self.session)
+        if world.way != "direct":
+            staging = Staging(world.way, self.copier, self.memory.area)
+            prefills = tuple(range(world.num_prefill))
+            config = replace(config, staging_prefills=prefills, is_staging_required=world.way == "staged")
+            transport.gathers = world.gathers
         self.kv = KVManager(
             role,
             replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv),
             memory=self.memory,
             aux=self.memory.aux,
-            transports=[FakeTransport(world.fabric, self.session)],
+            transports=[transport],
             link=world.link,
             wake=lambda: self.wake(),
             clock=world.clock,
             is_pid_alive=world.is_pid_alive,
             page_sums=self.page_sums,
+            staging=staging,
         )
 
     @property
@@ -220,6 +250,11 @@ class Node:
         """One turn of D's verifying thread."""
         verifier = self.kv.receiver.verifier if self.kv.receiver is not None else None
         return verifier is not None and verifier.run_one()
+
+    def scatter_one(self) -> bool:
+        """One turn of D's scattering thread."""
+        scatterer = self.kv.receiver.scatterer if self.kv.receiver is not None else None
+        return scatterer is not None and scatterer.run_one()
 
     # ------------------------------------------------------------------------------------------- scheduler, both roles
 

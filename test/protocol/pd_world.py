@@ -9,12 +9,16 @@ import random
 import uuid
 from dataclasses import dataclass
 
-from pd_node import NUM_AUX, NUM_PAGES, PAGE_BYTES, Node
+from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node
 
 from chitu.clock import FakeClock
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
+from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.staging.area import TransferWay
+from chitu.kv_transfer.transport import CopyList
+from chitu.lifecycle import SegmentState
 from chitu.messages import ClusterView, TransferStatus, peer_codec
 from chitu.types import Role, new_room
 
@@ -37,7 +41,10 @@ class World:
         num_decode: int = 1,
         hostility: float = 0.0,
         verify_kv: VerifyKV | None = None,
+        way: TransferWay = "direct",
     ) -> None:
+        self.way = way
+        self.num_prefill = num_prefill
         self.rng = random.Random(seed)
         self.clock = FakeClock(100.0)
         self.fabric = FakeFabric()
@@ -46,6 +53,10 @@ class World:
         modes: list[VerifyKV] = ["off", "sample", "all"]
         self.verify_kv = verify_kv or self.rng.choice(modes)
         self.page_bytes: dict[tuple[Role, int], int] = {}
+        self.segment_bytes = self.rng.choice([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12]) if way != "direct" else 0
+        self.gathers = way != "direct" and self.rng.random() < 0.5
+        """P's transport puts pieces into D's segments by itself."""
+        self.fabric.on_land = self._check_landing
         self.frames: list[Frame] = []
         self._incarnations = 0
         self._view_version = 0
@@ -53,6 +64,16 @@ class World:
         self.nodes = [Node(self, Role.PREFILL, k) for k in range(num_prefill)]
         self.nodes += [Node(self, Role.DECODE, m) for m in range(num_decode)]
         self.buried: list[Node] = []
+
+    def _check_landing(self, session: str, copies: CopyList) -> None:
+        """Nothing but a segment is ever written where D takes staged groups alone."""
+        if self.way != "staged":
+            return
+        (node,) = (node for node in [*self.nodes, *self.buried] if node.session == session)
+        area = node.memory.area
+        assert area is not None
+        for address, length in zip(copies.dst, copies.length, strict=True):
+            assert area.base <= address and address + length <= area.base + area.nbytes, "a write beside the segments"
 
     # ------------------------------------------------------------------------------------------------------------ parts
 
@@ -83,6 +104,8 @@ class World:
             for node in self.of(Role.DECODE):
                 if not node.is_frozen and self.rng.random() < 0.5:
                     node.verify_one()
+                if self.way != "direct" and not node.is_frozen and self.rng.random() < 0.5:
+                    node.scatter_one()
 
     def deliver_one(self) -> None:
         bad = self.rng.random() < self.hostility
@@ -166,7 +189,9 @@ class World:
         start_s = self.clock.monotonic()
         while self.clock.monotonic() - start_s < limit_s:
             for _ in range(1000):
-                if not self.frames and not any(n.sender.queue.run_one() for n in self.of(Role.PREFILL)):
+                is_moving = any([n.sender.queue.run_one() for n in self.of(Role.PREFILL)])
+                is_moving |= any([n.scatter_one() for n in self.of(Role.DECODE)])
+                if not self.frames and not is_moving:
                     break
                 if self.frames:
                     self.deliver_one()
@@ -191,6 +216,8 @@ class World:
             left += [f"{node.session} {r.room.hex()[:6]} {r.seen}" for r in node.requests.values() if not r.is_over]
             if role.num_rooms:
                 left.append(f"{node.session} keeps {[entry.state for _, entry in role._table.items()]}")
+            if node.kv.sender is not None:
+                left += [f"{node.session} keeps segments: {busy}" for busy in busy_segments(node.kv.sender)]
         return left
 
     def check_all_returned(self) -> None:
@@ -201,11 +228,18 @@ class World:
                 node.memory.check_poison(page)
 
 
+def busy_segments(sender: PrefillSender) -> list[SegmentState]:
+    """Of all D that a P knows: what is not free."""
+    granted = [peer.segments for peer in sender.decode_kv_args_table.values() if peer.segments is not None]
+    states = [segment.state for segments in granted for segment in segments.segments.values()]
+    return [state for state in states if state is not SegmentState.FREE]
+
+
 class Pair:
     """One P and one D that know each other, and one room of 10 tokens."""
 
-    def __init__(self, seed: int = 1, verify_kv: VerifyKV = "off") -> None:
-        self.world = World(seed, verify_kv=verify_kv)
+    def __init__(self, seed: int = 1, verify_kv: VerifyKV = "off", way: TransferWay = "direct") -> None:
+        self.world = World(seed, verify_kv=verify_kv, way=way)
         self.p: Node = self.world.of(Role.PREFILL)[0]
         self.d: Node = self.world.of(Role.DECODE)[0]
         self.room = new_room()
@@ -216,8 +250,9 @@ class Pair:
         return self
 
     def pump(self) -> None:
-        """Everything that waits is delivered, written and verified."""
-        while self.world.frames or self.p.sender.queue.run_one() or self.d.verify_one():
+        """Everything that waits is delivered, written, scattered and verified."""
+        p, d = self.p, self.d
+        while self.world.frames or p.sender.queue.run_one() or d.scatter_one() or d.verify_one():
             if self.world.frames:
                 self.world.deliver_one()
         self.p.poll()

@@ -176,6 +176,8 @@ class FakeTransport:
     def __init__(self, fabric: FakeFabric, process: str) -> None:
         self._fabric = fabric
         self._process = process
+        self.gathers = False
+        """Set by tests: a list of pieces costs as much as one, see `staging.copier.gathers`."""
         fabric._join(process)
 
     def register(self, base: int, nbytes: int) -> None:
