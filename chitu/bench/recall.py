@@ -32,6 +32,7 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
 from chitu.workloads.tiny import Example, facts_for, recall
 
 PASS_RATE = 0.99
@@ -143,10 +144,11 @@ def by_cluster(
     prompts: Sequence[RecallPrompt],
     overrides: Sequence[str] = (),
     concurrency: int = 8,
+    entries: Entries | None = None,
 ) -> Run:
     """Through a fresh cluster on this machine, `concurrency` requests at a time."""
     settings = [f"model.path={model}", "model.served_name=m", "model.dtype=float32", *PATIENCE, *overrides]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries) as cluster:
         cluster.wait_ready()
         start_s = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
