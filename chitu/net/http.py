@@ -1,4 +1,4 @@
-"""Small ASGI helpers for routes that skip the web framework: read a body within a bound, answer once, name an error.
+"""Small ASGI helpers for routes that skip the web framework: read a body within a bound, name an error.
 
 Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -21,7 +21,6 @@ Headers = list[tuple[bytes, bytes]]
 
 RETRY_AFTER_S = 1
 """Where an error does not say when."""
-_JSON = (b"content-type", b"application/json")
 
 
 class ClientGone(Exception):
@@ -87,19 +86,3 @@ def error_headers(error: ChituError) -> Headers:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
         return [(b"retry-after", b"%d" % seconds)]
     return []
-
-
-async def respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
-    """A complete JSON response."""
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [_JSON, (b"content-length", b"%d" % len(body)), *headers],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
-async def respond_error(send: Send, error: ChituError, headers: Headers) -> None:
-    await respond(send, error.http_status, error_body(error), error_headers(error) + headers)

@@ -40,11 +40,10 @@ class Access:
     def require(self, scope: Scope) -> None:
         """Unauthorized or Forbidden where the request may not be answered."""
         path: str = scope["path"]
-        authorization = header(scope, b"authorization")
         if path.startswith(ADMIN_FOLDER):
-            self._require_operator(scope, authorization)
+            self._require_operator(scope, header(scope, b"authorization"))
         elif self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            _require(authorization, [*self._api_keys, *self._token], *API_KEY)
+            _require(header(scope, b"authorization"), [*self._api_keys, *self._token], *API_KEY)
 
     def count(self, scope: Scope) -> None:
         """RateLimited where the client asks for more generations than its share. Call after `require`."""

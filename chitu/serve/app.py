@@ -18,15 +18,14 @@ from chitu.net.http import (
     error_body,
     header,
     read_body,
-    respond,
-    respond_error,
 )
 from chitu.serve.access import Access
+from chitu.serve.exchange import EXCHANGE, Exchange
 
 log = logging.getLogger(__name__)
 
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-HotRoute = Callable[[Scope, Receive, Send, str], Awaitable[None]]
+HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
 
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
@@ -52,41 +51,42 @@ class RouterApp:
             return
         given = header(scope, b"x-request-id")
         request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else os.urandom(16).hex()
-        headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
-        started = finished = False
-
-        async def tracked_send(message: Message) -> None:
-            nonlocal started, finished
-            started = True
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *headers]
-            else:
-                finished = not message.get("more_body", False)
-            await send(message)
-
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.headers = [(b"x-request-id", request_id.encode("ascii"))]
         try:
             path = scope["path"]
             self._access.require(scope)
             route = self._hot.get(path)
             if route is None:
                 body = await read_body(scope, receive, self._max_body_bytes)
-                await self._cold(scope, _after(body, receive), tracked_send)
+                await self._cold(scope, _after(body, receive), _with_headers(send, exchange.headers))
             elif scope["method"] == "POST":
                 self._access.count(scope)
-                await route(scope, receive, send, request_id)
+                await route(exchange, scope, request_id)
             else:
                 error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
-                await respond(send, 405, error_body(error), [(b"allow", b"POST"), *headers])
+                exchange.answer(405, error_body(error), [(b"allow", b"POST")])
         except ClientGone:
             pass
         except ChituError as error:
-            await respond_error(send, error, headers)
+            exchange.fail(error)
         except Exception:
             log.exception("request %s: a handler failed", request_id)
-            if not started:
-                await respond_error(send, Internal("the server failed to handle this request"), headers)
-            elif not finished:
+            if not exchange.is_started:
+                exchange.fail(Internal("the server failed to handle this request"))
+            elif not exchange.is_complete:
                 raise
+
+
+def _with_headers(send: Send, headers: Headers) -> Send:
+    """Puts these headers into the answer."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *headers]
+        await send(message)
+
+    return send_with_headers
 
 
 def _after(body: bytes, receive: Receive) -> Receive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from chitu.serve.openai_protocol import OutputOptions
+from chitu.serve.sampling_fields import OutputOptions
 
 
 class Detokenizer(Protocol):

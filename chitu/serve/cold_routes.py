@@ -20,8 +20,9 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cluster_source import ClusterSource
 from chitu.serve.metrics_text import MetricsReport, render_metrics
-from chitu.serve.openai_protocol import chat_messages, decode_body, detokenize_decoder, tokenize_decoder
 from chitu.serve.openapi_document import openapi_document
+from chitu.serve.request_bodies import decode_body, detokenize_decoder, tokenize_decoder
+from chitu.serve.request_checks import chat_messages
 from chitu.serve.served_model import ServedModel
 from chitu.serve.web_routes import add_web_routes
 from chitu.types import Role, instance_name

@@ -8,38 +8,21 @@ cancels the generations that still run.
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
+from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.generation import GenerateRequest, Generation
-from chitu.messages import SamplingParams, pack_i32
-from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header, read_body, respond, respond_error
+from chitu.messages import pack_i32
+from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.choice import ChoiceDecoder
-from chitu.serve.http_server import CONNECTION, Connection
-from chitu.serve.openai_protocol import (
-    DEFAULT_COMPLETION_TOKENS,
-    MAX_PROMPTS,
-    GenerationBody,
-    OutputOptions,
-    chat_decoder,
-    chat_messages,
-    check_chat,
-    check_completion,
-    completion_decoder,
-    completion_prompts,
-    decode_body,
-    output_options,
-    sampling_params,
-    wanted_tokens,
-    with_seed,
-)
-from chitu.serve.served_model import ServedModel, output_limit
+from chitu.serve.exchange import Exchange
+from chitu.serve.jobs import Job, JobParser, Prompt, client_timeout_s
+from chitu.serve.sampling_fields import OutputOptions, with_seed
+from chitu.serve.served_model import ServedModel
 from chitu.serve.sse import (
     DONE,
     ChatFormat,
@@ -50,14 +33,6 @@ from chitu.serve.sse import (
     error_event,
 )
 from chitu.tokenizer import StopScanner
-
-log = logging.getLogger(__name__)
-
-_STREAM_START_HEADERS: Headers = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class Wakeup:
@@ -84,25 +59,6 @@ class Wakeup:
 
 
 @dataclass(slots=True)
-class Prompt:
-    token_ids: list[int]
-    text: str | None
-    """None where the client gave token ids."""
-
-
-@dataclass(slots=True)
-class Job:
-    """A parsed request: prompts times n choices."""
-
-    prompts: list[Prompt]
-    samplings: list[SamplingParams]
-    """One per prompt."""
-    options: OutputOptions
-    timeout_s: float | None = None
-    """The client's own."""
-
-
-@dataclass(slots=True)
 class Choice:
     generation: Generation
     decoder: ChoiceDecoder
@@ -111,53 +67,35 @@ class Choice:
     """Its first event was written."""
 
 
-def client_timeout_s(scope: Scope) -> float | None:
-    """The header X-Request-Timeout: how many seconds the client waits for the whole answer. InvalidRequest where it is
-    no positive number."""
-    given = header(scope, b"x-request-timeout")
-    if given is None:
-        return None
-    try:
-        timeout_s = float(given)
-    except ValueError:
-        timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        text = given[:40].decode("latin-1")
-        raise InvalidRequest(f"X-Request-Timeout: {text!r} is no positive number of seconds", "X-Request-Timeout")
-    return timeout_s
-
-
 class GenerationRoutes:
-    """Handlers of the two routes. `answer_completion` and `answer_chat` are ASGI applications with a request id."""
+    """Handlers of the two routes."""
 
     def __init__(self, model: ServedModel, router: PDRequestRouter, max_body_bytes: int) -> None:
         self._model = model
         self._router = router
+        self._parser = JobParser(model, router)
         self._max_body_bytes = max_body_bytes
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
-    async def answer_completion(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        await self._answer(scope, receive, send, request_id, self._parse_completion, CompletionFormat)
+    def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
+        return self._answer(exchange, scope, request_id, self._parser.completion, CompletionFormat)
 
-    async def answer_chat(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-        await self._answer(scope, receive, send, request_id, self._parse_chat, ChatFormat)
+    def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
+        return self._answer(exchange, scope, request_id, self._parser.chat, ChatFormat)
 
     async def _answer(
         self,
+        exchange: Exchange,
         scope: Scope,
-        receive: Receive,
-        send: Send,
         request_id: str,
         parse: Callable[[bytes], Awaitable[Job]],
         make_format: type[CompletionFormat] | type[ChatFormat],
     ) -> None:
-        headers: Headers = [(b"x-request-id", request_id.encode("ascii"))]
         choices: list[Choice] = []
         wakeup = Wakeup()
-        connection: Connection = scope[CONNECTION]
         try:
-            raw = await read_body(scope, receive, self._max_body_bytes)
+            raw = await exchange.body(self._max_body_bytes)
             if self.draining:
                 raise self._router.rejected(NoInstance("the server is shutting down"))
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
@@ -165,19 +103,19 @@ class GenerationRoutes:
             job.timeout_s = client_timeout_s(scope)
             self._start(job, request_id, wakeup, choices)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
-            if connection.is_gone:
+            if exchange.is_client_gone:
                 raise ClientGone
-            connection.on_gone = partial(self._on_gone, choices, wakeup)
+            exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
             if job.options.stream:
-                await self._stream(send, job, choices, wakeup, form, headers)
+                await self._stream(exchange, job, choices, wakeup, form)
             else:
-                await self._collect(send, job, choices, wakeup, form, headers)
+                await self._collect(exchange, job, choices, wakeup, form)
         except (ClientGone, RequestCancelled):
             pass
         except ChituError as error:
-            await respond_error(send, error, headers)
+            exchange.fail(error)
         finally:
-            connection.on_gone = None
+            exchange.call_when_gone(None)
             for choice in choices:
                 self._router.cancel(choice.generation)
 
@@ -186,63 +124,14 @@ class GenerationRoutes:
             self._router.cancel(choice.generation)
         wakeup.set()
 
-    # --------------------------------------------------------------------------------------------------------- parsing
-
-    async def _parse_completion(self, raw: bytes) -> Job:
-        body = decode_body(completion_decoder, raw)
-        self._model.require_name(body.model)
-        check_completion(body)
-        given = completion_prompts(body)
-        options = output_options(body)
-        prompts: list[Prompt] = []
-        for entry in given:
-            if isinstance(entry, str):
-                ids = await self._model.encode(entry, body.add_special_tokens is not False)
-                prompts.append(Prompt(ids, entry))
-            else:
-                prompts.append(Prompt(entry, None))
-        return self._job(body, prompts, options, DEFAULT_COMPLETION_TOKENS)
-
-    async def _parse_chat(self, raw: bytes) -> Job:
-        body = decode_body(chat_decoder, raw)
-        self._model.require_name(body.model)
-        check_chat(body)
-        messages = chat_messages(body.messages)
-        options = output_options(body)
-        text = self._model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        ids = await self._model.encode(text, bool(body.add_special_tokens))
-        return self._job(body, [Prompt(ids, text)], options, None)
-
-    def _job(
-        self, body: GenerationBody, prompts: list[Prompt], options: OutputOptions, default_tokens: int | None
-    ) -> Job:
-        wanted = wanted_tokens(body)
-        limits = self._model.limits(self._router.candidates)
-        if limits is None:
-            raise self._router.rejected(NoInstance(self._router.candidates.why_unusable()))
-        if len(prompts) * options.n > MAX_PROMPTS:
-            raise InvalidRequest(f"{len(prompts)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
-        samplings = []
-        shared: SamplingParams | None = None
-        for prompt in prompts:
-            ids = prompt.token_ids
-            if not ids:
-                raise InvalidRequest("the prompt must have at least one token", "prompt")
-            if prompt.text is None and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-                raise InvalidRequest(f"prompt: token ids must be from 0 to {limits.vocab_size - 1}", "prompt")
-            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
-            if shared is None or shared.max_tokens != max_tokens:
-                shared = sampling_params(body, max_tokens, limits.vocab_size)
-            samplings.append(shared)
-        return Job(prompts, samplings, options)
-
     # -------------------------------------------------------------------------------------------------------- choices
 
     def _start(self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice]) -> None:
         """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them."""
         options, model = job.options, self._model
         total = len(job.prompts) * options.n
-        self._router.require_room_for(total)
+        if total > 1:  # of one `add_request` asks the same
+            self._router.require_room_for(total)
         per_token = options.stream or bool(options.stops)
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             packed = pack_i32(prompt.token_ids)
@@ -263,8 +152,8 @@ class GenerationRoutes:
                 choices.append(Choice(generation, decoder, prompt))
 
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
-        return Usage(prompt_tokens, sum(choice.decoder.num_tokens for choice in choices))
+        prompt_tokens = sum([len(prompt.token_ids) for prompt in job.prompts])
+        return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]))
 
     def _echo(self, choice: Choice, options: OutputOptions) -> str:
         if not options.echo:
@@ -276,7 +165,7 @@ class GenerationRoutes:
     # ------------------------------------------------------------------------------------------------------- answering
 
     async def _collect(
-        self, send: Send, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat, headers: Headers
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
     ) -> None:
         options = job.options
         texts = [""] * len(choices)
@@ -306,13 +195,12 @@ class GenerationRoutes:
             )
             for choice, text, token_ids in zip(choices, texts, ids, strict=True)
         ]
-        await respond(send, 200, form.full(finished, self._usage(job, choices)), headers)
+        exchange.answer(200, form.full(finished, self._usage(job, choices)))
 
     async def _stream(
-        self, send: Send, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat, headers: Headers
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
     ) -> None:
         """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
-        started = False
         open_choices = list(enumerate(choices))
         while open_choices:
             await wakeup.wait()
@@ -324,7 +212,7 @@ class GenerationRoutes:
                     break
                 self._append_events(events, i, choice, form, job.options)
             if failure is not None:
-                if not started:
+                if not exchange.is_started:
                     raise failure
                 events.append(error_event(failure))
                 open_choices = []
@@ -336,10 +224,9 @@ class GenerationRoutes:
                     events.append(DONE)
             if not events:
                 continue
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_START_HEADERS + headers})
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": bool(open_choices)})
+            if exchange.is_full:
+                await exchange.drained()
+            exchange.stream(b"".join(events), is_last=not open_choices)
 
     def _append_events(
         self, events: list[bytes], index: int, choice: Choice, form: ResponseFormat, options: OutputOptions

@@ -21,13 +21,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from chitu.errors import Capacity, ChituError, ConfigError, HeadersTooLarge, InvalidRequest, SlowRequest
 from chitu.net.http import error_body, error_headers
+from chitu.serve.exchange import EXCHANGE, Exchange
 
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 256
 """For everything that is no client's connection."""
-CONNECTION = "chitu.connection"
-"""Key of the `Connection` in an HTTP scope."""
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
@@ -68,7 +67,7 @@ class HTTPLimits:
 
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with `HTTPLimits`, that also says when the client is gone. ASGI tells a task that waits in
-    `receive`; this saves every request that task. Requests find it in their scope as `CONNECTION`.
+    `receive`; this saves every request that task. Each request has an `Exchange` in its scope.
 
     A request that comes whole, as nearly all do, starts no timer.
     """
@@ -133,7 +132,6 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)[CONNECTION] = self
         self._is_in_head, self._is_in_body, self._head_bytes, self._header_bytes = True, False, 0, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,6 +144,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # raises where the request line is wrong: then it is still the head that is
         self._is_in_head, self._is_in_body = False, True
+        cast(dict[str, Any], self.scope)[EXCHANGE] = Exchange(self, self.cycle)
 
     def on_message_complete(self) -> None:
         self._is_in_body = False

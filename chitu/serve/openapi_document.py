@@ -13,14 +13,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from chitu.serve.cluster_snapshot import ClusterSnapshot
-from chitu.serve.openai_protocol import (
-    UNSUPPORTED,
-    UNSUPPORTED_CHAT,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from chitu.serve.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chitu.serve.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
 
 
 class ErrorDetail(msgspec.Struct):

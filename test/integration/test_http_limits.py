@@ -8,12 +8,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from chitu.errors import ChituError
-from chitu.net.http import Receive, Scope, Send, read_body, respond, respond_error
+from chitu.net.http import Receive, Scope, Send
+from chitu.serve.exchange import EXCHANGE, Exchange
 from chitu.serve.http_server import HTTPLimits, HTTPServer, listen
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -30,11 +30,12 @@ class Echo:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.started += 1
+        exchange: Exchange = scope[EXCHANGE]
         try:
-            body = await read_body(scope, receive, MAX_BODY)
-            await respond(send, 200, b"%d" % len(body), [])
+            body = await exchange.body(MAX_BODY)
+            exchange.answer(200, b"%d" % len(body))
         except ChituError as error:
-            await respond_error(send, error, [])
+            exchange.fail(error)
         except Exception:
             pass  # the client is gone
         finally:
@@ -233,16 +234,24 @@ def test_no_more_connections_than_allowed_are_open() -> None:
     run(scenario)
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_what_is_kept_for_it_stays_small() -> None:
+@pytest.mark.parametrize("way", ["asgi", "exchange"])
+def test_a_client_that_does_not_read_is_cut_off_and_what_is_kept_for_it_stays_small(way: str) -> None:
     sent_bytes = 0
     is_over = asyncio.Event()
 
     async def flood(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal sent_bytes
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        connection: Any = scope["chitu.connection"]
-        while not connection.is_gone:
-            await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+        exchange: Exchange = scope[EXCHANGE]
+        if way == "asgi":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not exchange.is_client_gone:
+            if way == "asgi":
+                await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+            else:
+                if exchange.is_full:
+                    await exchange.drained()
+                exchange.stream(b"x" * 10_000, is_last=False)
+                await asyncio.sleep(0)
             sent_bytes += 10_000
         is_over.set()
 
@@ -264,7 +273,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_what_is_kept_for_it_stays_sm
 
 def test_a_client_that_reads_slowly_but_reads_is_served_to_the_end() -> None:
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(send, 200, b"x" * (4 << 20), [])
+        scope[EXCHANGE].answer(200, b"x" * (4 << 20))
 
     async def scenario() -> None:
         async with serving(large, HTTPLimits(write_s=5.0)) as port:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.serve.choice import ChoiceDecoder
-from chitu.serve.openai_protocol import OutputOptions
+from chitu.serve.sampling_fields import OutputOptions
 from chitu.serve.sse import ChatFormat, CompletionFormat, FinishedChoice, Usage
 from chitu.tokenizer import StopScanner
 
