@@ -2,6 +2,11 @@
 
 Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class moves sequences between its
 queues accordingly and writes the step plan. A unified instance uses it without a receiver: sequences enter by `start`.
+
+A plan may be made before the tokens of the newest launched step are read. So it rests on what was launched
+(`Sequence.kv_len`, `.launched`), not on what was emitted: a sequence of which one more token is in flight takes its
+next step all the same, unless that token is its last by length. If it turns out to have ended (eos, a stop id, a
+cancel), its surplus row writes into a page that it still holds, and the token of it is dropped.
 """
 
 from __future__ import annotations
@@ -9,37 +14,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
 from chitu.lifecycle import SequenceState
-from chitu.prefill_manager import AuxSlots, take_aux_slot
 from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
+from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
-from chitu.scheduling.slots import SlotPool
 
 
 class DecodeManager:
-    """`receiver` and `aux` are D's; both are None on a unified instance."""
+    """`receiver` is D's; None on a unified instance."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: PagedKVCacheManager,
-        slots: SlotPool,
+        resources: Resources,
         clock: Clock,
         receiver: DecodeReceiverLike | None = None,
-        aux: AuxSlots | None = None,
     ) -> None:
         self._config = config
-        self._cache = cache
-        self._slots = slots
+        self._resources = resources
+        self._cache = resources.cache
+        self._slots = resources.slots
         self._clock = clock
         self._receiver = receiver
-        self._aux = aux
         self._offload_keys = itertools.count()
         self._dropped_keys: list[int] = []
         self.retractions = 0
@@ -62,20 +63,20 @@ class DecodeManager:
         self.waiting[sequence.room] = sequence
 
     def start(self, sequence: Sequence) -> None:
-        """KV of the prompt is in the pages and token 1 was emitted: decode from the next step on."""
+        """KV of the prompt is in the pages and token 1 is launched: decode from the next step on."""
         sequence.state = SequenceState.RUNNING
         self.running[sequence.room] = sequence
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, plan: StepPlan) -> None:
+        self._grow(plan)
         plan.drop.extend(self._dropped_keys)
         self._dropped_keys = []
-        self._grow(plan)
         self._resume(plan)
         self._announce()
         self._sample_first_tokens(plan)
-        plan.decode.extend([s.slot for s in self.running.values()])
+        plan.decode.extend([s.slot for s in self.running.values() if s.launched < s.max_new_tokens])
 
     def has_room(self, sequence: Sequence, tokens: int, others: Iterable[Sequence] = ()) -> bool:
         """Whether `sequence` may get pages for `tokens` now; `others` hold pages too and will decode here later."""
@@ -87,9 +88,10 @@ class DecodeManager:
         )
 
     def _grow(self, plan: StepPlan) -> None:
-        needy = {s for s in self.running.values() if s.kv_len >= s.capacity_tokens}
-        if not needy:
-            return
+        needy = self._needy()
+        if len(needy) > self._cache.num_free_pages:
+            self._resources.settle()  # who ended in it needs no page, and gives some back
+            needy = self._needy()
         if len(needy) > self._cache.num_free_pages:
             held = {room: len(self._cache.get_page_indices(room)) for room in self.running}
             free = self._cache.num_free_pages
@@ -101,12 +103,16 @@ class DecodeManager:
             sequence.capacity_tokens += len(pages) * self._cache.page_size
             plan.append.append(AppendPages(sequence.slot, tuple(pages)))
 
+    def _needy(self) -> set[Sequence]:
+        """Whose next step writes beyond its pages."""
+        running = self.running.values()
+        return {s for s in running if s.kv_len >= s.capacity_tokens and s.launched < s.max_new_tokens}
+
     def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
-        """KV goes to host memory; no token is lost."""
+        """KV goes to host memory; no token is lost: all that are launched have been read."""
         sequence.offload_key = next(self._offload_keys)
         plan.offload.append(Offload(sequence.slot, sequence.offload_key))
-        self._slots.free(sequence, admitted=False)  # the offload releases it on the executor
-        self._cache.remove_task(sequence.room)
+        self._resources.vacate(sequence, is_offloaded=True)
         del self.running[sequence.room]
         sequence.state = SequenceState.RETRACTED
         self.retracted[sequence.room] = sequence
@@ -127,13 +133,14 @@ class DecodeManager:
         """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
         if self._receiver is None or self.retracted:
             return
-        assert self._aux is not None
+        aux = self._resources.aux
+        assert aux is not None
         for sequence in list(self.waiting.values()):
-            if not self._aux.num_free or not self.has_room(sequence, sequence.prompt_len):
+            if not aux.num_free or not self.has_room(sequence, sequence.prompt_len):
                 return
             del self.waiting[sequence.room]
             self._slots.take(sequence)
-            sequence.aux_slot = take_aux_slot(self._aux)
+            sequence.aux_slot = self._resources.take_aux()
             pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             sequence.state = SequenceState.TRANSFER
@@ -177,12 +184,16 @@ class DecodeManager:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def after_decode(self, slots: list[int]) -> None:
-        """One more token of each is in the KV cache."""
-        for slot in slots:
-            sequence = self._slots.owner[slot]
-            assert sequence is not None
+    def after_launch(self, first_tokens: list[Sequence], decoding: list[Sequence]) -> None:
+        """One more token of each is sampled; of those that decode one more is in the KV cache. Where KV is here, the
+        first token makes a sequence run: what it feeds lies on the device."""
+        for sequence in decoding:
             sequence.kv_len += 1
+            sequence.launched += 1
+        for sequence in first_tokens:
+            sequence.launched += 1
+            if sequence.kv_ready:
+                self._join(sequence)
 
     def on_event(self, event: TransferEvent) -> None:
         """D: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
@@ -208,20 +219,12 @@ class DecodeManager:
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
         if sequence.state is SequenceState.CLOSING:
             self._free(sequence)
-        elif sequence.emitted:
+        elif sequence.launched:
             self._join(sequence)
-
-    def after_token(self, sequence: Sequence) -> None:
-        """A token was emitted and the request goes on: where token 1 came after the KV, it starts to run now."""
-        if sequence.state is SequenceState.TRANSFER:
-            if sequence.kv_ready:
-                self._join(sequence)
-        elif sequence.state is SequenceState.COMPUTING:
-            self.start(sequence)
 
     def _join(self, sequence: Sequence) -> None:
         del self.transfer[sequence.room]
-        self._free_aux(sequence)
+        self._resources.free_aux(sequence)
         self.start(sequence)
 
     # ----------------------------------------------------------------------------------------------------------- ends
@@ -250,17 +253,9 @@ class DecodeManager:
             queue.pop(sequence.room, None)
         if sequence.state is SequenceState.RETRACTED:
             self._dropped_keys.append(sequence.offload_key)
-        if sequence.slot >= 0:
-            self._slots.free(sequence, admitted=sequence.admitted)
+        self._resources.free_slot(sequence)
         sequence.state = SequenceState.CLOSING
         self.closing[sequence.room] = sequence
 
     def _free(self, sequence: Sequence) -> None:
-        self.closing.pop(sequence.room, None)
-        self._free_aux(sequence)
-        self._cache.remove_task(sequence.room)
-
-    def _free_aux(self, sequence: Sequence) -> None:
-        if sequence.aux_slot >= 0 and self._aux is not None:
-            self._aux.free(sequence.aux_slot)
-            sequence.aux_slot = -1
+        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

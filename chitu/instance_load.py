@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.decode_manager import DecodeManager
 from chitu.messages import LoadReport
-from chitu.prefill_manager import AuxSlots, PrefillManager
+from chitu.prefill_manager import PrefillManager
 from chitu.scheduling.backlog import BacklogMeter
+from chitu.scheduling.resources import AuxSlots
 from chitu.token_manager import TokenManager
 from chitu.types import Role
 

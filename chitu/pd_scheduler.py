@@ -1,4 +1,7 @@
-"""`PDScheduler` (S3): the step loop of an instance. A step reads as take events, schedule, run, post-process.
+"""`PDScheduler` (S3): the step loop of an instance. A turn reads as take events, schedule, launch, read.
+
+With `overlap` a turn launches a step and then reads the one before it, so that the device has the next step when it is
+done with one; without, it reads the step that it launched. At most one launched step is unread between two turns.
 
 Runs on the step thread; `submit`, `cancel_all` and `end_all` may be called by any thread, everything else by the step
 thread alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`,
@@ -9,26 +12,40 @@ torch.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import msgspec
 
 from chitu.decode_manager import DecodeManager
-from chitu.engine.executor import StepPlan, StepResult
+from chitu.engine.executor import LayerCallback, StepHandle, StepPlan
 from chitu.errors import Internal
 from chitu.instance_load import InstanceLoad, LoadSources
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
-from chitu.messages import LoadReport, SchedulerMessage
+from chitu.lifecycle import SequenceState
+from chitu.messages import LoadReport, PrefillTimes, SchedulerMessage
 from chitu.prefill_manager import PrefillManager
 from chitu.request_arrivals import RequestArrivals
 from chitu.request_ends import EndRules, RequestEnds
 from chitu.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.scheduling.inbox import Inbox, RouterReplaced, RouterSilent, WorkerGone
 from chitu.scheduling.prefill import Chunk
+from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
-from chitu.scheduling.slots import SlotPool
-from chitu.types import Role
+from chitu.types import Ready, Role
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class _LaunchedStep:
+    """A step whose tokens were not read yet."""
+
+    handle: StepHandle
+    chunks: list[Chunk]
+    slots: list[int]
+    """Those that sample, in the order of the result."""
+    sequences: list[Sequence]
+    """Who sat in them when it was launched."""
 
 
 class PDScheduler:
@@ -41,17 +58,11 @@ class PDScheduler:
         self._tokens = parts.tokens
         self._clock = parts.clock
         role = parts.role
-        self._slots = SlotPool(parts.executor.info.num_slots)
-        self._decode = DecodeManager(parts.config, parts.cache, self._slots, parts.clock, parts.receiver, parts.aux)
-        self._prefill = PrefillManager(
-            parts.config,
-            parts.cache,
-            self._slots,
-            parts.clock,
-            parts.sender,
-            parts.aux if role is Role.PREFILL else None,
-            None if role is Role.PREFILL else self._may_start,
-        )
+        self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
+        self._resources.settle = self._settle
+        self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
+        may_start = None if role is Role.PREFILL else self._may_start
+        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, may_start)
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
         sources = LoadSources(
@@ -60,6 +71,7 @@ class PDScheduler:
         self._arrivals = RequestArrivals(parts, self._prefill, self._decode, self._ends)
         self._load = InstanceLoad(sources, parts.clock.monotonic())
         self._inbox = Inbox()
+        self._pending: _LaunchedStep | None = None
         self.turns = 0
         """Of `step`, idle ones too; any thread may read it."""
         self._is_checked = True
@@ -94,20 +106,21 @@ class PDScheduler:
     # ----------------------------------------------------------------------------------------------------- the step
 
     def step(self) -> bool:
-        """One turn; False where there was nothing to compute, and the caller may wait for the next event."""
+        """One turn; False where there was nothing to compute or read, and the caller may wait for the next event."""
         self.turns += 1
+        steps_before = self._load.steps
         for word in self._inbox.take():
             self._arrivals.take(word)
         self._take_transfer_events()
         self._ends.expire()
         plan, chunks = self._schedule()
-        worked = self._has_work(plan)
-        if worked:
-            on_layer = self._parts.sender.on_layer_done if self._parts.sender is not None and chunks else None
-            result = self._executor.execute(plan, on_layer)
-            self._postprocess(plan, chunks, result)
-            self._load.steps += 1
+        is_launching = self._has_work(plan)
+        if is_launching:
+            self._launch(plan, chunks)
+        if not (is_launching and self._parts.overlap):
+            self._settle()
         self._tokens.flush(self._clock.monotonic())
+        worked = is_launching or self._load.steps > steps_before
         if worked:
             self._is_checked = False
         elif not self._is_checked and self.is_idle:
@@ -116,13 +129,16 @@ class PDScheduler:
         return worked
 
     def close(self) -> None:
-        """After the last step."""
+        """After the last turn: what was launched is read, so that nothing computes any more."""
+        self._settle()
+        self._tokens.flush(self._clock.monotonic())
         self._tokens.close()
 
     @property
     def is_idle(self) -> bool:
         """No request is left, not even one that only waits for a peer to let go of its pages."""
-        return not self._inbox and not len(self._prefill) and not len(self._decode)
+        is_empty = not self._inbox and not len(self._prefill) and not len(self._decode)
+        return is_empty and self._pending is None
 
     def _check_idle(self) -> None:
         """Without requests every page must be free. A leak is a bug, but no reason to lose what still works."""
@@ -138,7 +154,7 @@ class PDScheduler:
         chunks = self._prefill.schedule(plan)
         is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
         self._load.note_backlog(self._clock.monotonic(), is_full)
-        plan.release.extend(self._slots.take_releases())
+        plan.release.extend(self._resources.slots.take_releases())
         return plan, chunks
 
     def _may_start(self, sequence: Sequence) -> bool:
@@ -151,29 +167,74 @@ class PDScheduler:
     def _has_work(plan: StepPlan) -> bool:
         return any(getattr(plan, name) for name in plan.__struct_fields__)
 
-    def _postprocess(self, plan: StepPlan, chunks: list[Chunk], result: StepResult) -> None:
-        self._execute_decode(plan)
-        self._prefill.after_step(chunks)
-        self._load.prompt_tokens += sum(chunk.length for chunk in chunks)
-        for slot, token in zip(result.slots, result.tokens, strict=True):
-            sequence = self._slots.owner[slot]
-            assert sequence is not None
-            self._emit(sequence, token)
+    # ------------------------------------------------------------------------------------------------- launch and read
 
-    def _execute_decode(self, plan: StepPlan) -> None:
-        """Account for the decode half of the step that just ran."""
-        self._decode.after_decode(plan.decode)
+    def _launch(self, plan: StepPlan, chunks: list[Chunk]) -> None:
+        """Launch a step, account for it as if it were done, and read the one before."""
+        before = self._pending
+        self._resources.launched()
+        handle = self._executor.launch(plan, self._on_layer(before) if chunks else None)
+        owners = self._resources.slots.owners
+        first_tokens = owners(first.slot for first in plan.first_tokens)
+        sampled = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
+        decoding = owners(plan.decode)
+        slots = [sequence.slot for sequence in (*first_tokens, *sampled)] + plan.decode
+        launched = _LaunchedStep(handle, chunks, slots, [*first_tokens, *sampled, *decoding])
+        self._decode.after_launch(first_tokens, decoding)
+        for sequence in self._prefill.after_launch(chunks):
+            sequence.launched += 1
+            self._decode.start(sequence)
+        self._load.prompt_tokens += sum(chunk.length for chunk in chunks)
+        self._settle()
+        self._pending = launched
+
+    def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
+        """P: layers go to the sender. To launch a long step takes its time: the logits rows of the step before do not
+        wait for the end of it."""
+        sender = self._parts.sender
+        if sender is None or before is None:
+            return None if sender is None else sender.on_layer_done
+
+        def on_layer(layer: int, ready: Ready | None = None) -> None:
+            sender.on_layer_done(layer, ready)
+            if self._pending is before and before.handle.is_done():
+                self._settle()
+
+        return on_layer
+
+    def _settle(self) -> None:
+        """Read what is in flight; nothing is then."""
+        step, self._pending = self._pending, None
+        if step is not None:
+            self._read(step)
+
+    def _read(self, step: _LaunchedStep) -> None:
+        result = step.handle.result()
+        if result.slots != step.slots:
+            raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")
+        self._resources.read()
+        self._load.steps += 1
+        self._prefill.after_read(step.chunks)
+        for sequence, token in zip(step.sequences, result.tokens, strict=True):
+            if sequence.state is not SequenceState.CLOSING:  # else it ended after the launch: a surplus row
+                self._emit(sequence, token)
 
     def _emit(self, sequence: Sequence, token: int) -> None:
         if not sequence.emitted:
-            sequence.first_token_s = self._clock.monotonic()
+            self._note_first_token(sequence)
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token, sequence.router_worker)
         reason = sequence.finish_reason(token)
         if reason:
             self._ends.finish(sequence, reason)
-        else:
-            self._decode.after_token(sequence)
+
+    def _note_first_token(self, sequence: Sequence) -> None:
+        now_s = sequence.first_token_s = self._clock.monotonic()
+        if self._parts.role is Role.UNIFIED:
+            since_s = sequence.computing_since_s
+            sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, now_s - since_s)
+
+    # ------------------------------------------------------------------------------------------------------- transfers
 
     def _take_transfer_events(self) -> None:
         if self._parts.sender is not None:

@@ -7,59 +7,35 @@ layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeMa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
-from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
-from chitu.errors import ChituError, Internal
+from chitu.errors import ChituError
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.lifecycle import SequenceState
-from chitu.messages import PrefillTimes
 from chitu.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
+from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
-from chitu.scheduling.slots import SlotPool
-
-
-class AuxSlots(Protocol):
-    """The slice of `MetadataBuffers` that scheduling needs."""
-
-    @property
-    def num_free(self) -> int: ...
-
-    def allocate(self) -> int | None: ...
-
-    def free(self, slot: int) -> None: ...
-
-
-def take_aux_slot(aux: AuxSlots) -> int:
-    """A slot, where the caller has just seen that one is free."""
-    slot = aux.allocate()
-    if slot is None:
-        raise Internal("no aux slot is free after all")
-    return slot
 
 
 class PrefillManager:
-    """`sender` and `aux` are P's; both are None on a unified instance, whose admission rule is `may_admit`."""
+    """`sender` is P's; None on a unified instance, whose admission rule is `may_admit`."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: PagedKVCacheManager,
-        slots: SlotPool,
+        resources: Resources,
         clock: Clock,
         sender: PrefillSenderLike | None = None,
-        aux: AuxSlots | None = None,
         may_admit: Callable[[Sequence], bool] | None = None,
     ) -> None:
         self._config = config
-        self._cache = cache
-        self._slots = slots
+        self._resources = resources
+        self._cache = resources.cache
+        self._slots = resources.slots
         self._clock = clock
         self._sender = sender
-        self._aux = aux
         self._may_admit = may_admit or self._fits
         self.waiting: dict[bytes, Sequence] = {}
         self.computing: dict[bytes, Sequence] = {}
@@ -103,8 +79,10 @@ class PrefillManager:
             )
         return chunks
 
-    def after_step(self, chunks: list[Chunk]) -> None:
-        """Account for the computed chunks; P hands finished prompts to the sender and frees their slots."""
+    def after_launch(self, chunks: list[Chunk]) -> list[Sequence]:
+        """Account for the chunks of a launched step. Prompts that are whole with it: on a unified instance they are
+        returned and go on elsewhere; on P they wait for their KV to leave, without a slot."""
+        done = []
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.kv_len += chunk.length
@@ -112,18 +90,22 @@ class PrefillManager:
                 continue
             del self.computing[sequence.room]
             if self._sender is None:
-                queue_s = sequence.computing_since_s - sequence.arrival_s
-                compute_s = self._clock.monotonic() - sequence.computing_since_s
-                sequence.prefill_times = PrefillTimes(queue_s, compute_s)
+                done.append(sequence)
             else:
-                self._slots.free(sequence, admitted=True)
+                self._resources.free_slot(sequence)
                 sequence.state = SequenceState.INFLIGHT
                 self.inflight[sequence.room] = sequence
         if self._sender is not None and chunks:
             self._sender.end_step()
-            for chunk in chunks:
-                if chunk.is_last:
-                    self._sender.send_kv_cache(chunk.sequence.room, chunk.sequence.aux_slot)
+        return done
+
+    def after_read(self, chunks: list[Chunk]) -> None:
+        """P: the step is done, so the logits rows of the prompts that ended in it are complete, and may leave."""
+        if self._sender is None:
+            return
+        for chunk in chunks:
+            if chunk.is_last and chunk.sequence.state is SequenceState.INFLIGHT:
+                self._sender.send_kv_cache(chunk.sequence.room, chunk.sequence.aux_slot)
 
     def _admit(self, plan: StepPlan) -> None:
         for sequence in by_urgency(self.waiting.values()):
@@ -131,8 +113,8 @@ class PrefillManager:
                 return  # strictly in order: a large request is not overtaken for ever by small ones
             del self.waiting[sequence.room]
             self._slots.take(sequence)
-            if self._aux is not None:
-                sequence.aux_slot = take_aux_slot(self._aux)
+            if self._resources.aux is not None:
+                sequence.aux_slot = self._resources.take_aux()
             self._cache.reserve(sequence.room, sequence.prompt_len)
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
@@ -145,28 +127,38 @@ class PrefillManager:
 
     def _fits(self, sequence: Sequence) -> bool:
         """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""
-        assert self._aux is not None
-        missing_pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
-        missing_aux = 1 - self._aux.num_free
-        if (missing_pages > 0 or missing_aux > 0) and sequence.announced:
-            self._undo_speculation(missing_pages, missing_aux)
-            missing_pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
-            missing_aux = 1 - self._aux.num_free
-        return missing_pages <= 0 and missing_aux <= 0 and self._slots.num_free > 0
+        pages, aux = self._missing(sequence)
+        if (pages > 0 or aux > 0) and sequence.announced:
+            self._undo_speculation(sequence)
+            pages, aux = self._missing(sequence)
+        return pages <= 0 and aux <= 0 and self._slots.num_free > 0
 
-    def _undo_speculation(self, pages_wanted: int, aux_wanted: int) -> None:
+    def _missing(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages and aux slots that it lacks."""
+        assert self._resources.aux is not None
+        pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
+        return pages, 1 - self._resources.aux.num_free
+
+    def _undo_speculation(self, wanting: Sequence) -> None:
         assert self._sender is not None
-        holders = [*self.computing.values(), *self.inflight.values()]
-        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in holders}
-        for sequence in speculation_to_undo(holders, held, pages_wanted, aux_wanted):
+        if not self._speculators(wanting):
+            return
+        self._resources.settle()  # a step in flight may compute for those that give way
+        for sequence in self._speculators(wanting):
             if not self._sender.reset_chunks(sequence.room):
                 continue  # announced in this very moment: it is urgent itself now
             self.computing.pop(sequence.room, None)
             self.inflight.pop(sequence.room, None)
-            self._give_back(sequence)
+            self._resources.vacate(sequence, is_offloaded=False)
             sequence.kv_len = 0
             sequence.state = SequenceState.WAITING
             self.waiting[sequence.room] = sequence
+
+    def _speculators(self, wanting: Sequence) -> list[Sequence]:
+        """Who must give way so that it fits."""
+        holders = [*self.computing.values(), *self.inflight.values()]
+        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in holders}
+        return speculation_to_undo(holders, held, *self._missing(wanting))
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
@@ -181,31 +173,23 @@ class PrefillManager:
             self._close(sequence)
         elif event.kind in (TransferEventKind.SUCCESS, TransferEventKind.RELEASED):
             self._close(sequence)
-            del self.closing[event.room]
-            self._give_back(sequence)
+            self._free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """The request is over. P keeps pages until the sender released the room; a unified instance frees them now."""
+        """The request is over. P keeps pages until the sender released the room; a unified instance gives them back."""
         self._close(sequence)
         if self._sender is not None:
             self._sender.abort(sequence.room, error)
         else:
-            del self.closing[sequence.room]
-            self._give_back(sequence)
+            self._free(sequence)
 
     def _close(self, sequence: Sequence) -> None:
         for queue in (self.waiting, self.computing, self.inflight):
             queue.pop(sequence.room, None)
-        if sequence.slot >= 0:
-            self._slots.free(sequence, admitted=True)
+        self._resources.free_slot(sequence)
         if sequence.state is not SequenceState.CLOSING:
             sequence.state = SequenceState.CLOSING
             self.closing[sequence.room] = sequence
 
-    def _give_back(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            self._slots.free(sequence, admitted=True)
-        if sequence.aux_slot >= 0 and self._aux is not None:
-            self._aux.free(sequence.aux_slot)
-            sequence.aux_slot = -1
-        self._cache.remove_task(sequence.room)
+    def _free(self, sequence: Sequence) -> None:
+        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

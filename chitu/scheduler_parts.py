@@ -12,7 +12,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
-from chitu.prefill_manager import AuxSlots
+from chitu.scheduling.resources import AuxSlots
 from chitu.token_manager import TokenManager
 from chitu.types import Role
 
@@ -36,6 +36,8 @@ class PDSchedulerParts:
     num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
     receiver: DecodeReceiverLike | None = None
+    overlap: bool = False
+    """Launch a step before the tokens of the one before are read."""
 
     @property
     def role(self) -> Role:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chitu.engine.executor import ExecutorInfo, LayerCallback, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, PrefillChunk, StepPlan, StepResult
 from chitu.errors import Internal
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.messages import KVLayout, SamplingParams, unpack_i32
@@ -150,6 +150,9 @@ class ChecksumExecutor:
 
     def close(self) -> None:
         self._pool.close()
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
+        return DoneStep(self.execute(plan, on_layer))
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         result = StepResult([], [])

@@ -20,7 +20,7 @@ from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import ChituError, Internal
 from chitu.messages import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
 from chitu.net.sockets import bind, connect
@@ -39,12 +39,12 @@ class IdleExecutor:
         self.info = ExecutorInfo(num_slots, PROMPT_TOKENS + OUTPUT_TOKENS, 32000, 1, ())
         self.cpu_s = 0.0
 
-    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
         start_s = time.thread_time()
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample] + plan.decode
         result = StepResult(slots, [7] * len(slots))
         self.cpu_s += time.thread_time() - start_s
-        return result
+        return DoneStep(result)
 
     def warmup(self) -> None: ...
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from chitu.engine.executor import Admit, PrefillChunk
+from chitu.engine.executor import Admit, AppendPages, PrefillChunk
+from chitu.engine.upload import upload, upload_tensor
 from chitu.errors import Internal
 from chitu.messages import unpack_i32
 from chitu.ops.interface import Batch, Span, tiles_of
@@ -86,31 +87,40 @@ class SlotTable:
         return sequence
 
     def admit(self, admit: Admit) -> torch.Tensor:
-        """Fill a free slot; returns its token ids (int64, host)."""
+        """Fill a free slot; returns its token ids (int64, device)."""
         if not 0 <= admit.slot < len(self._sequences) or self._sequences[admit.slot] is not None:
             raise Internal(f"slot {admit.slot} is not free")
         tokens = torch.from_numpy(np.array(unpack_i32(admit.token_ids), dtype=np.int64))
         if not 0 < len(tokens) <= self.max_model_len:
             raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
         self._sequences[admit.slot] = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
-        self.token_ids[admit.slot, : len(tokens)] = tokens.to(self.device)
-        self.append_pages(admit.slot, admit.pages)
-        return tokens
+        row = self.token_ids[admit.slot, : len(tokens)]
+        row.copy_(upload_tensor(tokens, self.device))
+        self.append_pages([AppendPages(admit.slot, admit.pages)])
+        return row
 
     def release(self, slot: int) -> SlotState:
         sequence = self[slot]
         self._sequences[slot] = None
         return sequence
 
-    def append_pages(self, slot: int, pages: Sequence[int]) -> None:
-        sequence = self[slot]
-        end = sequence.num_pages + len(pages)
-        if end > self.page_table.shape[1] or any(not 0 <= page < self._num_pages for page in pages):
-            raise Internal(f"slot {slot}: pages {list(pages)} after {sequence.num_pages} do not fit")
-        if pages:
-            new = torch.tensor(pages, dtype=torch.int64).to(self.device)
-            self.page_table[slot, sequence.num_pages : end] = new
-        sequence.num_pages = end
+    def append_pages(self, appends: Sequence[AppendPages]) -> None:
+        """Those of a whole plan by one copy to the device."""
+        slots: list[int] = []
+        columns: list[int] = []
+        new: list[int] = []
+        for slot, pages in ((append.slot, append.pages) for append in appends):
+            sequence = self[slot]
+            end = sequence.num_pages + len(pages)
+            if end > self.page_table.shape[1] or any(not 0 <= page < self._num_pages for page in pages):
+                raise Internal(f"slot {slot}: pages {list(pages)} after {sequence.num_pages} do not fit")
+            slots.extend([slot] * len(pages))
+            columns.extend(range(sequence.num_pages, end))
+            new.extend(pages)
+            sequence.num_pages = end
+        if new:
+            where = upload([slots, columns, new], self.device)
+            self.page_table[where[0], where[1]] = where[2]
 
     def pages_of(self, slot: int, num_tokens: int) -> torch.Tensor:
         """Pages (int64, device) that hold the first `num_tokens` of a slot."""
@@ -122,7 +132,7 @@ class SlotTable:
     def append_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Sampled tokens `[len(slots)]` (device) become the newest of their slots."""
         positions = self._count_tokens(slots)
-        where = torch.tensor([list(slots), positions]).to(self.device)
+        where = upload([list(slots), positions], self.device)
         self.token_ids[where[0], where[1]] = tokens
 
     def note_tokens(self, slots: Sequence[int]) -> None:
@@ -176,7 +186,7 @@ class SlotTable:
             page_table=self.page_table,
             spans=tuple(spans),
             spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
-            tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64).view(-1, 4).to(self.device, non_blocking=True),
+            tiles_Y4=upload(tiles_of(spans), self.device).view(-1, 4),
             decode_row=decode_row,
             decode_slots=tuple(decode),
             max_decode_len=max(positions, default=-1) + 1,

@@ -6,10 +6,14 @@ travels, so a plan can be broadcast to tensor-parallel followers as it is, and t
 A sequence lives in a *slot* of the executor from `admit` to `release`. The slot holds, on the device, its token ids
 (prompt and output), its page table, its length in the KV cache (`kv_len`) and its sampling state, so a decode step says
 only which slots take part. Called by the step thread alone.
+
+A step may still run when `launch` returns. Steps run in the order of their launches, and everything that a plan says of
+slots holds from its launch on, so the next plan may be launched before the tokens of this one are read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -107,6 +111,37 @@ class LayerCallback(Protocol):
         ...
 
 
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """Wait until all of the step is done: nothing touches its pages and aux rows any more, and what it writes is
+        visible to everybody. Its tokens; call it once, and in the order of the launches. Raises what `launch` raises,
+        where the device says so only now."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class DoneStep:
+    """Of an executor that computes within `launch`."""
+
+    tokens: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.tokens
+
+
+MAX_UNREAD_STEPS = 2
+"""One runs, one waits behind it."""
+
+
 class ExecutorInfo(msgspec.Struct, frozen=True):
     num_slots: int
     max_model_len: int
@@ -120,8 +155,10 @@ class Executor(Protocol):
     @property
     def info(self) -> ExecutorInfo: ...
 
-    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        """Run one step. Raises only for a bug or a broken device; the process then ends with a non-zero code."""
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
+        """Begin one step, with at most `MAX_UNREAD_STEPS` unread. When it returns, `on_layer` was called for every
+        layer, and what the plan offloads is in host memory. Raises only for a bug or a broken device; the process then
+        ends with a non-zero code."""
         ...
 
     def warmup(self) -> None:

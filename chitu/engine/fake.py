@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from chitu.engine.executor import (
     Admit,
     AppendPages,
+    DoneStep,
     ExecutorInfo,
     FirstToken,
     LayerCallback,
@@ -141,6 +142,9 @@ class FakeExecutor:
         """The bytes of one row, writable: what a transport copies."""
         _check(0 <= aux_slot < self._num_aux_slots, f"aux slot {aux_slot} of {self._num_aux_slots}")
         return self._aux[aux_slot * self._aux_row_bytes : (aux_slot + 1) * self._aux_row_bytes]
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
+        return DoneStep(self.execute(plan, on_layer))
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         _check(not self.closed, "a step after close")

@@ -35,6 +35,6 @@ def run_follower(runner: ModelRunner, group: Listener, watch: ProcessWatch) -> N
             group.close()
             return
         runner.append_tokens(order.slots, order.tokens)
-        runner.execute(order.plan)
+        runner.launch(order.plan)  # it samples nothing: there is nothing to read
         if order.plan.offload:
             group.barrier()  # as the main rank: see `TensorParallelExecutor.execute`

@@ -1,7 +1,8 @@
 """The executor that computes: a `StepPlan` in, sampled tokens out (`executor.py` is binding for order and meaning).
 
 Owns the slots, the model and the use of the pool's pages. The pages are the only store of K and V: a transfer writes
-into them behind this module's back. Called by the step thread alone; one wait for the device per step.
+into them behind this module's back. Called by the step thread alone. To launch a step waits for nothing (but where it
+offloads): what the host knows of a step, lengths above all, it knows without asking the device.
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ from typing import Protocol
 import torch
 
 from chitu.engine.batch import SlotTable
-from chitu.engine.executor import Admit, ExecutorInfo, LayerCallback, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import (
+    Admit,
+    ExecutorInfo,
+    LayerCallback,
+    PrefillChunk,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
 from chitu.engine.step_graphs import Recording, StepGraphs
+from chitu.engine.step_tokens import Mark, StepTokens
+from chitu.engine.upload import upload
 from chitu.engine.warmup import run_warmup
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
@@ -76,6 +87,7 @@ class ModelRunner:
                 raise Internal("recorded steps need a scratch page")
             self._graphs = StepGraphs(model, self._slots, pool.k, pool.v, recording)
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
+        self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
         self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
     @property
@@ -94,9 +106,13 @@ class ModelRunner:
     def samples(self) -> bool:
         return self._sampler is not None
 
-    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
-            return self._execute(plan, on_layer)
+            return self._tokens.launched(*self._launch(plan, on_layer))
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        """Launch a step and read it."""
+        return self.launch(plan, on_layer).result()
 
     def warmup(self) -> None:
         run_warmup(self, self.num_pages, self.page_size, self.samples)
@@ -107,7 +123,7 @@ class ModelRunner:
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """On a tensor-parallel follower: what the main rank sampled for these slots in the last step."""
         if slots:
-            self._slots.append_tokens(slots, torch.tensor(list(tokens), dtype=torch.int64).to(self._device))
+            self._slots.append_tokens(slots, upload(tokens, self._device))
 
     def close(self) -> None:
         """Drop saved copies; the pool belongs to the service."""
@@ -115,7 +131,8 @@ class ModelRunner:
 
     # --------------------------------------------------------------------------------------------- the step, in order
 
-    def _execute(self, plan: StepPlan, on_layer: LayerCallback | None) -> StepResult:
+    def _launch(self, plan: StepPlan, on_layer: LayerCallback | None) -> tuple[list[int], torch.Tensor | None]:
+        """The slots that sample, and their tokens on the device."""
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -124,8 +141,7 @@ class ModelRunner:
             self._saved.pop(key, None)
         for admit in plan.admit:
             self._admit(admit)
-        for append in plan.append:
-            self._slots.append_pages(append.slot, append.pages)
+        self._slots.append_pages(plan.append)
         for restore in plan.restore:
             self._restore(restore.slot, restore.key)
 
@@ -133,7 +149,7 @@ class ModelRunner:
         tokens: list[torch.Tensor] = []
         if plan.first_tokens:
             first_slots = [first.slot for first in plan.first_tokens]
-            logits = self._pool.aux_logits[[first.aux_slot for first in plan.first_tokens]]
+            logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
             tokens.append(self._sample(logits, first_slots))
             slots.extend(first_slots)
         for chunks, decoding in self._forwards(plan):
@@ -143,8 +159,8 @@ class ModelRunner:
                 tokens.append(sampled)
                 slots.extend(sampled_slots)
         if not tokens:
-            return StepResult([], [])
-        return StepResult(slots, (tokens[0] if len(tokens) == 1 else torch.cat(tokens)).tolist())
+            return [], None
+        return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
         """What is computed together: everything, or where steps are recorded, chunks and decodes by themselves."""
@@ -164,7 +180,7 @@ class ModelRunner:
         if not rows:
             return None
         if len(rows) < hidden_TD.shape[0]:
-            hidden_TD = hidden_TD[rows]
+            hidden_TD = hidden_TD[upload(rows, self._device)]
         logits_RV = self._model.logits(hidden_TD)
         if logits_RV is None:
             return None  # a tensor-parallel follower: the main rank samples
@@ -172,10 +188,11 @@ class ModelRunner:
             if chunk.aux_slot >= 0:
                 self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
         if not sampled_slots:
-            self._synchronize()  # the aux rows are read by a transfer as soon as the step returns
             return None
         picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
-        return self._sample(logits_RV if len(picked) == len(rows) else logits_RV[picked], sampled_slots)
+        if len(picked) < len(rows):
+            logits_RV = logits_RV[upload(picked, self._device)]
+        return self._sample(logits_RV, sampled_slots)
 
     def _compute(
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
@@ -263,6 +280,9 @@ class ModelRunner:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _mark(self) -> Mark:
+        """The same for the step thread. It spins where tokens wait for it, and sleeps on P, whose transfer threads want
+        the processor."""
+        event = torch.cuda.Event(blocking=self._sampler is None)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -31,6 +31,7 @@ from chitu.engine.sampling_layout import (
     segments_of,
     sources_of,
 )
+from chitu.engine.upload import upload
 from chitu.errors import Internal
 from chitu.messages import SamplingParams
 from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, UNIT
@@ -127,8 +128,8 @@ class Sampler:
             params.repetition_penalty,
         ]
         ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row, state.num_tokens]
-        self._floats[slot] = torch.tensor(floats, dtype=torch.float64).to(self.device)
-        self._ints[slot] = torch.tensor(ints, dtype=torch.int64).to(self.device)
+        self._floats[slot] = upload(floats, self.device, torch.float64)
+        self._ints[slot] = upload(ints, self.device)
         self._bias.set(slot, list(bias), list(bias.values()))
         self._mask.set(slot, masked, [-torch.inf] * len(masked))
 
@@ -254,7 +255,7 @@ class Sampler:
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
             masked=[slots[row] for row in rows if states[row].masked_steps > 0],
             any_plain=len(rows) < len(slots),
-            sources=None if sources is None else torch.tensor(sources, dtype=torch.int64).to(self.device),
+            sources=None if sources is None else upload(sources, self.device),
             is_cut=any(state.top_k > 0 or state.top_p < 1.0 for state in ordered if state.random),
         )
         self._layout_of = list(slots)
@@ -314,4 +315,4 @@ class Sampler:
         return state
 
     def _indices(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64).to(self.device)
+        return upload(list(values), self.device)

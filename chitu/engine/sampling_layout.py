@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chitu.engine.sampling_ops import FilterNeeds
+from chitu.engine.upload import upload
 
 ROWS_AT_ONCE = 64
 """Rows drawn together on an accelerator; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
@@ -39,8 +40,8 @@ class PaddedTable:
             self._values = torch.nn.functional.pad(self._values, (0, missing))
         self._ids[slot].zero_()
         self._values[slot].zero_()
-        self._ids[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int64).to(self._ids.device)
-        self._values[slot, : len(ids)] = torch.tensor(values, dtype=torch.float32).to(self._ids.device)
+        self._ids[slot, : len(ids)] = upload(ids, self._ids.device)
+        self._values[slot, : len(ids)] = upload(values, self._ids.device, torch.float32)
 
     def add_to_(self, logits: Tensor, slots: Tensor) -> None:
         """Padding adds 0 to token 0."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.warmup import run_warmup
@@ -60,6 +60,10 @@ class TensorParallelExecutor:
     @property
     def info(self) -> ExecutorInfo:
         return self._runner.info
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
+        """The step is over when it returns: the next broadcast carries its tokens."""
+        return DoneStep(self.execute(plan, on_layer))
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         if plan.first_tokens and not {first.slot for first in plan.first_tokens}.isdisjoint(plan.decode):

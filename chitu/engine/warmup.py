@@ -1,12 +1,12 @@
 """Runs the shapes of real steps once before the first request, so that no request pays for lazy initialisation.
 
-Goes through `execute` like everything else, on pages that nobody owns yet. Called by the step thread, alone, before the
+Goes through `launch` like everything else, on pages that nobody owns yet. Called by the step thread, alone, before the
 instance joins; it needs no router, bootstrap or peer.
 """
 
 from __future__ import annotations
 
-from chitu.engine.executor import Admit, Executor, PrefillChunk, StepPlan
+from chitu.engine.executor import Admit, Executor, PrefillChunk, StepPlan, StepResult
 from chitu.messages import SamplingParams, pack_i32
 
 WARMUP_PROMPT_TOKENS = 256
@@ -22,13 +22,12 @@ def run_warmup(executor: Executor, num_pages: int, page_size: int, samples: bool
     prompt = [index % info.vocab_size for index in range(prompt_len)]
     pages = tuple(range((prompt_len + 2 + page_size - 1) // page_size))
     half = prompt_len // 2
-    executor.execute(
-        StepPlan(admit=[Admit(0, pack_i32(prompt), prompt_len, 0, pages, sampling)], prefill=[PrefillChunk(0, 0, half)])
-    )
-    executor.execute(StepPlan(prefill=[PrefillChunk(0, half, prompt_len - half, sample=samples)]))
+    admit = Admit(0, pack_i32(prompt), prompt_len, 0, pages, sampling)
+    _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
+    _run(executor, StepPlan(prefill=[PrefillChunk(0, half, prompt_len - half, sample=samples)]))
     if samples:
-        executor.execute(StepPlan(decode=[0]))
-    executor.execute(StepPlan(release=[0]))
+        _run(executor, StepPlan(decode=[0]))
+    _run(executor, StepPlan(release=[0]))
     if samples:
         _decode_wide(executor, num_pages, page_size, sampling)
 
@@ -41,6 +40,10 @@ def _decode_wide(executor: Executor, num_pages: int, page_size: int, sampling: S
         Admit(slot, pack_i32([0]), 1, 0, tuple(range(slot * pages_each, (slot + 1) * pages_each)), sampling)
         for slot in slots
     ]
-    executor.execute(StepPlan(admit=admitted, prefill=[PrefillChunk(slot, 0, 1, sample=True) for slot in slots]))
-    executor.execute(StepPlan(decode=slots))
-    executor.execute(StepPlan(release=slots))
+    _run(executor, StepPlan(admit=admitted, prefill=[PrefillChunk(slot, 0, 1, sample=True) for slot in slots]))
+    _run(executor, StepPlan(decode=slots))
+    _run(executor, StepPlan(release=slots))
+
+
+def _run(executor: Executor, plan: StepPlan) -> StepResult:
+    return executor.launch(plan).result()

@@ -34,10 +34,14 @@ class Sequence:
     """The executor has been (or is, with the plan in the making) told of the slot."""
     aux_slot: int = -1
     kv_len: int = 0
-    """Tokens whose KV is in the pages."""
+    """Tokens whose KV is in the pages once the launched steps are done."""
     capacity_tokens: int = 0
     """Tokens that the pages it holds have room for."""
     emitted: array[int] = field(default_factory=lambda: array("i"))
+    launched: int = 0
+    """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
+    max_new_tokens: int = field(init=False)
+    """As many may be sampled here; 0 on P."""
     stop_ids: frozenset[int] = frozenset()
     logits_ready: bool = False
     """D: the aux row is complete."""
@@ -52,6 +56,11 @@ class Sequence:
     announced_s: float = 0.0
     kv_landed_s: float = 0.0
     first_token_s: float = 0.0
+    is_leaving: bool = False
+    """All that it holds is given back, or is as soon as a step in flight has been read."""
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
 
     @property
     def prompt_len(self) -> int:
@@ -84,7 +93,6 @@ class Sequence:
 
     def finish_reason(self, token: int) -> str:
         """Why the request ends with `token`, its newest; empty where it goes on."""
-        assert self.sampling is not None
         if token in self.stop_ids:
             return "stop"
-        return "length" if self.num_continued + len(self.emitted) >= self.sampling.max_tokens else ""
+        return "length" if len(self.emitted) >= self.max_new_tokens else ""

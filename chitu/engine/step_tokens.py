@@ -1,0 +1,78 @@
+"""The way of a step's tokens to the host: one copy behind the step into pinned memory, and an event behind the copy.
+
+Owned by `ModelRunner`, step thread only. Two buffers are used in turn, so that the copy of a step may run while the
+tokens of the one before are read. Invariant: a buffer is not written again before its tokens were read.
+
+`Mark` is what a device offers: CUDA events, or (the twin, in tests) something that passes when the test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from chitu.engine.executor import MAX_UNREAD_STEPS, DoneStep, StepHandle, StepResult
+from chitu.errors import Internal
+
+
+class Mark(Protocol):
+    """A point behind all that was launched so far."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Buffer:
+    tokens: torch.Tensor
+    """int64, in host memory."""
+    is_unread: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _LaunchedStep:
+    slots: list[int]
+    mark: Mark
+    buffer: _Buffer | None
+
+    def is_done(self) -> bool:
+        return self.mark.query()
+
+    def result(self) -> StepResult:
+        self.mark.synchronize()
+        if self.buffer is None:
+            return StepResult([], [])
+        self.buffer.is_unread = False
+        return StepResult(self.slots, self.buffer.tokens[: len(self.slots)].tolist())
+
+
+class StepTokens:
+    """`most`: tokens of one step. `mark`: makes one, on the device's present queue; None where nothing is ever pending.
+    `is_pinned`: False in tests alone."""
+
+    def __init__(self, most: int, mark: Callable[[], Mark] | None, is_pinned: bool = True) -> None:
+        self._mark = mark
+        self._turn = 0
+        self._buffers: list[_Buffer] = []
+        if mark is not None:
+            self._buffers = [
+                _Buffer(torch.zeros(most, dtype=torch.int64, pin_memory=is_pinned)) for _ in range(MAX_UNREAD_STEPS)
+            ]
+
+    def launched(self, slots: list[int], tokens_N: torch.Tensor | None) -> StepHandle:
+        """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none."""
+        if self._mark is None:
+            return DoneStep(StepResult(slots, [] if tokens_N is None else tokens_N.tolist()))
+        buffer = None
+        if tokens_N is not None:
+            buffer = self._buffers[self._turn]
+            if buffer.is_unread:
+                raise Internal(f"a step was launched with {MAX_UNREAD_STEPS} unread")
+            self._turn = (self._turn + 1) % len(self._buffers)
+            buffer.is_unread = True
+            buffer.tokens[: len(slots)].copy_(tokens_N, non_blocking=True)
+        return _LaunchedStep(slots, self._mark(), buffer)
