@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
@@ -152,7 +153,8 @@ def packed(weight: LinearWeight) -> PackedWeight:
 
 
 class NativeOps:
-    """Implements `Ops`; head sizes that the kernels do not know, and latent attention, go through `TorchOps`."""
+    """Implements `Ops`; head sizes that the kernels do not know, pages of e4m3 and latent attention go through
+    `TorchOps`."""
 
     name = "native"
 
@@ -241,6 +243,8 @@ class NativeOps:
         k_PKSN: torch.Tensor,
         v_PKSN: torch.Tensor,
     ) -> torch.Tensor:
+        if is_fp8(k_PKSN):
+            return self._fallback.rope_append(qkv_TC, heads, rotary, batch, k_PKSN, v_PKSN)
         rows, head_dim = qkv_TC.shape[0], heads.head_dim
         q_TC = self._buffer("q", rows, heads.num_heads * head_dim)
         self._library.chitu_rope_append(
@@ -271,7 +275,7 @@ class NativeOps:
     ) -> torch.Tensor:
         rows, num_heads, head_dim = q_THN.shape
         group = num_heads // heads.num_kv_heads
-        if head_dim % PANEL or head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        if head_dim % PANEL or head_dim > MAX_HEAD_DIM or group > MAX_GROUP or is_fp8(k_PKSN):
             return self._fallback.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
         out = self._buffer("mixed", rows, num_heads * head_dim)
         shape = (num_heads, heads.num_kv_heads, head_dim, k_PKSN.shape[2], head_dim**-0.5, torch.get_num_threads())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from chitu.ops.fp8_pages import is_fp8, quantised, scales_of
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
 
@@ -16,6 +17,24 @@ def rotate(x_THN: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> t
     first, second = x_THN.chunk(2, dim=-1)
     cos, sin = cos_TN.unsqueeze(1), sin_TN.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def put(x_PKSN: torch.Tensor, page: int, offset: int, row_KN: torch.Tensor) -> None:
+    """One token's row of every head; with e4m3 pages its numbers, and its scales to where they are kept."""
+    if not is_fp8(x_PKSN):
+        x_PKSN[page, :, offset] = row_KN.to(x_PKSN.dtype)
+        return
+    values_KN, scale_K = quantised(row_KN)
+    for head in range(row_KN.shape[0]):
+        x_PKSN.view(torch.uint8)[page, head, offset] = values_KN[head].view(torch.uint8)
+        scales_of(x_PKSN)[page, head, offset] = scale_K[head]
+
+
+def take(x_PKSN: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """These pages `[., K, S, N]` in float32, every row times its scale."""
+    if not is_fp8(x_PKSN):
+        return x_PKSN[pages].float()
+    return torch.stack([x_PKSN[page].float() * scales_of(x_PKSN)[page].unsqueeze(-1) for page in pages.tolist()])
 
 
 class ReferenceOps:
@@ -82,13 +101,13 @@ class ReferenceOps:
         if heads.k_norm_N is not None:
             k = self.rms_norm(k, heads.k_norm_N, heads.eps)
         cos, sin = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T]
-        q, k = rotate(q.float(), cos, sin).to(q.dtype), rotate(k.float(), cos, sin).to(k.dtype)
+        q, k = rotate(q.float(), cos, sin).to(q.dtype), rotate(k.float(), cos, sin)
         page_size = k_PKSN.shape[2]
         for row in range(num_rows):
             slot, position = int(batch.slots_T[row]), int(batch.positions_T[row])
             page = int(batch.page_table[slot, position // page_size])
-            k_PKSN[page, :, position % page_size] = k[row]
-            v_PKSN[page, :, position % page_size] = v[row]
+            put(k_PKSN, page, position % page_size, k[row])
+            put(v_PKSN, page, position % page_size, v[row])
         return q
 
     def attention(
@@ -100,8 +119,8 @@ class ReferenceOps:
         for row in range(num_rows):
             slot, length = int(batch.slots_T[row]), int(batch.positions_T[row]) + 1
             pages = batch.page_table[slot, : (length + page_size - 1) // page_size]
-            k_KLN = k_PKSN[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
-            v_KLN = v_PKSN[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+            k_KLN = take(k_PKSN, pages).transpose(0, 1).flatten(1, 2)[:, :length]
+            v_KLN = take(v_PKSN, pages).transpose(0, 1).flatten(1, 2)[:, :length]
             q_KGN = q_THN[row].float().view(heads.num_kv_heads, group, heads.head_dim)
             scores = (q_KGN @ k_KLN.transpose(1, 2)) * heads.head_dim**-0.5
             out[row] = (scores.softmax(-1) @ v_KLN).view(heads.num_heads, heads.head_dim).to(out.dtype)
@@ -113,11 +132,11 @@ class ReferenceOps:
         page_size = pages_PKSC.shape[2]
         cos, sin = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T]
         latent = self.rms_norm(kv_TC[:, : heads.latent_dim], heads.norm_L, heads.eps)
-        key = rotate(kv_TC[:, None, heads.latent_dim :].float(), cos, sin)[:, 0].to(kv_TC.dtype)
+        key = rotate(kv_TC[:, None, heads.latent_dim :].float(), cos, sin)[:, 0]
         for row in range(kv_TC.shape[0]):
             slot, position = int(batch.slots_T[row]), int(batch.positions_T[row])
             page = int(batch.page_table[slot, position // page_size])
-            pages_PKSC[page, 0, position % page_size] = torch.cat((latent[row], key[row]))
+            put(pages_PKSC, page, position % page_size, torch.cat((latent[row], key[row])).unsqueeze(0))
 
     def latent_query(
         self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
@@ -135,7 +154,7 @@ class ReferenceOps:
         for row in range(q_THC.shape[0]):
             slot, length = int(batch.slots_T[row]), int(batch.positions_T[row]) + 1
             pages = batch.page_table[slot, : (length + page_size - 1) // page_size]
-            rows_MC = pages_PKSC[pages, 0].flatten(0, 1)[:length].float()
+            rows_MC = take(pages_PKSC, pages)[:, 0].flatten(0, 1)[:length]
             shares_HM = (q_THC[row].float() @ rows_MC.T * heads.softmax_scale).softmax(-1)
             out_THL[row] = (shares_HM @ rows_MC[:, : heads.latent_dim]).to(out_THL.dtype)
         return out_THL

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from chitu.ops.fp8_pages import put_rows, take_pages
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 
@@ -130,10 +131,10 @@ class TorchOps:
             k = self.rms_norm(k, heads.k_norm_N, heads.eps)
         positions = batch.positions_T
         cos, sin = rotary.cos[positions].unsqueeze(1), rotary.sin[positions].unsqueeze(1)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = _rotate(q, cos, sin).to(q.dtype), _rotate(k, cos, sin)
         pages, offsets = batch.page_table[batch.slots_T, positions // page_size], positions % page_size
-        k_PKSN[pages, :, offsets] = k
-        v_PKSN[pages, :, offsets] = v
+        put_rows(k_PKSN, pages, offsets, k)
+        put_rows(v_PKSN, pages, offsets, v)
         return q
 
     def attention(
@@ -148,7 +149,7 @@ class TorchOps:
         cos, sin, page_size = rotary.cos[batch.positions_T], rotary.sin[batch.positions_T], pages_PKSC.shape[2]
         rows_TC = torch.cat((self.rms_norm(latent_TL, heads.norm_L, heads.eps), _rotate(key_TR, cos, sin)), dim=1)
         pages = batch.page_table[batch.slots_T, batch.positions_T // page_size]
-        pages_PKSC[pages, 0, batch.positions_T % page_size] = rows_TC
+        put_rows(pages_PKSC, pages, batch.positions_T % page_size, rows_TC.unsqueeze(1))
 
     def latent_query(
         self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
@@ -156,7 +157,7 @@ class TorchOps:
         q_THN, q_THR = q_THE.split_with_sizes((key_HNL.shape[1], heads.rope_dim), dim=2)
         cos, sin = rotary.cos[batch.positions_T].unsqueeze(1), rotary.sin[batch.positions_T].unsqueeze(1)
         q_THL = torch.bmm(q_THN.transpose(0, 1), key_HNL).transpose(0, 1)
-        return torch.cat((q_THL, _rotate(q_THR, cos, sin)), dim=2)
+        return torch.cat((q_THL, _rotate(q_THR, cos, sin).to(q_THR.dtype)), dim=2)
 
     def latent_attention(
         self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
@@ -172,7 +173,7 @@ def _attention(
     for span in batch.spans:
         rows = slice(span.row, span.row + span.length)
         end = span.start + span.length
-        k_KLN, v_KLO = (_gather(x, batch.page_table[span.slot], end) for x in (k_PKSN, v_PKSO))
+        k_KLN, v_KLO = (_gather(x, batch.page_table[span.slot], end, q_THN.dtype) for x in (k_PKSN, v_PKSO))
         out_THO[rows] = _causal(q_THN[rows], k_KLN, v_KLO, span.start, scale)
     if batch.decode_slots:
         out_THO[batch.decode_row :] = _decode(q_THN[batch.decode_row :], batch, k_PKSN, v_PKSO, scale)
@@ -185,7 +186,7 @@ def _decode(
     page_size, length = k_PKSN.shape[2], batch.max_decode_len
     num_pages = (length + page_size - 1) // page_size
     pages_BP = batch.page_table[batch.slots_T[batch.decode_row :], :num_pages]
-    k, v = (x[pages_BP].transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSO))
+    k, v = (take_pages(x, pages_BP, q_BHN.dtype).transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSO))
     columns = torch.arange(num_pages * page_size, device=q_BHN.device)
     visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
     # Columns past a sequence's end lie in pages of others, where anything may be; a NaN would survive the mask.
@@ -196,14 +197,16 @@ def _decode(
 
 
 def _rotate(x_THN: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """float32: what goes into pages is rounded once."""
     first, second = x_THN.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_THN.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
     """The first `length` tokens of a page list as `[K, length, N]`."""
     page_size = x_PKSN.shape[2]
-    return x_PKSN[pages[: (length + page_size - 1) // page_size]].transpose(0, 1).flatten(1, 2)[:, :length]
+    taken_PKSN = take_pages(x_PKSN, pages[: (length + page_size - 1) // page_size], dtype)
+    return taken_PKSN.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMO: torch.Tensor, start: int, scale: float) -> torch.Tensor:

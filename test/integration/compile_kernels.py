@@ -20,9 +20,11 @@ from chitu.ops.interface import TILE_ROWS
 from chitu.ops.kernels import attention, blocks, mla, moe, rope, rows, sampling, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
-WIDE, INT, INT32, FLOAT, HALF = "*fp32", "*i64", "*i32", "fp32", "*bf16"
+WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
+VARIANTS = ((HALF, HALF), (HALF, FP8), ("*fp16", FP8))
+"""Of queries and pages."""
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, object], **options: int) -> dict[str, object]:
@@ -56,19 +58,24 @@ def main() -> None:
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
-    for is_split in (False, True):
-        split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
-        found.append(compiled(attention._decode_split, tensors, shape | split, num_warps=4, num_stages=3))
+    tiles = {"HEADS": HEADS, "ROWS": TILE_ROWS, "KEYS": attention.PREFILL_KEYS}
+    for queries, pages in VARIANTS:
+        here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
+        own = shape | {"IS_FP8": pages == FP8}
+        for is_split in (False, True):
+            split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
+            found.append(compiled(attention._decode_split, here, own | split, num_warps=4, num_stages=3))
+        found.append(compiled(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=3))
     join = {"DIM": DIM, "DIM_PAD": DIM, "SPLITS_PAD": 32}
     found.append(compiled(attention._join_splits, tensors, join, num_warps=4))
-    tiles = {"HEADS": HEADS, "ROWS": TILE_ROWS, "KEYS": attention.PREFILL_KEYS}
-    found.append(compiled(attention._prefill_tiles, tensors, shape | tiles, num_warps=4, num_stages=3))
     append = tensors | {"qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF}
     append |= {"cos_ptr": WIDE, "sin_ptr": WIDE, "eps": FLOAT}
     for has_norm in (False, True):
         heads = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "DIM": DIM, "HALF_PAD": DIM // 2, "PAGE": PAGE}
         constants = heads | {"AT_ONCE": rope.HEADS_AT_ONCE, "HAS_NORM": has_norm}
-        found.append(compiled(rope._rope_append, append, constants, num_warps=4))
+        for pages in (HALF, FP8):
+            here = append | {"k_ptr": pages, "v_ptr": pages}
+            found.append(compiled(rope._rope_append, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
     row = {"x_ptr": HALF, "weight_ptr": HALF, "out_ptr": HALF, "bias_ptr": HALF, "norm_ptr": HALF, "eps": FLOAT}
     found.append(compiled(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(compiled(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
@@ -81,17 +88,18 @@ def main() -> None:
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
-    found.append(compiled(mla._latent_append, latent, sizes | {"PAGE": PAGE}, num_warps=4))
+    for pages in (HALF, FP8):
+        constants = sizes | {"PAGE": PAGE, "IS_FP8": pages == FP8}
+        found.append(compiled(mla._latent_append, latent | {"pages_ptr": pages}, constants, num_warps=4))
     found.append(compiled(mla._latent_query, latent, sizes | {"HEADS": 128, "NOPE": 128}, num_warps=1))
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE, "KEYS": mla.KEYS}
-    for heads_here in (16, 128):
+    for heads_here, pages in ((16, HALF), (128, HALF), (16, FP8), (128, FP8)):
+        here = latent | {"pages_ptr": pages}
         for is_prefill, is_split in ((False, False), (False, True), (True, False)):
             queries = mla.MAX_QUERIES if is_prefill else mla.queries_for(heads_here)
             constants = sizes | {"HEADS": heads_here, "QUERIES": queries, "IS_PREFILL": is_prefill}
-            constants |= {"IS_SPLIT": is_split}
-            found.append(
-                compiled(mla._latent_attend, latent, constants, num_warps=mla.warps_for(queries), num_stages=2)
-            )
+            constants |= {"IS_SPLIT": is_split, "IS_FP8": pages == FP8}
+            found.append(compiled(mla._latent_attend, here, constants, **mla.schedule(queries, pages == FP8)))
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
         sizes = {"EXPERTS": EXPERTS, "EXPERTS_PAD": 2 * EXPERTS, "ROWS": tile_rows, "TILES": 16}

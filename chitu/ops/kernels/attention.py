@@ -5,6 +5,9 @@ device is full, each split leaves a partial result with its log-sum-exp, and a s
 there are depends on the number of rows alone, never on lengths, so a CUDA graph stays valid while sequences grow.
 Lengths are `position + 1`, pages come from the slot's row of the page table; both are read on the device.
 
+Pages of e4m3 (`ops/fp8_pages.py`) are widened in registers, where that is exact. The scale of a key is multiplied into
+its scores, that of a value into its share, so no number of the cache is multiplied by anything.
+
 Source of the method: Flash-Decoding (Dao et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
 
@@ -17,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import TILE_ROWS
+from chitu.ops.kernels.fp8 import mix, scale_at
 
 LOG2_E = math.log2(math.e)
 DECODE_BLOCK = 64
@@ -50,6 +55,7 @@ def _decode_split(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Program (row, KV head, split): GROUP query heads over the split's keys."""
     row = tl.program_id(0)
@@ -73,18 +79,25 @@ def _decode_split(
         t = start + keys
         is_key = t < end
         page = tl.load(pages_ptr + t // PAGE, mask=is_key, other=0).to(tl.int64)
-        where = page * page_stride + head * head_stride + (t % PAGE) * DIM
+        head_start = page * page_stride + head * head_stride
+        where = head_start + (t % PAGE) * DIM
         in_kv = is_key[:, None] & (d[None, :] < DIM)
         k = tl.load(k_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         v = tl.load(v_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if IS_FP8:
+            scores *= tl.load(scale_at(k_ptr, head_start, t % PAGE, PAGE, DIM), mask=is_key, other=0.0)[None, :]
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        v = v.to(q.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if IS_FP8:
+            v_scales = tl.load(scale_at(v_ptr, head_start, t % PAGE, PAGE, DIM), mask=is_key, other=0.0)
+            acc = acc * shrink[:, None] + mix(weights, v, v_scales, q.dtype)
+        else:
+            v = v.to(q.dtype)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     if IS_SPLIT:
         # An empty split writes no partial result; its -inf tells the second kernel not to read one.
@@ -134,6 +147,7 @@ def _prefill_tiles(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Program (tile, query head): each row of the tile over its slot's keys up to its own position."""
     # The last tiles of a prompt have the most keys: they start first, so that the short ones fill the device's tail.
@@ -156,18 +170,25 @@ def _prefill_tiles(
     for first in range(0, end, KEYS):
         t = first + tl.arange(0, KEYS)
         page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
-        where = page * page_stride + (head // GROUP) * head_stride + (t % PAGE) * DIM
+        head_start = page * page_stride + (head // GROUP) * head_stride
+        where = head_start + (t % PAGE) * DIM
         in_kv = (t < end)[:, None] & (d[None, :] < DIM)
         k = tl.load(k_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         v = tl.load(v_ptr + where[:, None] + d[None, :], mask=in_kv, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if IS_FP8:
+            scores *= tl.load(scale_at(k_ptr, head_start, t % PAGE, PAGE, DIM), mask=t < end, other=0.0)[None, :]
         scores = tl.where(t[None, :] <= first_position + r[:, None], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        v = v.to(q.dtype)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if IS_FP8:
+            v_scales = tl.load(scale_at(v_ptr, head_start, t % PAGE, PAGE, DIM), mask=t < end, other=0.0)
+            acc = acc * shrink[:, None] + mix(weights, v, v_scales, q.dtype)
+        else:
+            v = v.to(q.dtype)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     total = tl.where(total > 0, total, 1.0)  # rows that are not there have no keys
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
@@ -233,6 +254,7 @@ def decode_attention(
         PAGE=page_size,
         BLOCK=DECODE_BLOCK,
         IS_SPLIT=splits > 1,
+        IS_FP8=is_fp8(k_PKSN),
         num_warps=4,
         num_stages=3,
     )
@@ -271,6 +293,7 @@ def prefill_attention(
         PAGE=page_size,
         ROWS=TILE_ROWS,
         KEYS=PREFILL_KEYS,
+        IS_FP8=is_fp8(k_PKSN),
         num_warps=4,
         num_stages=3,
     )

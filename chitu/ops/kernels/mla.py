@@ -3,7 +3,8 @@
 All heads attend to the same rows, which are keys and values at once, so a program takes as many queries as fill a
 tensor core: the heads of one decoding row, or one head of a tile's rows. Each row of the cache is read once for all of
 them. Decoding rows are split over programs as in `attention.py`, whose second kernel joins them. Nothing depends on
-lengths but the loops, so all of it can be recorded. Called by `triton_ops.py` on the step thread.
+lengths but the loops, so all of it can be recorded. In pages of e4m3 (`ops/fp8_pages.py`) a row, latent and key
+together, has one scale. Called by `triton_ops.py` on the step thread.
 
 Shapes: H heads, L latent, R rotated part, C = L + R, N the part of q that goes through the key weight, S page size.
 """
@@ -16,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import TILE_ROWS, LatentHeads, RotaryTable
 from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch
+from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, stored_scale, to_e4m3
 
 KEYS = 32
 """Rows of the cache that a program looks at at once."""
@@ -45,6 +48,7 @@ def _latent_append(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Program (row): norm the latent, rotate the key, store both behind each other."""
     row = tl.program_id(0)
@@ -56,15 +60,27 @@ def _latent_append(
     x = tl.load(own_ptr + c, mask=c < LATENT, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + c, mask=c < LATENT, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
-    tl.store(to + c, normed.to(pages_ptr.dtype.element_ty), mask=c < LATENT)
     h = tl.arange(0, HALF_PAD)
     is_in = h < HALF
     cos = tl.load(cos_ptr + position * HALF + h, mask=is_in, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + h, mask=is_in, other=0.0)
     first = tl.load(own_ptr + LATENT + h, mask=is_in, other=0.0).to(tl.float32)
     second = tl.load(own_ptr + LATENT + HALF + h, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(to + LATENT + h, (first * cos - second * sin).to(pages_ptr.dtype.element_ty), mask=is_in)
-    tl.store(to + LATENT + HALF + h, (second * cos + first * sin).to(pages_ptr.dtype.element_ty), mask=is_in)
+    low = first * cos - second * sin
+    high = second * cos + first * sin
+    if IS_FP8:
+        largest = tl.maximum(tl.max(magnitude(low), 0), tl.max(magnitude(high), 0))
+        largest = tl.maximum(largest, tl.max(magnitude(normed), 0))
+        scale_bits = row_scale(largest)
+        tl.store(to + c, to_e4m3(normed, largest, scale_bits), mask=c < LATENT)
+        tl.store(to + LATENT + h, to_e4m3(low, largest, scale_bits), mask=is_in)
+        tl.store(to + LATENT + HALF + h, to_e4m3(high, largest, scale_bits), mask=is_in)
+        scale_ptr = scale_at(pages_ptr, page * page_stride, position % PAGE, PAGE, LATENT + 2 * HALF)
+        tl.store(scale_ptr, stored_scale(largest, scale_bits))
+    else:
+        tl.store(to + c, normed.to(pages_ptr.dtype.element_ty), mask=c < LATENT)
+        tl.store(to + LATENT + h, low.to(pages_ptr.dtype.element_ty), mask=is_in)
+        tl.store(to + LATENT + HALF + h, high.to(pages_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -129,6 +145,7 @@ def _latent_attend(
     KEYS: tl.constexpr,
     IS_PREFILL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Prefill: program (tile, head, part of the tile), queries are rows. Else (row, block of heads, split), heads."""
     m = tl.arange(0, QUERIES)
@@ -170,17 +187,24 @@ def _latent_attend(
         t = start + tl.arange(0, KEYS)
         is_key = t < end
         page = tl.load(own_pages + t // PAGE, mask=is_key, other=0).to(tl.int64)
-        from_page = pages_ptr + (page * page_stride + (t % PAGE) * (LATENT + ROPE))[:, None]
+        page_start = page * page_stride
+        from_page = pages_ptr + (page_start + (t % PAGE) * (LATENT + ROPE))[:, None]
         latent = tl.load(from_page + c[None, :], mask=is_key[:, None] & (c < LATENT)[None, :], other=0.0)
         key = tl.load(from_page + LATENT + r[None, :], mask=is_key[:, None] & (r < ROPE)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
-        scores = (scores + tl.dot(q_rope, tl.trans(key), input_precision="ieee")) * scale
+        scores = tl.dot(q, tl.trans(latent.to(q.dtype)), input_precision="ieee")
+        scores = (scores + tl.dot(q_rope, tl.trans(key.to(q.dtype)), input_precision="ieee")) * scale
+        if IS_FP8:
+            row_scales = tl.load(scale_at(pages_ptr, page_start, t % PAGE, PAGE, LATENT + ROPE), mask=is_key, other=0.0)
+            scores *= row_scales[None, :]
         scores = tl.where(is_key[None, :] & (t[None, :] <= last[:, None]), scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
+        if IS_FP8:
+            acc = acc * shrink[:, None] + mix(weights, latent, row_scales, q.dtype)
+        else:
+            acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
         top = new_top
     is_out = is_query[:, None] & (c < LATENT)[None, :]
     if IS_SPLIT:
@@ -232,6 +256,7 @@ def latent_append(
         HALF=half,
         HALF_PAD=triton.next_power_of_2(half),
         PAGE=pages_PKSC.shape[2],
+        IS_FP8=is_fp8(pages_PKSC),
         num_warps=4,
     )
 
@@ -347,11 +372,14 @@ def _attend(
         KEYS=KEYS,
         IS_PREFILL=tiles is not None,
         IS_SPLIT=splits > 1,
-        num_warps=warps_for(queries),
-        num_stages=2,
+        IS_FP8=is_fp8(pages),
+        **schedule(queries, is_fp8(pages)),
     )
 
 
-def warps_for(queries: int) -> int:
-    """As many as have registers for the sums."""
-    return 8 if queries > 16 else 4
+def schedule(queries: int, is_fp8_cache: bool) -> dict[str, int]:
+    """As many warps as have registers for the sums, and with e4m3 for widening. Others spill
+    (`test/integration/compile_kernels.py`); which is fastest was not measured."""
+    if is_fp8_cache:
+        return {"num_warps": 8, "num_stages": 3}
+    return {"num_warps": 8 if queries > 16 else 4, "num_stages": 2}

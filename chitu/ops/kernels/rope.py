@@ -1,4 +1,7 @@
-"""Norm, rotate and store: one launch takes q, k and v of every row from the fused projection to where they belong."""
+"""Norm, rotate and store: one launch takes q, k and v of every row from the fused projection to where they belong.
+
+Pages of e4m3 (`ops/fp8_pages.py`) get their numbers and scales from float32, what norm and rotation leave, at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import HeadSpec, RotaryTable
+from chitu.ops.kernels.fp8 import magnitude, row_scale, scale_at, stored_scale, to_e4m3
 
 HEADS_AT_ONCE = 8
 
@@ -37,6 +42,7 @@ def _rope_append(
     PAGE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Program (row, group of heads); the groups of q come first, then those of k, then those of v."""
     row = tl.program_id(0)
@@ -80,13 +86,29 @@ def _rope_append(
     else:
         slot = tl.load(slots_ptr + row)
         page = tl.load(table_ptr + slot * table_stride + position // PAGE).to(tl.int64)
-        offset = page * page_stride + (position % PAGE) * DIM + heads[:, None] * head_stride + d[None, :]
-        if group >= Q_GROUPS + KV_GROUPS:
-            tl.store(v_ptr + offset, low.to(v_ptr.dtype.element_ty), mask=mask)
-            tl.store(v_ptr + offset + HALF, high.to(v_ptr.dtype.element_ty), mask=mask)
+        head_start = page * page_stride + heads * head_stride
+        offset = head_start[:, None] + (position % PAGE) * DIM + d[None, :]
+        if IS_FP8:
+            largest = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+            scale_bits = row_scale(largest)
+            low_code = to_e4m3(low, largest[:, None], scale_bits[:, None])
+            high_code = to_e4m3(high, largest[:, None], scale_bits[:, None])
+            stored = stored_scale(largest, scale_bits)
+            if is_v:
+                tl.store(v_ptr + offset, low_code, mask=mask)
+                tl.store(v_ptr + offset + HALF, high_code, mask=mask)
+                tl.store(scale_at(v_ptr, head_start, position % PAGE, PAGE, DIM), stored, mask=heads < count)
+            else:
+                tl.store(k_ptr + offset, low_code, mask=mask)
+                tl.store(k_ptr + offset + HALF, high_code, mask=mask)
+                tl.store(scale_at(k_ptr, head_start, position % PAGE, PAGE, DIM), stored, mask=heads < count)
         else:
-            tl.store(k_ptr + offset, low.to(k_ptr.dtype.element_ty), mask=mask)
-            tl.store(k_ptr + offset + HALF, high.to(k_ptr.dtype.element_ty), mask=mask)
+            if is_v:
+                tl.store(v_ptr + offset, low.to(v_ptr.dtype.element_ty), mask=mask)
+                tl.store(v_ptr + offset + HALF, high.to(v_ptr.dtype.element_ty), mask=mask)
+            else:
+                tl.store(k_ptr + offset, low.to(k_ptr.dtype.element_ty), mask=mask)
+                tl.store(k_ptr + offset + HALF, high.to(k_ptr.dtype.element_ty), mask=mask)
 
 
 def rope_append(
@@ -128,5 +150,6 @@ def rope_append(
         PAGE=k_PKSN.shape[2],
         AT_ONCE=HEADS_AT_ONCE,
         HAS_NORM=heads.q_norm_N is not None,
+        IS_FP8=is_fp8(k_PKSN),
         num_warps=4,
     )

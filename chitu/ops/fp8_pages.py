@@ -1,0 +1,92 @@
+"""Pages of 8-bit floats (e4m3): what lies where in them, and how rows get in and out. Triton's kernels do the same
+(`kernels/fp8.py`), bit for bit.
+
+A page of a KV head is `page_size` rows of `head_dim` e4m3 numbers, and behind them one float32 scale a row: one piece
+of memory, so whoever copies pages or heads of pages copies the scales, too, and need not know of them. A row is one
+token's K or V of one head. The tensor that stands for such pages, `x_PKSN`, is of the numbers alone; its strides step
+over the scales, which `scales_of` shows.
+
+A scale is a power of two, the smallest that brings the row's largest number to at most 448, the largest of e4m3. So
+scaling rounds nothing: what a row loses is one rounding to three bits behind the leading one (to nearest, ties to
+even), the same on every device; and a row brought back to bfloat16 or float32 holds exactly what the kernels compute
+with. A row of zeros has the scale 1. A row with a NaN or an infinity has the scale NaN: its readers get NaN, as they
+would of wider numbers. Called by the step thread; `head_bytes` by whoever sizes a pool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8_E4M3 = "fp8_e4m3"
+"""The name of the format in `KVLayout.dtype` and in the configuration."""
+E4M3 = torch.float8_e4m3fn
+SCALE_BYTES = 4
+ALIGNMENT_BYTES = 16
+"""Kernels read so much at once: every head of a page begins at a multiple of it."""
+
+_LARGEST_MANTISSA = 0x600000
+"""Of 448 = 1.75 * 2**8 as float32."""
+_BELOW_CARRY = (1 << 23) - 1 - _LARGEST_MANTISSA
+"""Added to the bits of a number, brings those with a larger mantissa to the next exponent."""
+_LARGEST_EXPONENT = 8
+_ONE, _INFINITY, _NAN = 127 << 23, 255 << 23, 0x7FC00000
+
+
+def head_bytes(page_size: int, head_dim: int) -> int:
+    """Of one KV head of a page."""
+    return page_size * (head_dim + SCALE_BYTES)
+
+
+def is_fp8(pages_PKSN: torch.Tensor) -> bool:
+    return pages_PKSN.dtype == E4M3
+
+
+def values_of(raw_PKB: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
+    """`[P, K, S, N]` e4m3, without the scales, of the bytes of heads of pages."""
+    return raw_PKB.view(E4M3)[..., : page_size * head_dim].view(*raw_PKB.shape[:2], page_size, head_dim)
+
+
+def scales_of(x_PKSN: torch.Tensor) -> torch.Tensor:
+    """The float32 `[P, K, S]` behind the rows of `values_of`'s result (or of its first columns); the same memory."""
+    pages, heads, page_size, _ = x_PKSN.shape
+    page_stride, head_stride, row_stride = x_PKSN.stride()[:3]
+    behind = x_PKSN.storage_offset() + page_size * row_stride
+    raw = x_PKSN.view(torch.uint8).as_strided(
+        (pages, heads, page_size * SCALE_BYTES), (page_stride, head_stride, 1), behind
+    )
+    return raw.view(torch.float32)
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[..., N]` of any float dtype as e4m3 `[..., N]` and float32 scales `[...]`."""
+    wide = x.float()
+    # As integers: the order of numbers, infinity above them, NaN above that.
+    largest = wide.abs().view(torch.int32).amax(-1)
+    is_finite = largest < _INFINITY
+    exponent = ((largest.clamp(max=_INFINITY) + _BELOW_CARRY) >> 23) - _LARGEST_EXPONENT
+    bits = torch.where(largest == 0, _ONE, exponent.clamp(min=1) << 23)
+    inverse = (2 * _ONE - bits).view(torch.float32)
+    values = torch.where(is_finite.unsqueeze(-1), wide * inverse.unsqueeze(-1), 0.0).to(E4M3)
+    return values, torch.where(is_finite, bits, _NAN).view(torch.float32)
+
+
+def put_rows(x_PKSN: torch.Tensor, pages_T: torch.Tensor, offsets_T: torch.Tensor, rows_TKN: torch.Tensor) -> None:
+    """Row t to row `offsets_T[t]` of page `pages_T[t]`, in whatever format the pages are."""
+    if not is_fp8(x_PKSN):
+        x_PKSN[pages_T, :, offsets_T] = rows_TKN.to(x_PKSN.dtype)
+        return
+    values_TKN, scales_TK = quantised(rows_TKN)
+    # As bytes: not every operation knows this dtype.
+    x_PKSN.view(torch.uint8)[pages_T, :, offsets_T] = values_TKN.view(torch.uint8)
+    scales_of(x_PKSN)[pages_T, :, offsets_T] = scales_TK
+
+
+def take_pages(x_PKSN: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The pages of these numbers (any shape), `[..., K, S, N]`, as wide numbers: those of e4m3 times their scales in
+    `dtype`, others as they are."""
+    if not is_fp8(x_PKSN):
+        return x_PKSN[pages]
+    values = x_PKSN.view(torch.uint8)[pages].view(E4M3).float()
+    wide = values.mul_(scales_of(x_PKSN)[pages].unsqueeze(-1))
+    # What was next to the largest float16 may have been rounded beyond it.
+    return wide.clamp_(-65504, 65504).half() if dtype == torch.float16 else wide.to(dtype)
