@@ -1,4 +1,5 @@
-"""Making a pool's arena known to the transports of its process: on the main rank (`KVManager`) and on TP followers."""
+"""Making a pool's arena, and staging memory apart from it, known to the transports of a process: on the main rank
+(`KVManager`) and on TP followers."""
 
 from __future__ import annotations
 
@@ -18,35 +19,38 @@ def register_memory(
 ) -> tuple[TransportSession, ...]:
     """Sessions of those that can use the memory, in order; the others are closed and taken out of the list. Idempotent.
 
-    `area`: segments; where they are not in the pool's arena, it is enough for a transport to take theirs.
-    TransferFailed where none can.
+    `area`: where it lies apart from the pool's arena it is registered too, and a transport that can use nothing else
+    stays (its session says so). TransferFailed where none can use anything.
     """
+    apart = area if area is not None and not area.is_in(memory) else None
     sessions: list[TransportSession] = []
     usable: list[Transport] = []
     reasons: list[str] = []
     for transport in transports:
-        try:
-            _register(transport, memory, area)
-            sessions.append(transport.local_session())
-        except ChituError as error:
-            logger.warning("transport %s is left out: %s", transport.name, error.message)
-            reasons.append(f"{transport.name}: {error.message}")
-            transport.close()
-            continue
-        usable.append(transport)
+        error = _why_not(transport, memory.arena_base, memory.arena_bytes)
+        has_area = apart is not None and not _why_not(transport, apart.arena_base, apart.arena_bytes)
+        if not error or has_area:
+            try:
+                sessions.append(transport.local_session())
+                usable.append(transport)
+                if error:
+                    logger.warning("transport %s stages everything: %s", transport.name, error)
+                continue
+            except ChituError as no_session:
+                error = no_session.message
+        logger.warning("transport %s is left out: %s", transport.name, error)
+        reasons.append(f"{transport.name}: {error}")
+        transport.close()
     transports[:] = usable
     if not usable:
         raise TransferFailed(f"no transport can use the KV memory ({'; '.join(reasons) or 'none was given'})")
     return tuple(sessions)
 
 
-def _register(transport: Transport, memory: PagedMemory, area: StagingArea | None) -> None:
-    """Raises ChituError where it can use neither."""
-    if area is None or area.is_in(memory):
-        transport.register(memory.arena_base, memory.arena_bytes)
-        return
-    transport.register(area.arena_base, area.arena_bytes)
+def _why_not(transport: Transport, base: int, nbytes: int) -> str:
+    """Why it cannot register these bytes; empty where it did."""
     try:
-        transport.register(memory.arena_base, memory.arena_bytes)
+        transport.register(base, nbytes)
     except ChituError as error:
-        logger.info("transport %s takes staged transfers alone: %s", transport.name, error.message)
+        return error.message
+    return ""

@@ -2,7 +2,8 @@
 
 `open_transports` is called once, by the service that owns the pool; `choose` by the thread that accepts a registration.
 The order of the returned list is the order of preference: where both ends are on one host, shared memory for pools in
-host memory, CUDA's interprocess handles for pools in device memory.
+host memory; for pools in device memory CUDA's interprocess handles, then the host's pinned memory, for GPUs that cannot
+map each other's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from chitu.config.schema import PDDisaggregationConfig
+from chitu.config.staging import goes_through_the_host, has_transfer_library
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
@@ -18,6 +20,7 @@ from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
+from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import RankMemory, TransportSession
@@ -53,14 +56,14 @@ def _open(
             raise ConfigError("pd_disaggregation.transport: fake works inside one process only (in tests)")
         return [FakeTransport(fabric, process)]
     if config.transport == "shm":
-        return [ShmTransport()]
+        return [ShmTransport() if device == "cpu" else _open_on_gpu(config, host, device)[-1]]
     if config.transport == "cuda_ipc":
-        return [_open_cuda_ipc(device)]
+        return _open_on_gpu(config, host, device)[:1]
     if config.transport == "nixl":
         return [NixlTransport(host, device)]
     if config.transport == "mooncake":
         return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
-    transports: list[Transport] = [ShmTransport() if device == "cpu" else _open_cuda_ipc(device)]
+    transports: list[Transport] = [ShmTransport()] if device == "cpu" else _open_on_gpu(config, host, device)
     if host == "localhost" or host.startswith("127."):
         return transports
     try:
@@ -70,8 +73,11 @@ def _open(
     return transports
 
 
-def _open_cuda_ipc(device: str) -> Transport:
-    """Raises ConfigError where the pool is not in a GPU's memory."""
+def _open_on_gpu(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
+    """`cuda_ipc`, and behind it `shm` where segments in host memory are possible. They share driver and kernel.
+
+    Raises ConfigError where the pool is not in a GPU's memory.
+    """
     kind, _, index = device.partition(":")
     if kind != "cuda":
         raise ConfigError(f"pd_disaggregation.transport is cuda_ipc, but the device is {device}: use auto or shm")
@@ -80,7 +86,11 @@ def _open_cuda_ipc(device: str) -> Transport:
 
     copier = BlockCopier(device)
     copier.warm_up()
-    return CudaIpcTransport(driver, copier)
+    transports: list[Transport] = [CudaIpcTransport(driver, copier)]
+    has_segments = goes_through_the_host(config, has_transfer_library(config, host))
+    if config.transfer != "direct" and has_segments:
+        transports.append(PinnedShmTransport(driver, copier))
+    return transports
 
 
 def choose(transports: Sequence[Transport], peer: RankMemory) -> tuple[Transport, TransportSession]:

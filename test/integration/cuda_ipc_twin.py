@@ -13,7 +13,7 @@ from chitu.errors import TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import HANDLE_BYTES, Exported
 from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.plan import Int64s
-from chitu.kv_transfer.shm.transfer_engine import _find_range
+from chitu.kv_transfer.shm.transfer_engine import find_range
 from chitu.ops.kernels.blocks import cut
 from chitu.types import Ready
 
@@ -25,7 +25,7 @@ class FileDriver:
         self._mappings: dict[int, mmap.mmap] = {}
 
     def export(self, address: int) -> Exported:
-        found = _find_range(address, 1)
+        found = find_range(address, 1)
         if found.fd < 0:
             raise TransferFailed("this memory cannot be shared")
         handle = struct.pack("<qq", os.getpid(), found.fd).ljust(HANDLE_BYTES, b"\0")

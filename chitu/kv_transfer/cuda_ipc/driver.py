@@ -1,6 +1,8 @@
-"""CUDA's interprocess handles, by the four driver calls that they need (libcuda, stable C interface).
+"""What transports need of CUDA's driver (libcuda, stable C interface): interprocess handles, and host memory that a
+device may reach.
 
 A handle stands for a whole allocation of its process, so an address in the middle travels as handle and offset.
+`cuda_ipc` uses handles, `shm` between GPUs pins host memory.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from chitu.errors import MissingDependency, TransferFailed
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess: another GPU's memory is reached over NVLink or PCIe where it can be."""
+_PORTABLE, _DEVICE_MAP = 1, 2
+"""cudaHostRegisterPortable and Mapped: kernels of any context read and write the pinned memory in place."""
+_ATTRIBUTE_MEMORY_TYPE, _MEMORY_TYPE_DEVICE = 2, 2
 
 
 class Exported(NamedTuple):
@@ -38,19 +43,35 @@ class IpcDriver(Protocol):
     def close(self, address: int) -> None: ...
 
 
+class PinDriver(Protocol):
+    """What staging in host memory needs of a device; CPU tests bring a twin."""
+
+    def is_device_memory(self, address: int, nbytes: int) -> bool: ...
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Make host memory reachable for the device; its address there. TransferFailed where that is impossible (it is
+        pinned already, too much is pinned, or it is no host memory)."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """By its host address. Nothing copies there any more."""
+        ...
+
+
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class CudaDriver:
-    """Implements `IpcDriver`. MissingDependency without an NVIDIA driver. The calls work in the thread's current
-    context, which torch's first CUDA call makes the device's primary one; `device` is made current before each."""
+    """Implements `IpcDriver`, `PinDriver`. MissingDependency without an NVIDIA driver. The calls work in the thread's
+    current context, which torch's first CUDA call makes the device's primary one; `device` is made current before
+    each."""
 
     def __init__(self, device: int) -> None:
         try:
             self._cuda: Any = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise MissingDependency(f"transport cuda_ipc: there is no NVIDIA driver here ({error})") from error
+            raise MissingDependency(f"there is no NVIDIA driver here ({error}): transports of GPUs need it") from error
         self._context = ctypes.c_void_p()
         number = ctypes.c_int()
         self._check(self._cuda.cuInit(0), "cuInit")
@@ -84,6 +105,32 @@ class CudaDriver:
         self._enter()
         self._check(self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "cuIpcCloseMemHandle")
 
+    def is_device_memory(self, address: int, nbytes: int) -> bool:
+        self._enter()
+        for at in (address, address + nbytes - 1):
+            kind = ctypes.c_uint()
+            code = self._cuda.cuPointerGetAttribute(
+                ctypes.byref(kind), ctypes.c_int(_ATTRIBUTE_MEMORY_TYPE), ctypes.c_uint64(at)
+            )
+            if code != 0 or kind.value != _MEMORY_TYPE_DEVICE:  # of plain host memory the driver knows nothing
+                return False
+        return True
+
+    def pin(self, address: int, nbytes: int) -> int:
+        found = ctypes.c_uint64()
+        self._enter()
+        code = self._cuda.cuMemHostRegister_v2(
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE | _DEVICE_MAP)
+        )
+        self._check(code, f"{nbytes} bytes of host memory cannot be pinned (ulimit -l?)")
+        code = self._cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+        self._check(code, "the device does not reach pinned host memory")
+        return found.value
+
+    def unpin(self, address: int) -> None:
+        self._enter()
+        self._check(self._cuda.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister")
+
     def _enter(self) -> None:
         self._check(self._cuda.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
 
@@ -92,4 +139,4 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
             reason = text.value.decode() if text.value else f"code {code}"
-            raise TransferFailed(f"cuda_ipc: {what}: {reason}")
+            raise TransferFailed(f"cuda: {what}: {reason}")

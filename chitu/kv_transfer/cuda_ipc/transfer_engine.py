@@ -15,26 +15,19 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import IpcDriver
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.plan import Int64s, require_inside
+from chitu.kv_transfer.plan import require_inside
+from chitu.kv_transfer.staging.copier import LaunchedCopies
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 from chitu.types import Ready
 
 NAME = "cuda_ipc"
-
-
-class Copier(Protocol):
-    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:
-        """Bytes between device addresses of this process, once all of `after` have passed; returns when they are
-        there."""
-        ...
 
 
 @dataclass(slots=True)
@@ -56,8 +49,10 @@ class CudaIpcTransport:
     """See `kv_transfer.transport.Transport`."""
 
     name = NAME
+    gathers = True
+    """See `staging/copier.py`: a launch copies any number of pieces."""
 
-    def __init__(self, driver: IpcDriver, copier: Copier) -> None:
+    def __init__(self, driver: IpcDriver, copier: LaunchedCopies) -> None:
         self._driver = driver
         self._copier = copier
         self._host_id = host_id()

@@ -21,6 +21,9 @@ over TCP; RDMA was never run here. What the code below is shaped by:
   (connection refused) is settled at once. Over RDMA only a dead peer is settled.
 * `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
   just then; a fence of a frozen peer takes MC_TRANSFER_TIMEOUT (5 s, its minimum), so `settle` may overrun by that.
+* GPU memory is registered and sent like the host's, by a build with CUDA; without it only staging memory on the host
+  can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staging/`. Both
+  ways were never run here.
 * A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
 """
 
@@ -37,8 +40,10 @@ from typing import Any
 import numpy as np
 
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.kv_transfer.host_memory import mapping_of
 from chitu.kv_transfer.mooncake.closing_sockets import has_unacknowledged
 from chitu.kv_transfer.plan import require_inside
+from chitu.kv_transfer.staging.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
@@ -68,8 +73,10 @@ class MooncakePeer:
     session_id: str
     host: str
     port: int
-    arena_base: int
-    arena_bytes: int
+    arenas: tuple[Arena, ...]
+    """Where it can be written; the first is read by fences."""
+    reaches_pages: bool = True
+    """See `staging/copier.py`."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while entries are in flight."""
     is_closed: bool = False
@@ -98,7 +105,11 @@ class MooncakeTransport:
         os.environ.update(FORCED_ENVIRONMENT)
         if protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"
-        self._engine: Any = _import_engine()()
+        module = _import_engine()
+        self._has_cuda = bool(getattr(module, "SUPPORT_CUDA", True))
+        self._is_host_only = False
+        """The pool is in GPU memory that this build cannot send."""
+        self._engine: Any = module.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
         if code != 0:
             raise ConfigError(f"mooncake: cannot start over {protocol} on {host} (code {code})")
@@ -109,13 +120,26 @@ class MooncakeTransport:
     def register(self, base: int, nbytes: int) -> None:
         if (base, nbytes) in self._ranges:
             return
+        is_host = mapping_of(base, nbytes) is not None
+        if not is_host and not self._has_cuda:
+            self._is_host_only = True
+            raise TransferFailed(
+                "mooncake: this build has no CUDA and cannot send GPU memory: install chitu[mooncake-cuda12] or"
+                " chitu[mooncake-cuda13], or stage in host memory (transfer auto or staged, mooncake_protocol tcp)"
+            )
         code = self._engine.batch_register_memory([base], [nbytes])
         if code != 0:
-            raise TransferFailed(f"mooncake: cannot register {nbytes} bytes at {base:#x} (code {code})")
+            hint = (
+                "" if is_host or self._protocol != "rdma" else "; GPU memory over RDMA needs nvidia_peermem or dma-buf"
+            )
+            raise TransferFailed(f"mooncake: cannot register {nbytes} bytes at {base:#x} (code {code}{hint})")
         self._ranges.append((base, nbytes))
 
     def local_session(self) -> TransportSession:
-        return TransportSession(transport=NAME, session_id=self._session_id, attributes={"protocol": self._protocol})
+        attributes = {"protocol": self._protocol}
+        if self._is_host_only:
+            attributes[MEMORY] = STAGING
+        return TransportSession(transport=NAME, session_id=self._session_id, attributes=attributes)
 
     def can_reach(self, session: TransportSession) -> bool:
         return session.transport == NAME and session.attributes.get("protocol") == self._protocol
@@ -127,7 +151,11 @@ class MooncakeTransport:
         code = self._engine.send_probe(session.session_id)
         if code != 0:
             raise TransferFailed(f"mooncake: {session.session_id} does not answer (code {code})")
-        peer = MooncakePeer(session.session_id, host, int(port), memory.arena_base, memory.arena_bytes)
+        arenas = writable_arenas(memory, session)
+        if not arenas:
+            raise TransferFailed(f"mooncake: {session.session_id} has GPU memory that it cannot offer, and no staging")
+        reaches_pages = not self._is_host_only and MEMORY not in session.attributes
+        peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
         # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
         # now, while the peer has just spoken to us, so that no write can meet it.
         if not self._fence(peer, time.monotonic() + CONNECT_TIMEOUT_S):
@@ -138,7 +166,8 @@ class MooncakeTransport:
         assert isinstance(peer, MooncakePeer)
         deadline_s = time.monotonic() + timeout_s
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
-        require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
+        arena = arena_of(peer.arenas, int(dst_N[0]) if len(dst_N) else 0)
+        require_inside(NAME, (src_N, dst_N, length_N), arena, self._ranges)
         src, dst, length = list(copies.src), list(copies.dst), list(copies.length)
         for start in range(0, len(src), MAX_ENTRIES):
             part = slice(start, start + MAX_ENTRIES)
@@ -207,11 +236,9 @@ class MooncakeTransport:
         """Read a few bytes of the peer: it succeeds only behind everything that was queued before."""
         if time.monotonic() > deadline_s:
             return False
-        nbytes = min(FENCE_BYTES, peer.arena_bytes)
-        return bool(
-            self._engine.transfer_sync_read(peer.session_id, int(self._scratch.ctypes.data), peer.arena_base, nbytes)
-            == 0
-        )
+        base, nbytes = peer.arenas[0]
+        scratch = int(self._scratch.ctypes.data)
+        return bool(self._engine.transfer_sync_read(peer.session_id, scratch, base, min(FENCE_BYTES, nbytes)) == 0)
 
 
 def _is_refused(peer: MooncakePeer) -> bool:
@@ -227,7 +254,7 @@ def _is_refused(peer: MooncakePeer) -> bool:
 
 def _import_engine() -> Any:
     try:
-        return importlib.import_module("mooncake.engine").TransferEngine
+        return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:
         raise MissingDependency(
             f"the Mooncake Transfer Engine cannot be imported ({error}): install chitu[mooncake] (with CUDA:"

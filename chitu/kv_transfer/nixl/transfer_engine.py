@@ -13,7 +13,8 @@ What the code below is shaped by:
   is known to be gone, which only its own host can see; between hosts such a D stays suspended until the cluster view
   says that it is gone.
 * Errors are exceptions of many classes without a common base.
-* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones.
+* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staging/`, whose
+  segments lie in the pool's arena and are registered with it, as memory of the same kind.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.host_memory import mapping_of
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
+from chitu.kv_transfer.staging.arenas import MEMORY
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
 from chitu.messages import RankMemory, TransportSession
 
@@ -33,13 +35,17 @@ MEMFD_LINK = "/memfd:"
 """How /proc shows an anonymous shared file."""
 
 
-class _Range(NamedTuple):
+class SharedFile(NamedTuple):
     """A registered allocation; `fd` < 0: not a shared file, good as a source only."""
 
     base: int
     nbytes: int
     fd: int
     offset: int
+
+    def attributes(self) -> dict[str, str]:
+        """What a session says of it."""
+        return {"fd": str(self.fd), "inode": str(os.fstat(self.fd).st_ino), "offset": str(self.offset)}
 
 
 @dataclass(slots=True)
@@ -62,18 +68,20 @@ class ShmTransport:
     """See `kv_transfer.transport.Transport`."""
 
     name = NAME
+    gathers = True
+    """See `staging/copier.py`: a piece costs next to nothing."""
 
     def __init__(self) -> None:
         self._host_id = host_id()
         self._engine = CopyEngine()
-        self._ranges: list[_Range] = []
+        self._ranges: list[SharedFile] = []
         self._peers: list[ShmPeer] = []
         self._lock = threading.Lock()
 
     def register(self, base: int, nbytes: int) -> None:
         if any((known.base, known.nbytes) == (base, nbytes) for known in self._ranges):
             return
-        self._ranges.append(_find_range(base, nbytes))
+        self._ranges.append(find_range(base, nbytes))
 
     def local_session(self) -> TransportSession:
         for known in self._ranges:
@@ -85,29 +93,20 @@ class ShmTransport:
                         "host_id": self._host_id,
                         "pid": str(os.getpid()),
                         "start_time": own_start_time(),
-                        "fd": str(known.fd),
-                        "inode": str(os.fstat(known.fd).st_ino),
-                        "offset": str(known.offset),
+                        **known.attributes(),
                     },
                 )
         raise TransferFailed("shm: no registered memory is a shared file, so no process can map it")
 
     def can_reach(self, session: TransportSession) -> bool:
-        return session.transport == NAME and self._host_id != "" and session.attributes.get("host_id") == self._host_id
+        attributes = session.attributes
+        is_here = self._host_id != "" and attributes.get("host_id") == self._host_id
+        return session.transport == NAME and is_here and MEMORY not in attributes
 
     def connect(self, memory: RankMemory, session: TransportSession) -> ShmPeer:
         if not self.can_reach(session):
             raise TransferFailed(f"shm: {session.session_id} is not a process of this host and user")
-        try:
-            numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
-        except (KeyError, ValueError) as error:
-            raise TransferFailed(f"shm: session {session.session_id} is not well formed: {error}") from error
-        if min(numbers) < 0:
-            raise TransferFailed(f"shm: session {session.session_id} has a negative number")
-        try:
-            peer = _open_peer(memory, session, *numbers)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransferFailed(f"shm: cannot map the memory of {session.session_id}: {error}") from error
+        peer = open_peer(session, memory.arena_base, memory.arena_bytes)
         with self._lock:
             self._peers.append(peer)
         return peer
@@ -150,7 +149,7 @@ class ShmTransport:
             peer.is_closed = True
             self._peers.remove(peer)
             if peer.writers == 0:
-                _unmap(peer)
+                unmap(peer)
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -164,15 +163,31 @@ class ShmTransport:
         with self._lock:
             peer.writers -= 1
             if peer.is_closed and peer.writers == 0:
-                _unmap(peer)
+                unmap(peer)
 
 
-def _unmap(peer: ShmPeer) -> None:
+def unmap(peer: ShmPeer) -> None:
     peer.process.close()
     peer.mapping.close()
 
 
-def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int, inode: int, offset: int) -> ShmPeer:
+def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> ShmPeer:
+    """Map the file that a session of this host describes. TransferFailed where it is not what it says."""
+    try:
+        numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
+    except (KeyError, ValueError) as error:
+        raise TransferFailed(f"shm: session {session.session_id} is not well formed: {error}") from error
+    if min(numbers) < 0:
+        raise TransferFailed(f"shm: session {session.session_id} has a negative number")
+    try:
+        return _map_file(session, arena_base, arena_bytes, *numbers)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferFailed(f"shm: cannot map the memory of {session.session_id}: {error}") from error
+
+
+def _map_file(
+    session: TransportSession, arena_base: int, arena_bytes: int, pid: int, fd: int, inode: int, offset: int
+) -> ShmPeer:
     with PeerProcess.entered(pid, session.attributes.get("start_time", "")) as (process, folder):
         file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
         try:
@@ -182,47 +197,34 @@ def _open_peer(memory: RankMemory, session: TransportSession, pid: int, fd: int,
                 raise TransferFailed(f"shm: fd {fd} of process {pid} is no anonymous shared file")
             if found.st_ino != inode:
                 raise TransferFailed(f"shm: fd {fd} of process {pid} is inode {found.st_ino}, announced was {inode}")
-            if offset + memory.arena_bytes > found.st_size:
+            if offset + arena_bytes > found.st_size:
                 raise TransferFailed(
                     f"shm: the file of {session.session_id} has {found.st_size} bytes, too few for an arena of"
-                    f" {memory.arena_bytes} bytes at offset {offset}"
+                    f" {arena_bytes} bytes at offset {offset}"
                 )
             mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(file)
     return ShmPeer(
         session_id=session.session_id,
-        arena_base=memory.arena_base,
-        arena_bytes=memory.arena_bytes,
+        arena_base=arena_base,
+        arena_bytes=arena_bytes,
         process=process,
         mapping=mapping,
         local_base=ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset,
     )
 
 
-def _find_range(base: int, nbytes: int) -> _Range:
+def find_range(base: int, nbytes: int) -> SharedFile:
     """The mapping that holds `[base, base + nbytes)` and, where it is a shared file, an own fd of that file."""
     if nbytes <= 0:
         raise TransferFailed(f"shm: cannot register {nbytes} bytes")
-    end = base
-    first: tuple[str, int, str, int] | None = None
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, mode, offset, device, inode = line.split(None, 5)[:5]
-            low, high = (int(text, 16) for text in span.split("-"))
-            if not low <= end < high or mode[0] != "r":
-                continue
-            if first is None:
-                first = (mode, int(offset, 16) + base - low, device, int(inode))
-            end = high
-            if end >= base + nbytes:
-                break
-    if first is None or end < base + nbytes:
+    found = mapping_of(base, nbytes)
+    if found is None:
         raise TransferFailed(f"shm: {nbytes} bytes at {base:#x} are not host memory of this process")
-    mode, file_offset, device, inode_number = first
-    if mode[3] != "s":
-        return _Range(base, nbytes, -1, 0)
-    return _Range(base, nbytes, _own_fd(device, inode_number), file_offset)
+    if not found.is_shared:
+        return SharedFile(base, nbytes, -1, 0)
+    return SharedFile(base, nbytes, _own_fd(found.device, found.inode), found.offset)
 
 
 def _own_fd(device: str, inode: int) -> int:

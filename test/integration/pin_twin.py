@@ -1,0 +1,57 @@
+"""Twin of what staging in pinned host memory needs of a GPU. "Device memory" is what was named so; the device knows
+pinned memory by other addresses than the host, as it may: the same pages are mapped a second time."""
+
+from __future__ import annotations
+
+import ctypes
+
+from cuda_ipc_twin import HostCopier
+
+from chitu.errors import TransferFailed
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
+from chitu.kv_transfer.staging.host_area import HostArena
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAY_MOVE = 1
+
+
+class SecondMappings:
+    """Implements `PinDriver`. The mappings are counted, so that tests see what is left pinned."""
+
+    def __init__(self, pool: KVPool | None = None) -> None:
+        self._device_memory = [(pool.arena_base, pool.arena_bytes)] if pool is not None else []
+        self._pinned: dict[int, tuple[int, int]] = {}
+
+    def is_device_memory(self, address: int, nbytes: int) -> bool:
+        return any(base <= address and address + nbytes <= base + size for base, size in self._device_memory)
+
+    def pin(self, address: int, nbytes: int) -> int:
+        if address in self._pinned:
+            raise TransferFailed("pinned already")
+        second = _libc.mremap(address, 0, nbytes, _MAY_MOVE)  # of nothing: the shared pages once more, see mremap(2)
+        if second is None or second == ctypes.c_void_p(-1).value:
+            raise TransferFailed(f"this memory cannot be pinned (errno {ctypes.get_errno()})")
+        self._pinned[address] = second, nbytes
+        return int(second)
+
+    def unpin(self, address: int) -> None:
+        _libc.munmap(*self._pinned.pop(address))
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+
+def pinned_twin(pool: KVPool) -> tuple[PinnedShmTransport, SecondMappings]:
+    """The transport of a process whose pool counts as device memory."""
+    driver = SecondMappings(pool)
+    return PinnedShmTransport(driver, HostCopier()), driver
+
+
+def arena_twin(nbytes: int) -> tuple[HostArena, SecondMappings]:
+    driver = SecondMappings()
+    return HostArena(nbytes, driver), driver
