@@ -7,20 +7,20 @@ one. What the values mean together is checked by `topology.py`.
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import msgspec.inspect as inspection
 import yaml
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, KEY_PATH, cluster_key_of, why_refused, with_cluster_key
+from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys
+from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
+from chitu.config.yaml_text import Dumper, Loader, one_line
 from chitu.errors import ConfigError
 
 DEFAULT_TOPOLOGY = "pd_disagg_1p1d_local.yaml"
@@ -40,7 +40,7 @@ def find_topology(name: str | None) -> Path:
             return candidate
     raise ConfigError(
         f"there is no topology file {name!r}: give a path, or one of {', '.join(packaged_topologies())}"
-        + _nearest(Path(name).name, packaged_topologies())
+        + nearest(Path(name).name, packaged_topologies())
     )
 
 
@@ -51,22 +51,22 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
     """
     file = find_topology(path)
     try:
-        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        data = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no valid YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{file} is no valid YAML: {one_line(error)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{file} must hold a mapping with the keys {', '.join(_field_types(_ROOT))}")
+        raise ConfigError(f"{file} must hold a mapping with the keys {', '.join(field_types(ROOT))}")
     for override in overrides:
         if override.partition("=")[0].strip() == KEY_PATH:
             raise ConfigError(
                 f"{KEY_PATH} is a secret, and `ps` shows command lines to everybody: put it into the environment as "
                 f"{ENVIRONMENT_KEY}, or into a topology file that only you can read"
             )
-        _apply(data, override)
+        apply_override(data, override)
     topology = parse_topology(data)
     key = cluster_key() or cluster_key_of(topology)
     if key and (problem := why_refused(key)):
@@ -76,11 +76,11 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
 
 def parse_topology(data: dict[str, Any]) -> Topology:
     """A `Topology` from plain YAML values."""
-    _refuse_unknown_keys(data, _ROOT, "")
+    refuse_unknown_keys(data, ROOT, "")
     try:
         return msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error), data)) from error
+        raise ConfigError(explain(str(error), data)) from error
 
 
 def dump_topology(topology: Topology) -> str:
@@ -88,217 +88,7 @@ def dump_topology(topology: Topology) -> str:
     child processes by their environment."""
     topology = with_cluster_key(topology, "")
     # Without allow_unicode: PyYAML writes odd line breaks (NEL) in single quotes and folds them away when it reads.
-    return yaml.dump(msgspec.to_builtins(topology), Dumper=_Dumper, sort_keys=False)
-
-
-# -------------------------------------------------------------------------------------------------------------- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans (so that `off` stays a word); a key given twice is refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that knows no short booleans either, so `off` is written as a plain word and read back as one."""
-
-
-_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-for _class in (_Loader, _Dumper):
-    _class.yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF"))
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"line {mark.line + 1}: {problem}" if mark is not None else problem
-
-
-# ------------------------------------------------------------------------------------------------- schema by key path
-
-
-def _plain(kind: inspection.Type) -> inspection.Type:
-    """The type behind Annotated metadata and `| None`."""
-    while isinstance(kind, inspection.Metadata):
-        kind = kind.type
-    if isinstance(kind, inspection.UnionType):
-        others = [_plain(member) for member in kind.types if not isinstance(member, inspection.NoneType)]
-        if len(others) == 1:
-            return others[0]
-    return kind
-
-
-def _field_types(kind: inspection.Type) -> dict[str, inspection.Type]:
-    return {field.name: _plain(field.type) for field in kind.fields} if isinstance(kind, inspection.StructType) else {}
-
-
-_ROOT = _plain(inspection.type_info(Topology))
-
-
-def known_keys(kind: inspection.Type = _ROOT, prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema; members of lists appear with index 0."""
-    for name, member in _field_types(kind).items():
-        yield prefix + name
-        yield from known_keys(member, f"{prefix}{name}.")
-        if isinstance(member, inspection.VarTupleType):
-            yield from known_keys(_plain(member.item_type), f"{prefix}{name}.0.")
-
-
-def _member(kind: inspection.Type | None, part: str) -> inspection.Type | None:
-    """The type one step down a key path; None where the schema has nothing there."""
-    if isinstance(kind, inspection.VarTupleType) and part.isdigit():
-        return _plain(kind.item_type)
-    return _field_types(kind).get(part) if kind is not None else None
-
-
-def _type_at(path: str) -> inspection.Type | None:
-    kind: inspection.Type | None = _ROOT
-    for part in path.split("."):
-        kind = _member(kind, part)
-    return kind
-
-
-def _nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
-def _unknown(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
-    """Nearest key: in this section first, then one of the same name elsewhere, then the most similar whole path."""
-    path = f"{prefix}{key}"
-    siblings = list(_field_types(kind))
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    if near:
-        return ConfigError(f"unknown key {path!r}; did you mean {prefix + near[0]!r}?")
-    everywhere = list(known_keys())
-    same_name = [known for known in everywhere if known.split(".")[-1] == key]
-    hint = f"; did you mean {same_name[0]!r}?" if same_name else _nearest(path, everywhere)
-    return ConfigError(f"unknown key {path!r}{hint or '; known here: ' + ', '.join(siblings)}")
-
-
-def _refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -> None:
-    if isinstance(kind, inspection.StructType) and isinstance(value, dict):
-        types = _field_types(kind)
-        for key, member in value.items():
-            if key not in types:
-                raise _unknown(prefix, str(key), kind)
-            _refuse_unknown_keys(member, types[key], f"{prefix}{key}.")
-    elif isinstance(kind, inspection.VarTupleType) and isinstance(value, list):
-        for index, member in enumerate(value):
-            _refuse_unknown_keys(member, _plain(kind.item_type), f"{prefix}{index}.")
-
-
-# ---------------------------------------------------------------------------------------------------------- overrides
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Put one `a.b.0.c=value` into the plain YAML data; the value is parsed as YAML."""
-    path, equals, text = override.partition("=")
-    path = path.strip()
-    if not equals or not path:
-        raise ConfigError(f"the override {override!r} must look like key.path=value")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of the override {override!r} is no valid YAML: {_one_line(error)}") from error
-    parts = path.split(".")
-    node: Any = data
-    kind: inspection.Type | None = _ROOT
-    for depth, part in enumerate(parts):
-        where = ".".join(parts[: depth + 1])
-        below = _member(kind, part)
-        if below is None:
-            if isinstance(kind, inspection.VarTupleType):
-                raise ConfigError(f"override {where!r}: {part!r} must be an index into a list")
-            assert kind is not None
-            raise _unknown("".join(f"{p}." for p in parts[:depth]), part, kind)
-        if depth == len(parts) - 1:
-            _put(node, part, value, where)
-        elif isinstance(below, inspection.StructType | inspection.VarTupleType):
-            node = _step(node, part, below, where)
-        else:
-            raise ConfigError(f"override {path!r}: {where!r} is a value, it has no keys")
-        kind = below
-
-
-def _put(node: Any, part: str, value: Any, where: str) -> None:
-    if isinstance(node, list):
-        _check_index(node, int(part), where)
-        node[int(part) : int(part) + 1] = [value]
-    else:
-        node[part] = value
-
-
-def _step(node: Any, part: str, kind: inspection.Type, where: str) -> Any:
-    """One step down, making the section or list where the file leaves it out."""
-    empty: Any = [] if isinstance(kind, inspection.VarTupleType) else {}
-    if isinstance(node, list):
-        index = int(part)
-        _check_index(node, index, where)
-        if index == len(node):
-            node.append(empty)
-        child = node[index]
-    else:
-        child = node.setdefault(part, empty)
-        if child is None:
-            child = node[part] = empty
-    if not isinstance(child, type(empty)):
-        raise ConfigError(f"{where} must be a {'list' if empty == [] else 'section'}, not {child!r}")
-    return child
-
-
-def _check_index(node: list[Any], index: int, where: str) -> None:
-    if index > len(node):
-        raise ConfigError(f"override {where!r}: the list has {len(node)} entries, so the next index is {len(node)}")
-
-
-# ------------------------------------------------------------------------------------------------------- explanations
-
-_AT = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>.*)`$", re.DOTALL)
-_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a text",
-    "array": "a list",
-    "object": "a section",
-    "bool": "true or false",
-}
-
-
-def _explain(text: str, data: dict[str, Any]) -> str:
-    """msgspec's message as one sentence with the key path and the value that was given."""
-    match = _AT.match(text)
-    if match is None:
-        return f"the topology is wrong: {text}"
-    path = re.sub(r"\[(\d+)\]", r".\1", match["path"]).lstrip(".")
-    value: Any = data
-    for part in path.split("."):
-        value = value[int(part)] if isinstance(value, list) else value[part]
-    kind = _type_at(path)
-    if isinstance(kind, inspection.LiteralType):
-        words = [str(word) for word in kind.values]
-        return f"{path} must be one of {', '.join(words)}, not {value!r}{_nearest(str(value), words)}"
-    if path == KEY_PATH:
-        return f"{path} must be a text (in quotes, if it looks like a number)"
-    expected = re.match(r"Expected `(\w+)(?: \| null)?`(?: (?P<range>[<>]=? \S+))?", match["what"])
-    if expected is None:
-        return f"{path}: {match['what']}, not {value!r}"
-    bound = f" {expected['range']}" if expected["range"] else ""
-    return f"{path} must be {_NAMES.get(expected[1], expected[1])}{bound}, not {value!r}"
+    return yaml.dump(msgspec.to_builtins(topology), Dumper=Dumper, sort_keys=False)
 
 
 # -------------------------------------------------------------------------------------------------------- environment

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chitu.config.key_paths import known_keys
 from chitu.config.load import (
     dump_topology,
-    known_keys,
     load_topology,
     packaged_topologies,
     pd_master_addr,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chitu import log
-from chitu.config.load import known_keys
+from chitu.config.key_paths import known_keys
 
 ROOT = Path(__file__).parents[2]
 

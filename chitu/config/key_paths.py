@@ -1,0 +1,126 @@
+"""The schema by key path (`dp_config.router.port`): which keys there are, which one was meant, what a value must be.
+
+Pure; used by `load.py` and `overrides.py`. Everything wrong with a topology becomes one sentence here that names the
+key and the nearest right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec.inspect as inspection
+
+from chitu.config.cluster_key import KEY_PATH
+from chitu.config.schema import Topology
+from chitu.errors import ConfigError
+
+
+def plain(kind: inspection.Type) -> inspection.Type:
+    """The type behind Annotated metadata and `| None`."""
+    while isinstance(kind, inspection.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspection.UnionType):
+        others = [plain(member) for member in kind.types if not isinstance(member, inspection.NoneType)]
+        if len(others) == 1:
+            return others[0]
+    return kind
+
+
+def field_types(kind: inspection.Type) -> dict[str, inspection.Type]:
+    """The keys of a section and their types; none where it is no section."""
+    return {field.name: plain(field.type) for field in kind.fields} if isinstance(kind, inspection.StructType) else {}
+
+
+ROOT = plain(inspection.type_info(Topology))
+"""A topology's type."""
+
+
+def known_keys(kind: inspection.Type = ROOT, prefix: str = "") -> Iterator[str]:
+    """Every key path of the schema; members of lists appear with index 0."""
+    for name, member in field_types(kind).items():
+        yield prefix + name
+        yield from known_keys(member, f"{prefix}{name}.")
+        if isinstance(member, inspection.VarTupleType):
+            yield from known_keys(plain(member.item_type), f"{prefix}{name}.0.")
+
+
+def member_of(kind: inspection.Type | None, part: str) -> inspection.Type | None:
+    """The type one step down a key path; None where the schema has nothing there."""
+    if isinstance(kind, inspection.VarTupleType) and part.isdigit():
+        return plain(kind.item_type)
+    return field_types(kind).get(part) if kind is not None else None
+
+
+def _type_at(path: str) -> inspection.Type | None:
+    kind: inspection.Type | None = ROOT
+    for part in path.split("."):
+        kind = member_of(kind, part)
+    return kind
+
+
+def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """`; did you mean ...?`, or nothing."""
+    found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
+    """Nearest key: in this section first, then one of the same name elsewhere, then the most similar whole path."""
+    path = f"{prefix}{key}"
+    siblings = list(field_types(kind))
+    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    if near:
+        return ConfigError(f"unknown key {path!r}; did you mean {prefix + near[0]!r}?")
+    everywhere = list(known_keys())
+    same_name = [known for known in everywhere if known.split(".")[-1] == key]
+    hint = f"; did you mean {same_name[0]!r}?" if same_name else nearest(path, everywhere)
+    return ConfigError(f"unknown key {path!r}{hint or '; known here: ' + ', '.join(siblings)}")
+
+
+def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -> None:
+    """ConfigError for the first key of plain YAML data that the schema does not have. `prefix`: path of `value`."""
+    if isinstance(kind, inspection.StructType) and isinstance(value, dict):
+        types = field_types(kind)
+        for key, member in value.items():
+            if key not in types:
+                raise unknown_key(prefix, str(key), kind)
+            refuse_unknown_keys(member, types[key], f"{prefix}{key}.")
+    elif isinstance(kind, inspection.VarTupleType) and isinstance(value, list):
+        for index, member in enumerate(value):
+            refuse_unknown_keys(member, plain(kind.item_type), f"{prefix}{index}.")
+
+
+_AT = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>.*)`$", re.DOTALL)
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "array": "a list",
+    "object": "a section",
+    "bool": "true or false",
+}
+
+
+def explain(text: str, data: dict[str, Any]) -> str:
+    """msgspec's message as one sentence with the key path and the value that was given."""
+    match = _AT.match(text)
+    if match is None:
+        return f"the topology is wrong: {text}"
+    path = re.sub(r"\[(\d+)\]", r".\1", match["path"]).lstrip(".")
+    value: Any = data
+    for part in path.split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    kind = _type_at(path)
+    if isinstance(kind, inspection.LiteralType):
+        words = [str(word) for word in kind.values]
+        return f"{path} must be one of {', '.join(words)}, not {value!r}{nearest(str(value), words)}"
+    if path == KEY_PATH:
+        return f"{path} must be a text (in quotes, if it looks like a number)"
+    expected = re.match(r"Expected `(\w+)(?: \| null)?`(?: (?P<range>[<>]=? \S+))?", match["what"])
+    if expected is None:
+        return f"{path}: {match['what']}, not {value!r}"
+    bound = f" {expected['range']}" if expected["range"] else ""
+    return f"{path} must be {_NAMES.get(expected[1], expected[1])}{bound}, not {value!r}"

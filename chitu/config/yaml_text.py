@@ -1,0 +1,43 @@
+"""YAML as topologies are written: 1.2's booleans, no key twice. Pure; used by `load.py` and `overrides.py`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's booleans (so that `off` stays a word); a key given twice is refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper that knows no short booleans either, so `off` is written as a plain word and read back as one."""
+
+
+_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+for _class in (Loader, Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF"))
+
+
+def one_line(error: yaml.YAMLError) -> str:
+    """What is wrong, and where."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}" if mark is not None else problem
