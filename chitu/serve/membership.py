@@ -19,7 +19,8 @@ from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed
 from chitu.metrics import CoordinationMetrics
 from chitu.net.curve import ClusterSecrets
-from chitu.pd_coordination import CoordinationEvents, CoordinationPorts, PDCoordination
+from chitu.pd_coordination import CoordinationEvents, PDCoordination
+from chitu.serve.coordination_ports import CoordinationPorts
 from chitu.serve.http_server import HTTPServer, listen
 from chitu.types import Role, new_incarnation
 

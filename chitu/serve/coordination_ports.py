@@ -1,0 +1,128 @@
+"""The sockets of membership around `PDCoordination`: ROUTER coordination, PUB metadata sync, PULL stats.
+
+Owned by `Membership`, on the router's loop thread. Also watches the processes of members on this machine, whose ends
+it reports to the core. Invariant: every message is decoded and checked before the core sees it; a bad one is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from chitu.errors import BadFrame
+from chitu.messages import (
+    ClusterView,
+    CoordinationReply,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    RequestFailed,
+    coordination_codec,
+    encode,
+    stats_codec,
+)
+from chitu.metrics import CoordinationMetrics
+from chitu.net.aio import FrameReader
+from chitu.net.process_deaths import ProcessDeaths, ProcessName
+from chitu.net.sockets import bind
+from chitu.pd_coordination import PDCoordination
+from chitu.types import Role
+
+log = logging.getLogger(__name__)
+
+
+def _process(info: InstanceInfo) -> ProcessName:
+    return ProcessName(info.pid_namespace, info.pid, info.start_ticks)
+
+
+class CoordinationPorts:
+    """The three sockets of membership. Binds at construction (port 0: OS-picked); zmq.ZMQError where it cannot."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        ports: tuple[int, int, int],
+        on_request_failed: Callable[[RequestFailed], None],
+    ) -> None:
+        """`ports`: coordination, metadata sync, stats."""
+        self._on_request_failed = on_request_failed
+        self._core: PDCoordination | None = None
+        self._loop = loop
+        self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0])
+        self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1])
+        self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2])
+        self._readers: list[FrameReader] = []
+        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(loop, self._on_death)
+
+    def start(self, core: PDCoordination) -> None:
+        """From now on messages reach `core`."""
+        self._core = core
+        self._readers = [
+            FrameReader(self._loop, self._router, self._on_coordination),
+            FrameReader(self._loop, self._stats, self._on_stats),
+        ]
+
+    def publish(self, view: ClusterView) -> None:
+        """Tell everyone, and watch the processes of those who are in it."""
+        self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
+        self._pub.send(encode(view), zmq.NOBLOCK)
+
+    def request_drain(self, role: Role, engine_rank: int) -> bool:
+        """Send an instance nothing new, and ask it to finish what it runs and leave. False where it is not a member.
+
+        The message is only faster than the view, which says the same until the instance has left.
+        """
+        found = self._core.drain(role, engine_rank) if self._core else None
+        if found is None:
+            return False
+        identity, info = found
+        self._send(identity, Drain(role, engine_rank, info.incarnation))
+        self._readers[0].poke()
+        return True
+
+    def metrics(self) -> CoordinationMetrics:
+        """The core's, and which messages could not be read."""
+        assert self._core is not None
+        bad_frames = {name: r.bad_messages for name, r in zip(("coordination", "stats"), self._readers, strict=True)}
+        return msgspec.structs.replace(self._core.metrics(), bad_frames=bad_frames)
+
+    def close(self) -> None:
+        self._deaths.close()
+        for reader in self._readers:
+            reader.close()
+        for socket in (self._router, self._pub, self._stats):
+            socket.close(linger=0)
+
+    def _on_death(self, instance: tuple[Role, int, int]) -> None:
+        if self._core is not None:
+            self._core.on_death(*instance)
+
+    def _on_coordination(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise BadFrame(f"a coordination message of {len(frames)} frames; two are expected (identity, payload)")
+        assert self._core is not None
+        reply = self._core.on_message(coordination_codec.decode(frames[1]), frames[0])
+        if reply is not None:
+            self._send(frames[0], reply)
+
+    def _send(self, identity: bytes, reply: CoordinationReply) -> None:
+        try:
+            self._router.send_multipart([identity, encode(reply)], zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("no reply could be queued for a joining instance; it will ask again")
+
+    def _on_stats(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            raise BadFrame(f"a stats message of {len(frames)} frames; one is expected")
+        assert self._core is not None
+        message = stats_codec.decode(frames[0])
+        if isinstance(message, Heartbeat):
+            self._core.on_heartbeat(message)
+        else:
+            self._on_request_failed(message)
