@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pd_node import Node
 from pd_world import World
 
 from chitu.kv_transfer.events import TransferEventKind as Kind
@@ -17,6 +18,24 @@ from chitu.types import Role
 
 SEEDS = st.integers(0, 2**32)
 WAYS = st.sampled_from(["staged", "auto"])
+
+
+def abort_meanwhile(world: World) -> None:
+    """Now and then a request ends while its bytes are being gathered or scattered."""
+
+    def watch(node: Node) -> None:
+        def meanwhile() -> None:
+            if node.requests and world.rng.random() < world.hostility / 2:
+                node.abort(world.rng.choice(list(node.requests)))
+                if node.role is Role.DECODE:  # P's step thread is inside a step and polls behind it
+                    node.poll()
+
+        node.copier.meanwhile = meanwhile
+
+    for node in world.nodes:
+        watch(node)
+
+
 MANY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -47,6 +66,7 @@ def test_lost_doubled_and_reordered_groups_and_answers_cost_requests_but_never_b
     seed: int, way: TransferWay
 ) -> None:
     world = World(seed, num_prefill=1, num_decode=1 + seed % 2, hostility=0.3, way=way)
+    abort_meanwhile(world)
     world.publish_view()
     rng = world.rng
     for _ in range(25):
