@@ -4,7 +4,8 @@ Each process publishes another loopback address than the one it listens at (all 
 that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
 view, which the router publishes. Who connects is found by the local port of the connection in /proc, so a cut can take
 exactly one process off: its connections break, and new ones are taken and dropped, until it is healed. A frozen one
-keeps its connections, but nothing passes. No root needed.
+keeps its connections, but nothing passes. Instead of a process, `router>D0` names the connections from the one to the
+other. No root needed.
 
 One thread with an asyncio loop; `cut`, `freeze` and `heal` may be called by any thread. Clients talk to the router
 directly.
@@ -44,8 +45,9 @@ class Wire:
     """Name of the process that connected; None: not looked up yet."""
 
     @property
-    def ends(self) -> tuple[str, str | None]:
-        return self.listener, self.client
+    def ends(self) -> tuple[str, str | None, str]:
+        """Names by which it is cut or frozen."""
+        return self.listener, self.client, f"{self.client}>{self.listener}"
 
     def break_off(self) -> None:
         for writer in self.writers or ():

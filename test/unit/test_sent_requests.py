@@ -310,6 +310,32 @@ def test_who_comes_back_is_counted_for_anew_and_words_of_before_are_nobodys() ->
     assert [c.generation.num_attempts for c in client if c.generation is not None] == [1, 1]
 
 
+def test_each_process_of_the_router_misses_its_own_and_hears_the_words_for_all() -> None:
+    """`router.workers`: two API processes, one instance that both send to, whose heartbeats go to both."""
+    worlds = [World(Role.UNIFIED), World(Role.UNIFIED)]
+    received, clients, taken = ReceivedRequests(), [world.add_client() for world in worlds], [0, 0]
+
+    def deliver(*lost: int) -> None:
+        for at, world in enumerate(worlds):
+            for _, message in world.outbox.sent[taken[at] :]:
+                if at not in lost:
+                    received.take(message.link, message.number)  # type: ignore[attr-defined]
+            taken[at] = len(world.outbox.sent)
+
+    def beat() -> None:
+        beat = Heartbeat(Role.UNIFIED, 0, 1, LoadReport(), received.report())
+        for world in worlds:
+            world.router.on_heartbeat(beat)
+
+    deliver(1)
+    for _ in range(2):
+        beat()
+        deliver()
+        beat()
+    assert [c.generation.num_attempts for c in clients if c.generation is not None] == [1, 2]
+    assert [sum(isinstance(m, RequestMark) for _, m in world.outbox.sent) for world in worlds] == [0, 1]
+
+
 def test_a_deaf_instance_is_left_out_after_some_requests_and_they_are_served_elsewhere() -> None:
     world = two_pairs(deadlines=DEADLINES, breaker=BreakerConfig(failures=2))
     instances = Instances(world)

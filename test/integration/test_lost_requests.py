@@ -1,0 +1,110 @@
+"""The connection from the router to one P or D breaks under load, and nothing else does: every request is right, and
+what was on the way is missed within two heartbeats, not by the deadline of 73 s that an attempt without a token has.
+The times of noticing are printed."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from chaos_cluster import DEADLINES, PATIENCE_S, ChaosCluster, short_ask, wait_for
+
+pytestmark = pytest.mark.timeout(120)
+INTERVAL_S, LEASE_S = 0.5, 3.0
+DEFAULTS = (
+    *(f"{DEADLINES}.bootstrap_s=10", f"{DEADLINES}.queue_s=30", f"{DEADLINES}.transfer_s=30"),
+    *(f"{DEADLINES}.lease_s={LEASE_S}", f"{DEADLINES}.heartbeat_interval_s={INTERVAL_S}"),
+)
+"""Those of the product, not the short ones of the other chaos tests."""
+RECONNECT_S = 1.0
+"""ZMQ waits for up to half a second, and processes share few cores."""
+LONGEST_S = 8.0
+"""A lease, a heartbeat and the request itself are below 5; the rest is for machines that do much else."""
+FROZEN_S = 0.4
+NOTICED = re.compile(r"\(request_lost: its way to (\w+) broke: noticed ([\d.]+) s after it left\)")
+STUCK = re.compile(r"\(request_lost: (\w+) lives, but did not get what it was sent ([\d.]+) s ago\)")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
+    with ChaosCluster(tmp_path_factory.mktemp("links"), *DEFAULTS, clients=6) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def load(cluster: ChaosCluster) -> None:
+    wait_for(lambda: not cluster.not_whole(), 20, lambda: str(cluster.not_whole()))
+    cluster.load.take_answers()
+    cluster.load.resume()
+
+
+def found(cluster: ChaosCluster, what: re.Pattern[str], name: str) -> list[float]:
+    """Seconds, of each such line of the router's log so far."""
+    return [float(seconds) for who, seconds in what.findall(cluster.processes.logs("router")) if who == name]
+
+
+def send(cluster: ChaosCluster, count: int) -> None:
+    """More at once than the clients have; half of it for each P and D."""
+    cluster.load.send([short_ask(random.Random(n)) for n in range(count)])
+
+
+def finish(cluster: ChaosCluster, what: str, seconds: list[float]) -> None:
+    """All that was asked must end, rightly and soon, and nothing be left of it."""
+    cluster.load.pause(PATIENCE_S)
+    answers = cluster.load.take_answers()
+    longest_s = max(answer.ended_s - answer.started_s for answer in answers)
+    print(
+        f"\n{what}: {len(answers)} requests, {len(seconds)} of them lost, noticed after "
+        f"{min(seconds, default=0):.2f} to {max(seconds, default=0):.2f} s; the longest answer took {longest_s:.2f} s"
+    )
+    assert {answer.outcome for answer in answers} == {"right"}, [a for a in answers if a.outcome != "right"]
+    assert longest_s < LONGEST_S
+    wait_for(lambda: not cluster.not_whole(), 10, lambda: str(cluster.not_whole()))
+
+
+@pytest.mark.parametrize("name", ["D0", "P0"])
+def test_what_a_cut_takes_on_its_way_is_missed_at_once(cluster: ChaosCluster, name: str) -> None:
+    link = f"router>{name}"
+    before = len(found(cluster, NOTICED, name))
+    wait_for(lambda: cluster.wires.connections_of(link) == 1, 5, lambda: f"no connection {link}")
+    cluster.wires.freeze(link)
+    send(cluster, 12)
+    threading.Event().wait(FROZEN_S)
+    cluster.wires.cut(link)
+    cluster.wires.heal(link)
+    wait_for(lambda: len(found(cluster, NOTICED, name)) > before, 10, lambda: "no request was missed")
+    cluster.load.pause(PATIENCE_S)
+    seconds = found(cluster, NOTICED, name)[before:]
+    finish(cluster, f"{link} broke", seconds)
+    assert max(seconds) <= FROZEN_S + 2 * INTERVAL_S + RECONNECT_S
+
+
+@pytest.mark.parametrize("name", ["D0", "P0"])
+def test_where_the_connection_stays_away_requests_go_elsewhere_after_a_lease(cluster: ChaosCluster, name: str) -> None:
+    """All the while the heartbeats of that instance come, so it stays in the cluster."""
+    link = f"router>{name}"
+    before = len(found(cluster, STUCK, name))
+    cluster.wires.cut(link)
+    send(cluster, 12)
+    wait_for(lambda: len(found(cluster, STUCK, name)) > before, 15, lambda: "no request was missed")
+    cluster.load.pause(PATIENCE_S)
+    seconds = found(cluster, STUCK, name)[before:]
+    finish(cluster, f"{link} away", seconds)
+    cluster.wires.heal(link)
+    assert min(seconds) >= LEASE_S and max(seconds) <= LEASE_S + 2 * INTERVAL_S + RECONNECT_S
+    assert f"{name} is gone" not in cluster.processes.logs("router")
+    wait_for(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
+
+
+def test_an_instance_that_stands_still_for_less_than_a_lease_has_lost_nothing(cluster: ChaosCluster) -> None:
+    before = cluster.processes.logs("router").count("request_lost")
+    cluster.processes.kill("D0", signal.SIGSTOP)
+    send(cluster, 8)
+    threading.Event().wait(LEASE_S / 2)
+    cluster.processes.kill("D0", signal.SIGCONT)
+    finish(cluster, "D0 stopped", [])
+    assert cluster.processes.logs("router").count("request_lost") == before
