@@ -72,12 +72,12 @@ def whole_prompt(
     """`[length, H, N]`: rows of a span that begins at position 0 over the same rows' keys."""
     rows = slice(span.row, span.row + span.length)
     pages = batch.page_table[span.slot, : -(-span.length // k_PKSN.shape[2])]
-    k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages)[:, :, : span.length]
+    k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages, q_THN.dtype)[:, :, : span.length]
     with sdpa_kernel(BACKENDS, set_priority=True):
         mixed_HLN = F.scaled_dot_product_attention(
             q_THN[rows].transpose(0, 1).unsqueeze(0),
-            k_KLN.to(q_THN.dtype).unsqueeze(0),
-            v_KLN.to(q_THN.dtype).unsqueeze(0),
+            k_KLN.unsqueeze(0),
+            v_KLN.unsqueeze(0),
             is_causal=True,
             enable_gqa=q_THN.shape[1] != k_PKSN.shape[1],
         )[0]

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from chitu.ops.interface import TILE_ROWS
-from chitu.ops.kernels import attention, blocks, mla, moe, rope, rows, sampling, small_linear
+from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear
 
 TARGET = GPUTarget("cuda", 90, 32)
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
@@ -66,6 +66,9 @@ def main() -> None:
             split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
             found.append(compiled(attention._decode_split, here, own | split, num_warps=4, num_stages=3))
         found.append(compiled(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=3))
+        constants = {"HEADS": KV_HEADS, "VALUES": PAGE * DIM, "BLOCK": gather.VALUES_AT_ONCE, "DIM": DIM}
+        here = here | {"pages_ptr": INT}
+        found.append(compiled(gather._gather_pages, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
     join = {"DIM": DIM, "DIM_PAD": DIM, "SPLITS_PAD": 32}
     found.append(compiled(attention._join_splits, tensors, join, num_warps=4))
     append = tensors | {"qkv_ptr": HALF, "q_norm_ptr": HALF, "k_norm_ptr": HALF}
