@@ -65,7 +65,9 @@ def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
 
 def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool:
     """Whether the segments of a GPU are in host memory: shm maps nothing else, and TCP sends from there anyway. RDMA
-    and UCX take device memory."""
+    and UCX take device memory; so does cuda_ipc, which `auto` prefers, where it is told to stage."""
+    if pd.transport == "auto" and pd.transfer == "staged":
+        return False
     if pd.transport in ("shm", "auto", "mooncake"):
         return not has_library or pd.mooncake_protocol == "tcp"
     return False

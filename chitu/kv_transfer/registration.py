@@ -19,7 +19,7 @@ from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_m
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shards
-from chitu.kv_transfer.staging.copier import reaches_pages
+from chitu.kv_transfer.staging.copier import reaches_pages, reaches_segments
 from chitu.kv_transfer.staging.cost import TransferCost
 from chitu.kv_transfer.staging.granted import GrantedSegments
 from chitu.kv_transfer.staging.staged_writer import StagedWriter
@@ -156,7 +156,7 @@ class DecodePeers:
     def _open_staged(self, writer: ShardWriter, info: KVArgsRegisterInfo, theirs: RankMemory) -> StagedWriter | None:
         """None: every write is direct, and may be."""
         link, staging = writer.main_link, self._parts.staging
-        has_segments = theirs.staging is not None and bool(info.segments)
+        has_segments = reaches_segments(link.handle, theirs) and bool(info.segments)
         if has_segments and theirs.staging is not None and staging is not None:
             return StagedWriter(
                 self._parts.memory, link, theirs.staging, staging, self._config.layout.regions_per_layer

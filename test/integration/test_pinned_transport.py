@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from cuda_ipc_twin import HostCopier
+from cuda_ipc_twin import HostCopier, cuda_ipc_twin
 from pin_twin import SecondMappings, arena_twin, pinned_twin
 from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 
@@ -23,7 +23,7 @@ from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.shm.pinned_engine import PinnedPeer, PinnedShmTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.staging.copier import gathers, reaches_pages
+from chitu.kv_transfer.staging.copier import gathers, reaches_pages, reaches_segments
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row
 from chitu.kv_transfer.transport import CopyList, OrderedTransport, Transport, WriteError
 from chitu.messages import RankMemory, StagingMemory, TransportSession
@@ -277,3 +277,19 @@ def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> 
     assert session.attributes["memory"] == "nothing" and len(transports) == 1
     transports[0].close()
     arena.close()
+
+
+def test_segments_apart_from_the_pool_are_for_those_who_reach_them(prefill: Prefill, decode: Decode) -> None:
+    """cuda_ipc maps the pool alone: it must not be told to stage into D's host memory."""
+    peer = prefill.connect(decode)
+    assert reaches_segments(peer, decode.memory)
+    ipc = cuda_ipc_twin()
+    ipc.register(prefill.pool.arena_base, prefill.pool.arena_bytes)
+    own = rank_memory(prefill.pool, 0, [ipc.local_session()])
+    handle = ipc.connect(own, ipc.local_session())
+    apart = msgspec.structs.replace(own, staging=decode.staging)
+    at_the_tail = StagingMemory(own.arena_base, own.arena_bytes, own.aux_base, 64, 2)
+    assert not reaches_segments(handle, own) and not reaches_segments(handle, apart)
+    assert reaches_segments(handle, msgspec.structs.replace(own, staging=at_the_tail))
+    ipc.close()
+    prefill.transport.disconnect(peer)

@@ -46,6 +46,8 @@ def test_by_default_an_instance_with_its_pages_in_host_memory_has_none() -> None
         ([f"{PD}.transport=shm"], ("none", "host")),
         ([f"{PD}.transport=cuda_ipc"], ("none", "none")),
         ([f"{PD}.transport=cuda_ipc", f"{PD}.transfer=staged"], ("none", "pool")),
+        ([f"{PD}.transfer=staged"], ("none", "pool")),
+        ([f"{PD}.transport=shm", f"{PD}.transfer=staged"], ("none", "host")),
         # Mooncake over TCP sends from host memory anyway; RDMA and UCX take the GPU's.
         (HOSTS, ("host", "host")),
         ([f"{PD}.transport=mooncake"], ("host", "host")),

@@ -51,6 +51,10 @@ class FaultyPeer:
     def reaches_pages(self) -> bool:
         return reaches_pages(self.inner)
 
+    @property
+    def reaches_host_segments(self) -> bool:
+        return bool(getattr(self.inner, "reaches_host_segments", False))
+
 
 class FaultyTransport:
     """See `kv_transfer.transport.Transport`. It goes by the wrapped transport's name, since peers choose by it."""

@@ -76,7 +76,8 @@ class MooncakePeer:
     arenas: tuple[Arena, ...]
     """Where it can be written; the first is read by fences."""
     reaches_pages: bool = True
-    """See `staging/copier.py`."""
+    """See `staging/copier.py`; so the next."""
+    reaches_host_segments: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while entries are in flight."""
     is_closed: bool = False

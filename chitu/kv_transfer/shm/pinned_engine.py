@@ -38,6 +38,8 @@ class PinnedPeer:
     device_base: int
     """Where its arena is for our device."""
     reaches_pages: bool = False
+    """See `staging/copier.py`; so the next."""
+    reaches_host_segments: bool = True
 
     @property
     def session_id(self) -> str:

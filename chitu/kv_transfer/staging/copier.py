@@ -17,6 +17,7 @@ from chitu.errors import TransferFailed
 from chitu.kv_transfer.plan import Int64s
 from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault
 from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
+from chitu.messages import RankMemory
 from chitu.types import Ready
 
 
@@ -94,3 +95,12 @@ def gathers(transport: Transport) -> bool:
 def reaches_pages(peer: PeerHandle) -> bool:
     """False: only the peer's staging memory can be written there, so pages and logits rows have to be staged."""
     return bool(getattr(peer, "reaches_pages", True))
+
+
+def reaches_segments(peer: PeerHandle, memory: RankMemory) -> bool:
+    """Whether the peer's segments can be written by this connection: those in its pool's arena always, those in host
+    memory of their own where the handle says so."""
+    staging = memory.staging
+    if staging is None:
+        return False
+    return staging.arena_base == memory.arena_base or bool(getattr(peer, "reaches_host_segments", False))
