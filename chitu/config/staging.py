@@ -90,6 +90,12 @@ def staging_problems(router: RouterConfig) -> Iterator[str]:
                 f"{PREFIX}.transport is shm, which maps host memory, but P and D have GPUs and a tp_size above 1, for "
                 "which transfers are not staged: use auto or cuda_ipc"
             )
+    for role, config in paired:
+        if pd.transfer == "staged" and config.tp_size > 1:
+            yield (
+                f"{PREFIX}.transfer is staged, but a {role.value} instance has tp_size {config.tp_size}: segments are "
+                "for instances of one rank; use auto, which then writes directly, or direct"
+            )
     plans = [plan for role, config in paired if (plan := plan_staging(router, role, config)) is not None]
     if not plans:
         return

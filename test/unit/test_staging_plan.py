@@ -77,6 +77,14 @@ def test_several_ranks_are_never_staged() -> None:
     assert places(*no_p, f"{PD}.transfer=staged", f"{PD}.transport=mooncake") == ("none", "none")
 
 
+def test_staged_on_request_with_several_ranks_is_a_sentence_and_auto_is_not() -> None:
+    two = ["dp_config.router.decode_schedulers.0.tp_size=2", "dp_config.router.decode_schedulers.0.devices=[cpu,cpu]"]
+    topology = load_topology("pd_disagg_1p1d_local", [*two, f"{PD}.transfer=staged"])
+    (sentence,) = problems(topology, need_model=False)
+    assert "transfer is staged, but a decode instance has tp_size 2" in sentence
+    assert not list(problems(load_topology("pd_disagg_1p1d_local", [*two, f"{PD}.transfer=auto"]), need_model=False))
+
+
 def test_too_few_segments_for_all_p_are_a_sentence_with_the_numbers() -> None:
     def found(*overrides: str) -> list[str]:
         topology = load_topology("pd_disagg_1p1d_local", list(overrides))
