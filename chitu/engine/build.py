@@ -18,6 +18,7 @@ from chitu.config.schema import Topology
 from chitu.config.staging import plan_staging
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, instances_on, threads_of
+from chitu.engine.kv_format import kv_dtype_of
 from chitu.engine.loader import TORCH_DTYPES, load_model, resolve_dtype
 from chitu.engine.memory_budget import (
     DeviceMemory,
@@ -73,7 +74,12 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         torch.cuda.set_device(device)
     spec = read_model_spec(path, topology.model.max_model_len)
     max_model_len = min(topology.model.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    model_dtype = resolve_dtype(topology.model.dtype, spec, device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
+    # Sums of a matrix product cut along its inner side would be kept in float16, which may not hold them.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     progress.state("loading")
     model = load_model(path, topology.model.dtype, str(device), progress.loading, max_model_len, shard=group)
     layout = KVLayout(
@@ -82,7 +88,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         page_size=topology.cache.page_size,
-        dtype=resolve_dtype(topology.model.dtype, spec, device),
+        dtype=kv_dtype,
         vocab_size=spec.vocab_size,
         tp_size=config.tp_size,
         regions_per_layer=spec.regions_per_layer,
@@ -102,7 +108,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             num_pages = num_pages_for(topology.cache, bytes_per_page, available_cpu_bytes(), num_here, useful)
         else:
             rows = max(topology.scheduler.max_batched_tokens, *PREFILL_SIZES) + num_slots
-            itemsize = TORCH_DTYPES[layout.dtype].itemsize
+            itemsize = TORCH_DTYPES[model_dtype].itemsize
             num_pages = device_pages(
                 share_of_device(topology, instance, config.devices[tp_rank]),
                 device_memory(device),
@@ -118,7 +124,14 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
     has_scratch = recording is not None
     pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, staging_bytes=staging_bytes)
-    logger.info("%d pages of %d bytes, %d aux slots, %d threads", num_pages, bytes_per_page, num_aux_slots, threads)
+    logger.info(
+        "%d pages of %d bytes (K and V are %s), %d aux slots, %d threads",
+        num_pages,
+        bytes_per_page,
+        kv_dtype,
+        num_aux_slots,
+        threads,
+    )
     samples = is_main and role is not Role.PREFILL
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids) if samples else None
     # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.

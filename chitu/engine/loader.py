@@ -21,14 +21,12 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:
-    """`auto` is float32 on CPU and the checkpoint's own elsewhere. ConfigError for float16 on CPU."""
+    """`auto` is float32 on CPU and the checkpoint's own elsewhere."""
     resolved = dtype
     if dtype == "auto":
         resolved = "float32" if device.type == "cpu" else spec.dtype
     if resolved not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype: {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}")
-    if resolved == "float16" and device.type == "cpu":
-        raise ConfigError("model.dtype: float16 needs a CUDA device; use float32 or bfloat16 on CPU")
     return resolved
 
 

@@ -70,7 +70,7 @@ class TritonOps:
         return self._gate_up(x_TD, None, 0.0, weight)
 
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        if x_TD.shape[0] > MAX_ROWS:
+        if not _norms_within(x_TD):
             return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
         w = plain(weight)
         out_TO = x_TD.new_empty(x_TD.shape[0], w.out_features)
@@ -85,11 +85,12 @@ class TritonOps:
     ) -> torch.Tensor:
         w = plain(weight)
         out_TI = x_TD.new_empty(x_TD.shape[0], w.out_features // 2)
+        if norm_D is not None and not _norms_within(x_TD):
+            x_TD, norm_D = self.rms_norm(x_TD, norm_D, eps), None
         if x_TD.shape[0] <= MAX_ROWS:
             small_linear(x_TD, w.weight, w.bias, out_TI, norm_I=norm_D, eps=eps, is_gated=True)
         else:
-            normed_TD = x_TD if norm_D is None else self.rms_norm(x_TD, norm_D, eps)
-            silu_mul(F.linear(normed_TD, w.weight, w.bias), out_TI)
+            silu_mul(F.linear(x_TD, w.weight, w.bias), out_TI)
         return out_TI
 
     def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
@@ -189,3 +190,9 @@ class TritonOps:
                 num_splits_for(num_decoding, head_blocks, longest, self._num_multiprocessors),
             )
         return out_THL
+
+
+def _norms_within(x_TD: torch.Tensor) -> bool:
+    """Whether the norm before a product of these rows is done within it. The factor of the norm comes last there, and
+    in float16 a hidden state times the norm's weight may be too large for a number before that."""
+    return x_TD.shape[0] <= MAX_ROWS and x_TD.dtype != torch.float16

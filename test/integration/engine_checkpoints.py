@@ -158,13 +158,14 @@ class Engine:
         num_slots: int = 8,
         max_model_len: int = 1024,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         ops: Ops | None = None,
         sampling: bool = True,
         device: str = "cpu",
         recording: Recording | None = None,
         sampler: TokenSampler | None = None,
     ) -> None:
-        """`sampler` in place of argmax."""
+        """`sampler` in place of argmax; `kv_dtype`: of the pages, unset: the model's."""
         self.spec = read_model_spec(path)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
         layout = KVLayout(
@@ -173,7 +174,7 @@ class Engine:
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
             page_size=PAGE_SIZE,
-            dtype=dtype,
+            dtype=kv_dtype or dtype,
             vocab_size=self.spec.vocab_size,
             regions_per_layer=self.spec.regions_per_layer,
         )
