@@ -3,8 +3,9 @@
 Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
 "checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which the key
 `checksum_engine` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
-folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D. A held thread
-behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of what a request does.
+folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D (by `shm`, not by
+Mooncake). A held thread behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of
+what a request does.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import msgspec
 from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.config.schema import PDDisaggregationConfig, Topology
+from chitu.config.staging import plan_staging
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
+from chitu.kv_transfer import select
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
@@ -87,7 +90,9 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     num_slots = topology.scheduler.max_running_requests
     num_aux_slots = 0 if instance.role is Role.UNIFIED else topology.cache.num_aux_slots or 2 * num_slots
     layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
-    pool = ChecksumPool(layout, instance.config.num_pages or topology.cache.num_pages or 1024, num_aux_slots)
+    num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
+    staging = plan_staging(topology.dp_config.router, instance.role, instance.config)
+    pool = ChecksumPool(layout, num_pages, num_aux_slots, staging.pool_bytes if staging is not None else 0)
     max_len = min(topology.model.max_model_len or spec.max_position_embeddings, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     pace = Pace(config.step_s, config.prompt_token_s)
@@ -131,6 +136,8 @@ def _main() -> int:
         return build_checksum_rank(topology, instance, tp_rank, progress)
 
     def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
+        if config.transport == "mooncake":
+            return select.open_transports(config, host, device)
         return [HeldShmTransport(holds)]
 
     return main(makers=Makers(build, open_transports))
