@@ -3,9 +3,9 @@
 Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
 "checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which the key
 `checksum_engine` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
-folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D (by `shm`, not by
-Mooncake). A held thread behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of
-what a request does.
+folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D (not by Mooncake).
+A held thread behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of what a
+request does.
 """
 
 from __future__ import annotations
