@@ -109,6 +109,10 @@ def staging_problems(router: RouterConfig) -> Iterator[str]:
         )
 
 
+def staging_prefills(router: RouterConfig) -> tuple[int, ...]:
+    """Engine ranks of the P that may be granted segments."""
+    return tuple(rank for rank, config in enumerate(router.prefill_schedulers) if config.tp_size == 1)
+
+
 def _num_peers(router: RouterConfig) -> int:
-    """P that may be granted segments."""
-    return sum(config.tp_size == 1 for config in router.prefill_schedulers)
+    return len(staging_prefills(router))

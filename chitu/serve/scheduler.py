@@ -37,6 +37,8 @@ from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.staging.build import StagingParts, build_staging
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
@@ -167,13 +169,19 @@ def build_engine(
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux: MetadataBuffers | None = None
     kv: KVManager | None = None
+    staging: StagingParts | None = None
     if instance.role is not Role.UNIFIED:
-        aux, kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers)
+        staging = build_staging(topology.dp_config.router, instance.role, instance.config, engine.pool)
+        aux, kv = _build_transfer(
+            topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers, staging
+        )
     progress.state("warmup")
     executor.warmup()
 
     def close() -> None:
         executor.close()
+        if staging is not None:
+            staging.close()
         engine.pool.close()
 
     return EngineParts(
@@ -199,9 +207,16 @@ def _build_transfer(
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
     makers: Makers,
+    staging: StagingParts | None,
 ) -> tuple[MetadataBuffers, KVManager]:
     """Aux slots and the transfer layer over the pool; from here on the pool never moves."""
     pd = topology.dp_config.router.pd_disaggregation
+    transports = makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK])
+    is_staging_required = False
+    if staging is not None:
+        sessions = register_memory(pool, transports, staging.staging.area)
+        staging.pin(sessions)
+        is_staging_required = staging.is_required(sessions)
     aux = MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size)
     config = KVManagerConfig(
         engine_rank=identity.engine_rank,
@@ -212,13 +227,15 @@ def _build_transfer(
         deadlines=pd.deadlines,
         transfer_threads=pd.transfer_threads,
         verify_kv=pd.verify_kv,
+        staging_prefills=staging.prefills if staging is not None else (),
+        is_staging_required=is_staging_required,
     )
     kv = KVManager(
         identity.role,
         config,
         memory=pool,
         aux=aux,
-        transports=makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
+        transports=transports,
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),
@@ -227,6 +244,7 @@ def _build_transfer(
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
         page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if pd.verify_kv != "off" else None,
+        staging=staging.staging if staging is not None else None,
     )
     return aux, kv
 
