@@ -316,7 +316,13 @@ class PDSchedulerService:
             if clock.monotonic() >= due_s:
                 due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
                 self._look(watch)
-            load = msgspec.structs.replace(self._scheduler.load, unknown_frames=self._unknown_frames())
+            kv = self._engine.kv
+            load = msgspec.structs.replace(
+                self._scheduler.load,
+                unknown_frames=self._unknown_frames(),
+                bytes_staged=kv.bytes_staged if kv is not None else 0,
+                segments_quarantined=kv.segments_quarantined if kv is not None else 0,
+            )
             message = Heartbeat(
                 *(identity.role, identity.engine_rank, identity.incarnation, load),
                 # In this order: what the port was empty of has been noted.

@@ -97,6 +97,16 @@ class KVManager:
         assert role is not None
         return role.unknown_frames + role.stale_frames
 
+    @property
+    def bytes_staged(self) -> int:
+        """P: sent through segments."""
+        return self.sender.bytes_staged if self.sender is not None else 0
+
+    @property
+    def segments_quarantined(self) -> int:
+        """P: granted segments that a failed write may still hit."""
+        return self.sender.num_quarantined_segments if self.sender is not None else 0
+
     def start(self) -> None:
         """Start P's transfer threads, D's verifying thread."""
         if self.sender is not None:

@@ -42,6 +42,10 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     tokens_dropped: int = 0
     """Of `tokens`, because the router did not take them."""
     bytes_moved: int = 0
+    bytes_staged: int = 0
+    """P: of `bytes_moved`, through segments."""
+    segments_quarantined: int = 0
+    """P: granted segments that a failed write may still hit."""
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0

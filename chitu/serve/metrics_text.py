@@ -194,11 +194,15 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         yield gauge(name, text, samples, (*PER_INSTANCE, label))
     waiting = [(labels, load.waiting_tokens) for labels, load in loads]
     yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
+    quarantined = [(labels, load.segments_quarantined) for labels, load in loads]
+    text = "Segments of D that a failed write of this P may still hit"
+    yield gauge("chitu_instance_quarantined_segments", text, quarantined, PER_INSTANCE)
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
         ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
         ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
+        ("chitu_instance_staged_bytes", "Of these, those that P sent through segments", "bytes_staged"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
