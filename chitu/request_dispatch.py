@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-import msgspec
-
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestLost, Unreachable
@@ -82,6 +80,9 @@ class Dispatcher:
         whose queue is full."""
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
+        to_decode = self._sent.get(attempt.decode)
+        if to_decode is None:
+            return attempt.decode
         if prefill is None or attempt.prefill is None:
             whole = UnifiedRequest(
                 room=attempt.room,
@@ -91,8 +92,13 @@ class Dispatcher:
                 num_emitted=attempt.num_continued,
                 router_worker=worker,
                 reply_port=token_port,
+                link=to_decode.link,
+                number=to_decode.next_number,
             )
-            return None if self._send(attempt.decode, whole) else attempt.decode
+            return None if self._post(attempt.decode, to_decode, whole, attempt.created_s) else attempt.decode
+        to_prefill = self._sent.get(attempt.prefill)
+        if to_prefill is None:
+            return attempt.prefill
         decode_half = DecodeRequest(
             room=attempt.room,
             request_id=request.request_id,
@@ -103,6 +109,8 @@ class Dispatcher:
             num_emitted=attempt.num_continued,
             router_worker=worker,
             reply_port=token_port,
+            link=to_decode.link,
+            number=to_decode.next_number,
         )
         prefill_half = PrefillRequest(
             room=attempt.room,
@@ -111,16 +119,18 @@ class Dispatcher:
             decode_rank=decode.engine_rank,
             decode_incarnation=decode.incarnation,
             router_worker=worker,
+            link=to_prefill.link,
+            number=to_prefill.next_number,
         )
-        if not self._send(attempt.decode, decode_half):
+        if not self._post(attempt.decode, to_decode, decode_half, attempt.created_s):
             return attempt.decode
-        return None if self._send(attempt.prefill, prefill_half) else attempt.prefill
+        return None if self._post(attempt.prefill, to_prefill, prefill_half, attempt.created_s) else attempt.prefill
 
     def cancel(self, attempt: Attempt) -> None:
         """Idempotent on the instances; one that is gone or does not read is not told."""
         for key in (attempt.decode, attempt.prefill):
             if key is not None:
-                self._send(key, CancelRequest(attempt.room))
+                self._cancel(key, attempt.room)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
         """What of the requests for this instance did not get there. Cancellations that did not are sent again."""
@@ -134,21 +144,22 @@ class Dispatcher:
             log.warning("%d messages to %s were lost on the way", len(news.lost), name)
         for message in news.lost:
             if message.is_cancel:
-                self._send(key, CancelRequest(message.room))
+                self._cancel(key, message.room)
         if news.needs_mark and self._outbox.send(key, encode(RequestMark(sent.link, sent.next_number))):
             sent.note_mark()
         halves = [message for message in news.lost if not message.is_cancel]
         return [*(_lost(half, name, now_s) for half in halves), *(_stuck(half, name, now_s) for half in news.stuck)]
 
-    def _send(self, key: InstanceKey, message: SchedulerMessage) -> bool:
-        """False where the instance is gone or its queue full: nothing was sent then."""
+    def _cancel(self, key: InstanceKey, room: bytes) -> None:
         sent = self._sent.get(key)
-        if sent is None:
+        if sent is not None:
+            self._post(key, sent, CancelRequest(room, sent.link, sent.next_number), self._clock.monotonic())
+
+    def _post(self, key: InstanceKey, sent: SentRequests, message: SchedulerMessage, now_s: float) -> bool:
+        """A message with the next number of its link. False where the queue is full: nothing was sent then."""
+        if not self._outbox.send(key, encode(message)):
             return False
-        numbered = msgspec.structs.replace(message, link=sent.link, number=sent.next_number)
-        if not self._outbox.send(key, encode(numbered)):
-            return False
-        sent.note(message.room, isinstance(message, CancelRequest), self._clock.monotonic())
+        sent.note(message.room, isinstance(message, CancelRequest), now_s)
         return True
 
 

@@ -50,7 +50,7 @@ class SentRequests:
         self.link = 1 + secrets.randbelow((1 << 63) - 1)
         self._patience_s = patience_s
         self._max_gap_s = 2 * interval_s
-        self._last = 0
+        self.next_number = 1
         self._pending: deque[Sent] = deque(maxlen=SEND_HIGH_WATER_MARK)
         """Oldest first. No more can wait for one that reads."""
         self._reads = 0
@@ -58,18 +58,14 @@ class SentRequests:
         self._deaf_since_s = 0.0
         """Since when each heartbeat attests that the instance reads, and that it got nothing of what waits."""
 
-    @property
-    def next_number(self) -> int:
-        return self._last + 1
-
     def note_mark(self) -> None:
         """`next_number` is on its way, with nothing in it."""
-        self._last += 1
+        self.next_number += 1
 
     def note(self, room: bytes, is_cancel: bool, now_s: float) -> None:
         """A message with `next_number` is on its way."""
-        self._last += 1
-        self._pending.append(Sent(self._last, room, is_cancel, now_s))
+        self._pending.append(Sent(self.next_number, room, is_cancel, now_s))
+        self.next_number += 1
 
     def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> Undelivered:
         """What the instance's newest word means."""
