@@ -71,11 +71,11 @@ def build_staging(router: RouterConfig, role: Role, instance: InstanceConfig, po
     arena: HostArena | None = None
     copier: PieceCopier = HostCopier()
     if device.startswith("cuda"):
-        from chitu.ops.kernels.blocks import BlockCopier
-
         index = int(device.partition(":")[2] or 0)
         if plan is not None and plan.place == "host":
             arena = HostArena(plan.nbytes, CudaDriver(index))
+        from chitu.ops.kernels.blocks import BlockCopier  # Triton: only where there is a GPU
+
         blocks = BlockCopier(f"cuda:{index}")
         blocks.warm_up()
         copier = DeviceCopier(blocks, [arena] if arena is not None else [])
