@@ -23,6 +23,7 @@ from chitu.clock import RealClock, Silence
 from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, Internal
+from chitu.failure_reports import FailureReports
 from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -133,6 +134,7 @@ class PDSchedulerService:
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._bootstrap_wake = Waker()
+        self._failures = FailureReports(comm.send_stats)
         self._beat_wake = Waker()
         """The router should hear at once what the next heartbeat says."""
         self._token_socket: zmq.Socket[bytes] | None = None
@@ -259,7 +261,7 @@ class PDSchedulerService:
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         identity = self._identity
-        self._comm.send_stats(
+        self._failures.add(
             RequestFailed(identity.role, identity.engine_rank, identity.incarnation, room, error.code, error.message)
         )
 
@@ -316,6 +318,8 @@ class PDSchedulerService:
             if clock.monotonic() >= due_s:
                 due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
                 self._look(watch)
+                for failed in self._failures.repeats():
+                    self._comm.send_stats(failed)
             kv = self._engine.kv
             load = msgspec.structs.replace(
                 self._scheduler.load,

@@ -15,6 +15,7 @@ from cluster_world import MAX_LIVE_REQUESTS, ClusterWorld
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.engine.fake import expected_tokens
 from chitu.errors import ChituError, NoInstance
+from chitu.failure_reports import FailureReports
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
     ClusterView,
@@ -84,6 +85,10 @@ class RoutedWorld(ClusterWorld):
         """How many of its next token messages a D loses, by incarnation."""
         self.severed: dict[int, int] = {}
         """How many of the router's next messages to it get lost, by incarnation."""
+        self.muted: dict[int, int] = {}
+        """How many of its next words of a failure get lost, by incarnation."""
+        self.failures: dict[int, FailureReports] = {}
+        """By incarnation."""
         self.readings: dict[int, Reading] = {}
         """By incarnation."""
         super().__init__(num_prefill, num_decode)
@@ -122,7 +127,10 @@ class RoutedWorld(ClusterWorld):
         """As `PDSchedulerService._heartbeat_loop`. Loads are of no importance here."""
         reading = self._reading(process)
         reading.reads += 1
-        reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
+        if self.clock.monotonic() >= reading.due_s:
+            reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
+            for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
+                self._tell(failed)
         said = reading.received.report()
         beat = Heartbeat(process.role, process.rank, process.incarnation, LoadReport(), said, reading.reads)
         self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
@@ -137,7 +145,13 @@ class RoutedWorld(ClusterWorld):
 
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
         failed = RequestFailed(process.role, process.rank, process.incarnation, room, error.code, error.message)
-        self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
+        self.failures.setdefault(process.incarnation, FailureReports(self._tell)).add(failed)
+
+    def _tell(self, failed: RequestFailed) -> None:
+        if self.muted.get(failed.incarnation, 0) > 0:
+            self.muted[failed.incarnation] -= 1
+        else:
+            self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
 
     def publish(self) -> None:
         """Membership as `PDCoordination` has it, then the view to everybody."""
@@ -205,6 +219,12 @@ class RoutedWorld(ClusterWorld):
         if decodes:
             self.cuts[decodes[a % len(decodes)].incarnation] = 1 + b % 3
 
+    def op_mute(self, a: int, b: int) -> None:
+        """P's connection to the stats port breaks, and takes so many of its next words of a failure with it."""
+        prefills = self.of(Role.PREFILL)
+        if prefills:
+            self.muted[prefills[a % len(prefills)].incarnation] = 1 + b % 3
+
     def op_sever(self, a: int, b: int) -> None:
         """The router's connection to a process breaks, and takes with it what is on the way, or the next messages."""
         process = self.processes[a % len(self.processes)]
@@ -239,6 +259,7 @@ class RoutedWorld(ClusterWorld):
     def settle_down(self, limit_s: float = 30.0) -> None:
         self.cuts.clear()
         self.severed.clear()
+        self.muted.clear()
         super().settle_down(limit_s)
 
     def check(self) -> None:

@@ -22,8 +22,8 @@ KINDS = (
     *["fault", "land", "cancel"] * 2,
     *("again", "kill", "start", "replace", "tell", "freeze", "slow", "deafen", "router"),
 )
-ROUTED_KINDS = (*KINDS, *["cut", "sever"] * 3)
-"""Token messages and requests are lost too: the real router must notice."""
+ROUTED_KINDS = (*KINDS, *["cut", "sever"] * 3, "mute")
+"""Token messages, requests and words of failures are lost too: the real router must notice."""
 OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
 NETWORK = ("ask", "run", "run", "lose", "double", "delay", "hasten")
 NETWORK_OPS = st.builds(Op, st.sampled_from(NETWORK), st.integers(0, 143), st.integers(0, 400))

@@ -7,6 +7,8 @@ import pytest
 from cluster_process import DEADLINES, Process
 from routed_world import CONFIG, Client, RoutedWorld
 
+from chitu.errors import TransferFailed
+from chitu.failure_reports import REPEATS
 from chitu.types import Role
 
 BEAT_S = DEADLINES.heartbeat_interval_s
@@ -139,3 +141,17 @@ def test_where_no_connection_comes_about_requests_go_elsewhere_after_a_lease() -
     assert world.clock.monotonic() - start_s <= DEADLINES.lease_s + 3 * BEAT_S
     assert CONFIG.retry.max_attempts == 4
     world.settle_down()
+
+
+def test_ps_word_of_a_failure_may_be_lost_and_is_said_again_with_the_next_heartbeats_and_heard_once() -> None:
+    world = RoutedWorld()
+    client = ask(world)
+    p = serving(world, client, Role.PREFILL)
+    p.is_slow = True  # so that nothing else ends the attempt
+    world.muted[p.incarnation] = 2
+    assert client.generation is not None and client.generation.attempt is not None and world.router is not None
+    world.take_failure(p, client.generation.attempt.room, TransferFailed("a write failed"))
+    assert seconds_until_next_attempt(world, client) <= NOTICED_S
+    world.settle_down(3.0)
+    world.turns(int(REPEATS * BEAT_S / 0.01))
+    assert client.end == "finished" and world.router.metrics().retries == {"transfer_failed": 1}
