@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from chitu.engine.executor import LayerCallback, Offload, StepPlan, StepResult
+from chitu.engine.executor import DoneStep, LayerCallback, Offload, StepPlan, StepResult
 
 pytest.importorskip("torch")  # the shells name the real model runner
 
@@ -36,6 +36,9 @@ class Runner:
             self._before_copy()
             self.saved[offload.key] = self.pages.copy()
         return StepResult([], [])
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
+        return DoneStep(self.execute(plan, on_layer))
 
     def append_tokens(self, slots: list[int], tokens: list[int]) -> None:
         assert not slots and not tokens
