@@ -25,12 +25,13 @@ from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import KVChunk, TransferEventKind
 from chitu.kv_transfer.fake.transfer_engine import FakeTransport
+from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.transport import CopyList, Transport
 from chitu.messages import InstanceInfo, KVLayout
 from chitu.types import Ready, Role, instance_name
 
@@ -212,12 +213,13 @@ class Node:
         self.wake: Callable[[], object] = lambda: None
         staging: Staging | None = None
         self.copier = WatchedCopier()
-        transport = FakeTransport(world.fabric, self.session)
+        fake = FakeTransport(world.fabric, self.session)
+        transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
         if world.way != "direct":
             staging = Staging(world.way, self.copier, self.memory.area)
             prefills = tuple(range(world.num_prefill))
             config = replace(config, staging_prefills=prefills, is_staging_required=world.way == "staged")
-            transport.gathers = world.gathers
+            fake.gathers = world.gathers
         self.kv = KVManager(
             role,
             replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv),

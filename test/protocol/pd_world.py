@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node
 
 from chitu.clock import FakeClock
+from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
@@ -42,6 +43,7 @@ class World:
         hostility: float = 0.0,
         verify_kv: VerifyKV | None = None,
         way: TransferWay = "direct",
+        faults: FaultConfig | None = None,
     ) -> None:
         self.way = way
         self.num_prefill = num_prefill
@@ -57,6 +59,7 @@ class World:
         self.gathers = way != "direct" and self.rng.random() < 0.5
         """P's transport puts pieces into D's segments by itself."""
         self.fabric.on_land = self._check_landing
+        self.faults = faults
         self.frames: list[Frame] = []
         self._incarnations = 0
         self._view_version = 0
@@ -238,8 +241,14 @@ def busy_segments(sender: PrefillSender) -> list[SegmentState]:
 class Pair:
     """One P and one D that know each other, and one room of 10 tokens."""
 
-    def __init__(self, seed: int = 1, verify_kv: VerifyKV = "off", way: TransferWay = "direct") -> None:
-        self.world = World(seed, verify_kv=verify_kv, way=way)
+    def __init__(
+        self,
+        seed: int = 1,
+        verify_kv: VerifyKV = "off",
+        way: TransferWay = "direct",
+        faults: FaultConfig | None = None,
+    ) -> None:
+        self.world = World(seed, verify_kv=verify_kv, way=way, faults=faults)
         self.p: Node = self.world.of(Role.PREFILL)[0]
         self.d: Node = self.world.of(Role.DECODE)[0]
         self.room = new_room()

@@ -8,6 +8,7 @@ import pytest
 from pd_node import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Node
 from pd_world import Frame, Pair, World, busy_segments
 
+from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, PrefillLost, TransferFailed, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
@@ -491,5 +492,15 @@ def test_verify_kv_covers_gather_write_and_scatter() -> None:
     while pair.d.scatter_one():
         pass
     pair.d.copier.meanwhile = lambda: None
+    pair.pump()
+    assert isinstance(pair.error(pair.d), Integrity) and Kind.SUCCESS not in pair.seen(pair.d)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_flips_on_purpose_bite_in_segments_too(every: int) -> None:
+    """The row is the first group of this room, its page the second. In a segment both count as KV."""
+    pair = staged_pair(verify_kv="all", faults=FaultConfig(flip_byte_every=every))
+    pair.both_halves(4)
+    compute(pair)
     pair.pump()
     assert isinstance(pair.error(pair.d), Integrity) and Kind.SUCCESS not in pair.seen(pair.d)
