@@ -15,12 +15,7 @@ from chitu.ops.torch_ops import TorchOps
 REFERENCE = ReferenceOps()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=["torch", "native"])

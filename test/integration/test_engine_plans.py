@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 
 import pytest
-import torch
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, chunks_of, expected_tokens, make_prompt, write_checkpoint
 
 from chitu.engine.executor import (
@@ -28,12 +27,7 @@ def checkpoint(tmp_path_factory):
     return folder, write_checkpoint(folder, "qwen3")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def decode(engine: Engine, slots: list[int], steps: int) -> list[list[int]]:

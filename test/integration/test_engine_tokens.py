@@ -16,12 +16,7 @@ from chitu.ops.torch_ops import TorchOps
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, expected_tokens, generate, make_prompt, write_checkpoint
 
 from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
@@ -24,12 +23,7 @@ def checkpoint(tmp_path_factory):
     return folder, write_checkpoint(folder, "deepseek_v3")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_token_costs_one_row_of_latent_and_rotated_key_a_layer(checkpoint):

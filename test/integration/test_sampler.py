@@ -24,9 +24,7 @@ EOS = (2, 5)
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ids(values: Sequence[int]) -> torch.Tensor:

@@ -23,12 +23,7 @@ def checkpoint(tmp_path_factory):
     return folder, write_checkpoint(folder, "qwen3")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_tokens_are_right_in_every_bucket_and_as_sequences_come_and_go(checkpoint):

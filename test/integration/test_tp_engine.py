@@ -125,12 +125,7 @@ class Ranks:
         self._pool.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"tp{size}")
