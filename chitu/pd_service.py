@@ -20,6 +20,7 @@ import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock, Silence
+from chitu.config.overlap import overlaps_steps
 from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, Internal
@@ -157,6 +158,7 @@ class PDSchedulerService:
                 num_aux_slots=engine.aux.num_slots if engine.aux is not None else 0,
                 sender=kv.sender if kv is not None else None,
                 receiver=kv.receiver if kv is not None else None,
+                overlap=overlaps_steps(topology.scheduler, identity.instance),
             )
         )
         self._info = InstanceInfo(

@@ -16,6 +16,7 @@ from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.engine.fake import FakeExecutor, expected_tokens
+from chitu.engine.late import LateExecutor
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.messages import (
@@ -30,6 +31,7 @@ from chitu.messages import (
 )
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.token_manager import TokenManager
+from chitu.types import Ready
 
 PAGE_SIZE = 4
 INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=2, eos_token_ids=(2,))
@@ -65,7 +67,9 @@ class Instance:
         aux_slots: int = 4,
         clock: FakeClock | None = None,
         config: SchedulerConfig | None = None,
+        overlap: bool = False,
     ) -> None:
+        """`overlap`: on a device that is late."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.finishes: dict[bytes, Finish] = {}
@@ -76,6 +80,7 @@ class Instance:
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE)
         self.aux = Slots(aux_slots)
         self.executor = FakeExecutor(INFO, num_pages, PAGE_SIZE, aux_slots)
+        self.late = LateExecutor(self.executor)
         self.scheduler = PDScheduler(
             PDSchedulerParts(
                 config=config
@@ -83,7 +88,7 @@ class Instance:
                     max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
                 ),
                 deadlines=DeadlineConfig(),
-                executor=self.executor,
+                executor=self.late if overlap else self.executor,
                 cache=self.cache,
                 tokens=TokenManager(1, self._take, self._open_port),
                 report_failure=self.failures.__setitem__,
@@ -92,6 +97,7 @@ class Instance:
                 num_aux_slots=aux_slots,
                 sender=sender,
                 receiver=receiver,
+                overlap=overlap,
             )
         )
 
@@ -169,7 +175,7 @@ class Wire:
         for chunk in chunks:
             assert len(chunk.pages) * PAGE_SIZE >= chunk.end
 
-    def on_layer_done(self, layer: int) -> None: ...
+    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None: ...
 
     def end_step(self) -> None: ...
 

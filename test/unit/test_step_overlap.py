@@ -1,0 +1,368 @@
+"""A step is launched before the tokens of the one before are read, on a device that is late: the same tokens and ends,
+and nothing of a launched, unread step is free, promised to anybody or run beyond a limit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import FakeClock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import LayerCallback, StepPlan, StepResult
+from chitu.engine.fake import FakeExecutor, expected_tokens
+from chitu.engine.late import LateExecutor
+from chitu.errors import Internal
+from chitu.lifecycle import SequenceState
+from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.token_manager import TokenManager
+
+stops = st.integers(0, 11)
+"""At which token a request's stop id comes; from 8 on it has none."""
+
+
+def check(instance: Instance) -> None:
+    """Between two turns."""
+    late, cache = instance.late, instance.cache
+    held = {page for table in cache._tables.values() for page in table}
+    slots = instance.scheduler._resources.slots
+    assert len(late.unread) <= 1
+    for step in late.unread:
+        assert step.pages <= held, "a page is free while a launched, unread step has its slot"
+        assert not step.slots & set(slots._free), "a slot is free while a launched step has it"
+        assert not step.aux_slots & set(instance.aux._free), "an aux slot is free while a launched step has it"
+    load = instance.scheduler.load
+    assert load.pages_free == load.pages_total - len(held)
+
+
+def turn(instance: Instance, rng: random.Random) -> None:
+    for _ in range(rng.randrange(3)):
+        instance.late.run_next()
+    instance.scheduler.step()
+    check(instance)
+
+
+def stopped(index: int, one: tuple[int, int, int], stop: int) -> tuple[bytes, SamplingParams, int, list[int], str]:
+    """As `continued`; the request ends with the token at `stop`, wherever that id comes first."""
+    token_ids, sampling, num_emitted, tokens = continued(index, *one)
+    if stop >= min(8, len(tokens)):
+        return token_ids, sampling, num_emitted, tokens, "length"
+    sampling = SamplingParams(
+        sampling.max_tokens, temperature=sampling.temperature, seed=sampling.seed, stop_token_ids=(tokens[stop],)
+    )
+    return token_ids, sampling, num_emitted, tokens[: tokens.index(tokens[stop]) + 1], "stop"
+
+
+@settings(max_examples=120, deadline=None)
+@given(loads, st.integers(17, 60), st.integers(1, 16), st.lists(stops, min_size=20, max_size=20), st.randoms())
+def test_unified_tokens_ends_and_pages_are_those_without_overlap(
+    load: list[tuple[int, int, int]], num_pages: int, chunk: int, stop_at: list[int], rng: random.Random
+) -> None:
+    instance = Instance(num_pages, chunk=chunk, overlap=True)
+    cancelled: set[bytes] = set()
+    pending = list(enumerate(load))
+    for _ in range(4000):
+        if pending and rng.random() < 0.5:
+            index, one = pending.pop(0)
+            token_ids, sampling, num_emitted, _, _ = stopped(index, one, stop_at[index])
+            instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+        if rng.random() < 0.04 and len(pending) < len(load):
+            room = room_of(rng.randrange(len(load) - len(pending)))
+            if room not in instance.finishes:
+                cancelled.add(room)
+                instance.scheduler.submit(CancelRequest(room))
+        turn(instance, rng)
+        if not pending and instance.scheduler.is_idle:
+            break
+    instance.run()
+    for index, one in enumerate(load):
+        room = room_of(index)
+        expected, reason = stopped(index, one, stop_at[index])[3:]
+        tokens = instance.tokens.get(room, [])
+        if room in instance.finishes:
+            assert (tokens, instance.finishes[room].reason) == (expected, reason)
+        else:
+            assert room in cancelled and tokens == expected[: len(tokens)]
+    instance.check_empty()
+    assert not instance.late.unread
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    loads,
+    st.integers(17, 50),
+    st.integers(17, 50),
+    st.integers(1, 4),
+    st.lists(stops, min_size=20, max_size=20),
+    st.randoms(),
+)
+def test_pd_tokens_ends_and_pages_are_those_without_overlap(
+    load: list[tuple[int, int, int]],
+    pages_p: int,
+    pages_d: int,
+    aux_slots: int,
+    stop_at: list[int],
+    rng: random.Random,
+) -> None:
+    """With cancels and transfers that fail; what is announced to P is in no hand of a step."""
+
+    class Watched(DSide):
+        def announce(self, room: bytes, request_id: str, pages: list[int], aux_slot: int, *rest: int) -> None:
+            for step in decode.late.unread:
+                assert not step.pages & set(pages), "a page is promised to a peer while a launched step has it"
+                assert aux_slot not in step.aux_slots
+            super().announce(room, request_id, pages, aux_slot, *rest)
+
+    wire = Wire()
+    prefill = wire.prefill = Instance(pages_p, sender=PSide(wire), aux_slots=aux_slots, overlap=True)
+    decode = wire.decode = Instance(pages_d, receiver=Watched(wire), aux_slots=aux_slots, overlap=True)
+    cancelled: set[bytes] = set()
+    pending = list(enumerate(load))
+    for _ in range(4000):
+        if pending and rng.random() < 0.6:
+            index, one = pending.pop(0)
+            room = room_of(index)
+            prompt, sampling, num_emitted, _, _ = stopped(index, one, stop_at[index])
+            decode.scheduler.submit(DecodeRequest(room, f"r{index}", prompt, sampling, 0, 1, num_emitted))
+            prefill.scheduler.submit(PrefillRequest(room, f"r{index}", prompt, 0, 1))
+            if rng.random() < 0.15:
+                wire.failing.add(room)
+        if rng.random() < 0.05 and len(pending) < len(load):
+            room = room_of(rng.randrange(len(load) - len(pending)))
+            if room not in decode.finishes:
+                cancelled.add(room)
+                prefill.scheduler.submit(CancelRequest(room))
+                decode.scheduler.submit(CancelRequest(room))
+        for instance in (prefill, decode) if rng.random() < 0.5 else (decode, prefill):
+            if rng.random() < 0.8:
+                turn(instance, rng)
+        wire.deliver(rng)
+        if not pending and prefill.scheduler.is_idle and decode.scheduler.is_idle:
+            break
+    prefill.run()
+    decode.run()
+    for index, one in enumerate(load):
+        room = room_of(index)
+        expected, reason = stopped(index, one, stop_at[index])[3:]
+        tokens = decode.tokens.get(room, [])
+        finish = decode.finishes.get(room)
+        if finish is None or finish.reason == "error":
+            assert room in cancelled or room in wire.failing
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert (tokens, finish.reason) == (expected, reason)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def unified(index: int, prompt_len: int, sampling: SamplingParams) -> UnifiedRequest:
+    return UnifiedRequest(room_of(index), f"r{index}", pack_i32(prompt_of(index, prompt_len)), sampling)
+
+
+def test_a_step_is_launched_while_the_one_before_runs_and_a_request_loses_no_step_by_it() -> None:
+    instance = Instance(32, overlap=True)
+    instance.scheduler.submit(unified(1, 4, SamplingParams(4, temperature=0.0)))
+    out = []
+    for _ in range(6):
+        assert instance.scheduler.step()
+        out.append(len(instance.tokens.get(room_of(1), [])))
+    # Prefill; then each turn launches a decode and reads the step before; 4 tokens are out with the fifth turn.
+    assert out == [0, 1, 2, 3, 4, 4]
+    instance.run()
+    assert instance.executor.steps == 5, "a prefill, three decodes, a release: no surplus row for an end by length"
+    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 4, INFO)
+
+
+def test_an_end_that_the_host_sees_late_costs_one_surplus_row_whose_token_is_dropped() -> None:
+    """Its pages and slot come back only when that row has been read."""
+    prompt = prompt_of(1, 3)
+    tokens = expected_tokens(prompt, 9, INFO)
+    instance = Instance(8, overlap=True)
+    instance.scheduler.submit(unified(1, 3, SamplingParams(9, temperature=0.0, stop_token_ids=(tokens[1],))))
+    while room_of(1) not in instance.finishes:
+        instance.scheduler.step()
+    (surplus,) = instance.late.unread
+    assert surplus.plan.decode == [0] and surplus.pages
+    load = instance.scheduler.load
+    assert (load.closing, load.pages_free) == (1, 8 - len(surplus.pages))
+    assert not instance.scheduler.is_idle
+    instance.scheduler.step()
+    assert instance.scheduler.load.pages_free == 8
+    instance.run()
+    assert instance.tokens[room_of(1)] == tokens[:2]
+    instance.check_empty()
+
+
+def test_the_same_slot_in_other_hands_does_not_get_the_surplus_token() -> None:
+    """One slot, and requests that end by a stop id one after the other."""
+    config = SchedulerConfig(max_running_requests=1, max_batched_tokens=16, chunk_size=16, reserved_decode_tokens=4)
+    instance = Instance(6, overlap=True, config=config)
+    ends = {}
+    for index in range(6):
+        tokens = expected_tokens(prompt_of(index, 5), 8, INFO)
+        ends[index] = tokens[: tokens.index(tokens[index]) + 1]
+        sampling = SamplingParams(8, temperature=0.0, stop_token_ids=(tokens[index],))
+        instance.scheduler.submit(unified(index, 5, sampling))
+    instance.run()
+    assert {index: instance.tokens[room_of(index)] for index in ends} == ends
+    instance.check_empty()
+
+
+def test_retraction_reads_the_step_in_flight_first_and_loses_no_token() -> None:
+    instance = Instance(num_pages=17, overlap=True)
+    for index in range(6):
+        instance.scheduler.submit(unified(index, 7, SamplingParams(40, temperature=0.0)))
+    rng = random.Random(1)
+    while not instance.scheduler.is_idle:
+        turn(instance, rng)
+    assert instance.scheduler.load.retractions > 0
+    for index in range(6):
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO)
+    instance.run()
+    instance.check_empty()
+
+
+@pytest.mark.parametrize("prompt_len", [1, 4, 190])
+def test_the_last_token_that_the_context_holds_is_the_last_step(prompt_len: int) -> None:
+    """The fake executor refuses a row beyond max_tokens, the context or the pages."""
+    instance = Instance(60, overlap=True)
+    count = 10 if prompt_len == 190 else 1
+    instance.scheduler.submit(unified(1, prompt_len, SamplingParams(count, temperature=0.0)))
+    instance.run()
+    assert instance.finishes[room_of(1)].reason == "length"
+    assert len(instance.tokens[room_of(1)]) == count
+
+
+def test_a_cancel_does_not_wait_and_the_token_in_flight_is_dropped() -> None:
+    instance = Instance(32, overlap=True)
+    instance.scheduler.submit(unified(1, 4, SamplingParams(40, temperature=0.0)))
+    for _ in range(4):
+        instance.scheduler.step()
+    known = list(instance.tokens[room_of(1)])
+    (step,) = instance.late.unread
+    instance.scheduler.submit(CancelRequest(room_of(1)))
+    instance.scheduler.step()
+    assert instance.tokens[room_of(1)] == known and step.tokens is not None
+    instance.run()
+    instance.check_empty()
+
+
+def test_a_drained_instance_reads_what_is_in_flight_before_it_ends() -> None:
+    instance = Instance(32, overlap=True)
+    instance.scheduler.submit(unified(1, 4, SamplingParams(3, temperature=0.0)))
+    for _ in range(3):
+        instance.scheduler.step()
+    assert instance.late.unread and not instance.scheduler.is_idle
+    instance.scheduler.close()
+    assert not instance.late.unread
+    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 3, INFO)
+
+
+@pytest.mark.parametrize("ending", ["cancel_all", "end_all", "request_timeout"])
+def test_ends_from_outside_come_at_once_and_leave_nothing_in_flight(ending: str) -> None:
+    clock = FakeClock()
+    instance = Instance(32, overlap=True, clock=clock)
+    instance.scheduler._ends._rules = type(instance.scheduler._ends._rules)("U0", False, 30.0, 60.0)
+    for index in range(3):
+        instance.scheduler.submit(unified(index, 6, SamplingParams(40, temperature=0.0)))
+    for _ in range(4):
+        instance.scheduler.step()
+    if ending == "cancel_all":
+        instance.scheduler.cancel_all()
+    elif ending == "end_all":
+        instance.scheduler.end_all(60.0)
+    else:
+        clock.advance(61.0)
+    instance.scheduler.step()
+    check(instance)
+    expected = {"cancel_all": set(), "end_all": {"decode_lost"}, "request_timeout": {"request_timeout"}}[ending]
+    assert {finish.code for finish in instance.finishes.values()} == expected
+    instance.run()
+    instance.check_empty()
+
+
+class BrokenDevice(FakeExecutor):
+    """Its third step fails, which the host hears when it reads it."""
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        if self.steps == 2:
+            raise Internal("an illegal memory access")
+        return super().execute(plan, on_layer)
+
+
+def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> None:
+    late = LateExecutor(BrokenDevice(INFO, 32, PAGE_SIZE))
+    scheduler = PDScheduler(
+        PDSchedulerParts(
+            config=SchedulerConfig(max_running_requests=8),
+            deadlines=DeadlineConfig(),
+            executor=late,
+            cache=PagedKVCacheManager(32, PAGE_SIZE),
+            tokens=TokenManager(1, lambda frame: True),
+            report_failure=lambda room, error: None,
+            clock=FakeClock(),
+            overlap=True,
+        )
+    )
+    scheduler.submit(unified(1, 4, SamplingParams(9)))
+    for _ in range(3):
+        scheduler.step()
+    with pytest.raises(Internal, match="illegal memory access"):
+        scheduler.step()
+
+
+def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> None:
+    """And those of a step that is done leave while the next one is being launched."""
+    handed: list[str] = []
+
+    class Side(PSide):
+        def begin_step(self, chunks: object) -> None:
+            handed.append("begin")
+
+        def on_layer_done(self, layer: int, ready: object = None) -> None:
+            handed.append(f"layer {layer}")
+            assert ready is prefill.late.unread[-1]
+            if handed.count("begin") == 2:
+                prefill.late.run_next()  # the device is faster than whoever launches
+
+        def end_step(self) -> None:
+            handed.append("end")
+
+        def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+            handed.append(f"logits of {room[-1]}")
+            assert prefill.executor.aux_row(aux_slot)[64:68] == b"FAKE"
+            super().send_kv_cache(room, aux_slot)
+
+    prefill = Instance(32, sender=Side(Wire()), chunk=16, overlap=True)
+    for index in (1, 2):
+        prefill.scheduler.submit(PrefillRequest(room_of(index), "r", pack_i32(prompt_of(index, 16)), 0, 1))
+    prefill.scheduler.step()
+    step = ["begin", "layer 0", "layer 1", "end"]
+    assert handed == step
+    prefill.scheduler.step()
+    assert handed == [*step, "begin", "layer 0", "logits of 1", "layer 1", "end"]
+    sequence = prefill.scheduler._prefill.inflight[room_of(2)]
+    assert sequence.state is SequenceState.INFLIGHT and sequence.slot >= 0, "its step is not read yet"
+    prefill.scheduler.step()
+    assert handed[-1] == "logits of 2" and sequence.slot < 0
+
+
+def test_pages_of_a_speculative_prompt_in_flight_are_read_before_they_are_taken_back() -> None:
+    wire = Wire()
+    prefill = Instance(num_pages=8, sender=PSide(wire), overlap=True)
+    prefill.scheduler.submit(PrefillRequest(room_of(1), "speculative", pack_i32(prompt_of(1, 30)), 0, 1))
+    rng = random.Random(3)
+    turn(prefill, rng)
+    turn(prefill, rng)
+    assert prefill.late.unread, "its second chunk"
+    wire.announced[room_of(2)] = 0
+    prefill.scheduler.submit(PrefillRequest(room_of(2), "promised", pack_i32(prompt_of(2, 20)), 0, 1))
+    for _ in range(8):
+        turn(prefill, rng)
+    assert room_of(2) in wire.computed and room_of(1) not in wire.computed
+    assert prefill.scheduler.load.waiting == 1
