@@ -32,11 +32,11 @@ from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cluster_source import ClusterSource
 from chitu.serve.cold_routes import make_cold_app
 from chitu.serve.generate import GenerationRoutes
+from chitu.serve.lifetime import TICK_S, Ending
 from chitu.serve.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.05
 GC_THRESHOLD = 20_000
 """Container objects between two young collections; a request makes some hundred that all die by counting."""
 
@@ -90,13 +90,13 @@ class ApiEndpoint:
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
 
-    async def drain(self, drain_s: float, hurry: asyncio.Event) -> None:
-        """Take nothing new; let what runs finish within `drain_s` or until `hurry` is set, then fail the rest."""
+    async def drain(self, drain_s: float, ending: Ending) -> None:
+        """Take nothing new; let what runs finish within `drain_s` or until that is hurried, then fail the rest."""
         self._routes.draining = True
         self._snapshots.is_closed = True
         log.info("draining: %d requests run; at most %g s", self.router.in_flight, drain_s)
         idle = asyncio.ensure_future(self.router.idle())
-        again = asyncio.ensure_future(hurry.wait())
+        again = asyncio.ensure_future(ending.is_hurried.wait())
         await asyncio.wait({idle, again}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()

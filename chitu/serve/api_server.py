@@ -31,10 +31,11 @@ from chitu.errors import ChituError
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
-from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, settle_memory
+from chitu.serve.api_endpoint import ApiEndpoint, settle_memory
 from chitu.serve.cluster_source import OwnCluster
 from chitu.serve.coordinator import Coordinator
 from chitu.serve.http_server import HTTPServer, listen
+from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.served_model import ServedModel
 
@@ -60,11 +61,10 @@ class RouterProcess:
     """The router as one process. Construct, `start`, `run_until_signal`, all on the loop."""
 
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
-        """`flush_log` is called every `TICK_S`: log lines wait so long at most."""
+        """`flush_log` is called with every tick: log lines wait so long at most."""
         self._flush_log = flush_log
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
-        self._loop = asyncio.get_running_loop()
         clock = RealClock()
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
@@ -76,12 +76,11 @@ class RouterProcess:
 
         self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
         self._http = HTTPServer(self._api.app, listen(config.host, config.port, "dp_config.router.port"))
-        self._ending = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._ending = Ending()
 
     async def start(self) -> None:
         self._api.start()
-        self._tick()
+        keep_ticking(self._tick, self._flush_log)
         await self._membership.start()
         await self._http.start()
 
@@ -89,27 +88,20 @@ class RouterProcess:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}
 
     def on_signal(self) -> None:
-        if self._ending.is_set():
-            self._hurry.set()
-        self._ending.set()
+        self._ending.ask()
 
     async def run_until_signal(self) -> None:
-        await self._ending.wait()
+        await self._ending.is_due.wait()
         self._http.stop_accepting()
-        await self._api.drain(self._deadlines.drain_s, self._hurry)
+        await self._api.drain(self._deadlines.drain_s, self._ending)
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         log.info("ended")
 
     def _tick(self) -> None:
-        """The one timer: leases, request time-outs, the view's repetition."""
-        try:
-            self._membership.tick()
-            self._api.tick()
-        except Exception:
-            log.exception("a tick failed")
-        self._flush_log()
-        self._loop.call_later(TICK_S, self._tick)
+        """Leases, request time-outs, the view's repetition."""
+        self._membership.tick()
+        self._api.tick()
 
 
 def _make_router(topology: Topology, flush_log: Callable[[], None]) -> RouterLike:

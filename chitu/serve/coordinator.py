@@ -24,10 +24,10 @@ from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, 
 from chitu.metrics import RouterMetrics, add_up
 from chitu.net.curve import derive, make_context
 from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
-from chitu.serve.api_endpoint import TICK_S
 from chitu.serve.cluster_source import WorkerReport, drain_instance
 from chitu.serve.connection_handover import ConnectionGate
 from chitu.serve.http_server import listen
+from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.worker_feed import (
     DrainAsked,
@@ -87,21 +87,21 @@ class Coordinator:
         config = topology.dp_config.router
         self._config = config
         self._flush_log = flush_log
-        self._loop = asyncio.get_running_loop()
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
         self._membership = Membership(config, context, RealClock(), _ToAll(self._broadcast), secrets)
-        self._gate = ConnectionGate(self._loop, listen(config.host, config.port, "dp_config.router.port"))
+        self._gate = ConnectionGate(
+            asyncio.get_running_loop(), listen(config.host, config.port, "dp_config.router.port")
+        )
         events = PoolEvents(self._greeting, self._on_incarnations, self._on_message, self._on_ended)
         self._pool = WorkerPool(topology, created_s, self._gate, events)
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0
         self._ended = EndedWorkers()
-        self._ending = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._ending = Ending()
 
     async def start(self) -> None:
-        self._tick()
+        keep_ticking(self._tick, self._flush_log)
         await self._membership.start()
         await self._pool.start()
 
@@ -110,12 +110,10 @@ class Coordinator:
         return {"port": self._gate.port, "token_port": self._config.token_port, **self._membership.port_table()}
 
     def on_signal(self) -> None:
-        if self._ending.is_set():
-            self._hurry.set()
-        self._ending.set()
+        self._ending.ask()
 
     async def run_until_signal(self) -> None:
-        await self._ending.wait()
+        await self._ending.is_due.wait()
         drain_s = self._config.pd_disaggregation.deadlines.drain_s
         log.info("ending: the API processes finish what they run; at most %g s", drain_s)
         self._gate.close()
@@ -123,7 +121,7 @@ class Coordinator:
         end_s = time.monotonic() + drain_s + END_S
         was_hurried = False
         while not self._pool.has_ended and time.monotonic() < end_s:
-            if self._hurry.is_set() and not was_hurried:
+            if self._ending.is_hurried.is_set() and not was_hurried:
                 was_hurried = True
                 self._pool.end()
             await asyncio.sleep(0.02)
@@ -132,16 +130,11 @@ class Coordinator:
         log.info("ended")
 
     def _tick(self) -> None:
-        try:
-            self._membership.tick()
-            self._pool.tick()
-            now_s = time.monotonic()
-            for question in [q for q in self._questions.items() if q[1].due_s <= now_s]:
-                self._answer(*question)
-        except Exception:
-            log.exception("a tick failed")
-        self._flush_log()
-        self._loop.call_later(TICK_S, self._tick)
+        self._membership.tick()
+        self._pool.tick()
+        now_s = time.monotonic()
+        for question in [q for q in self._questions.items() if q[1].due_s <= now_s]:
+            self._answer(*question)
 
     # -------------------------------------------------------------------------------------------------- to the workers
 
@@ -178,7 +171,7 @@ class Coordinator:
         elif isinstance(message, DrainAsked):
             worker.send(self._drain(message))
         elif isinstance(message, EndAsked):
-            self._ending.set()
+            self._ending.is_due.set()  # each API process may pass the same signal on
 
     def _drain(self, asked: DrainAsked) -> DrainReply:
         try:

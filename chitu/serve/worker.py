@@ -29,10 +29,11 @@ from chitu.messages import ClusterView, Heartbeat, LoadReport, RequestFailed
 from chitu.metrics import CoordinationMetrics
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
-from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, settle_memory, share_of
+from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, share_of
 from chitu.serve.cluster_source import Draining, Loads, RouterRecord, report_of
 from chitu.serve.connection_handover import ConnectionIntake
 from chitu.serve.http_server import HTTPServer
+from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.served_model import ServedModel
 from chitu.serve.worker_feed import (
     ConnectionsClosed,
@@ -171,21 +172,20 @@ class WorkerProcess:
         self._intake = ConnectionIntake(
             self._loop, channel, self._http, lambda count: feed.send(ConnectionsClosed(count))
         )
-        self._ending = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._ending = Ending()
         self._next_report_s = 0.0
 
     async def run(self) -> None:
         """Serve until told to end; then drain and close."""
         self._api.start()
-        self._tick()
+        keep_ticking(self._tick, self._flush_log)
         await self._http.start()
         self._intake.start()
         settle_memory()
         self._feed.send(WorkerReady(self._api.token_port))
-        await self._ending.wait()
+        await self._ending.is_due.wait()
         self._intake.stop()
-        await self._api.drain(self._deadlines.drain_s, self._hurry)
+        await self._api.drain(self._deadlines.drain_s, self._ending)
         await self._http.stop(1.0)
         self._api.close()
         self._flush_log()
@@ -194,23 +194,16 @@ class WorkerProcess:
     def take(self, message: ToWorker) -> None:
         """A message of the feed."""
         if isinstance(message, End):
-            if self._ending.is_set():
-                self._hurry.set()
-            self._ending.set()
+            self._ending.ask()
         else:
             self.cluster.take(message)
 
     def _tick(self) -> None:
-        try:
-            self._api.tick()
-            now_s = self._loop.time()
-            if now_s >= self._next_report_s:
-                self._next_report_s = now_s + REPORT_S
-                self.cluster.report()
-        except Exception:
-            log.exception("a tick failed")
-        self._flush_log()
-        self._loop.call_later(TICK_S, self._tick)
+        self._api.tick()
+        now_s = self._loop.time()
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + REPORT_S
+            self.cluster.report()
 
 
 def _with_share(topology: Topology, index: int) -> Topology:

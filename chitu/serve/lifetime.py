@@ -1,0 +1,42 @@
+"""What every process of the router does from its start to its end: a timer, and two requests to end.
+
+Used by `RouterProcess`, `Coordinator` and `WorkerProcess`, each on its loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+
+class Ending:
+    """The first call asks to finish what runs, and the next one not to wait for it."""
+
+    def __init__(self) -> None:
+        self.is_due = asyncio.Event()
+        self.is_hurried = asyncio.Event()
+
+    def ask(self) -> None:
+        if self.is_due.is_set():
+            self.is_hurried.set()
+        self.is_due.set()
+
+
+def keep_ticking(tick: Callable[[], None], flush_log: Callable[[], None]) -> None:
+    """Call both now and every `TICK_S`, as long as the loop runs. A tick that fails does not end the process."""
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        try:
+            tick()
+        except Exception:
+            log.exception("a tick failed")
+        flush_log()
+        loop.call_later(TICK_S, run)
+
+    run()
