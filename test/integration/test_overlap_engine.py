@@ -1,0 +1,167 @@
+"""The real engine under the scheduler: the same tokens whether a step is launched before the last one is read or after,
+recorded steps or not. And the way of the tokens to the host, with marks in place of CUDA events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, expected_tokens, make_prompt, write_checkpoint
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import FakeClock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import MAX_UNREAD_STEPS, StepResult
+from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.engine.step_tokens import StepTokens
+from chitu.errors import Internal
+from chitu.messages import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.ops.torch_ops import TorchOps
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.token_manager import TokenManager
+
+NUM_PAGES = 14
+NUM_SLOTS = 4
+DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2), prefill_sizes=())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, write_checkpoint(folder, "qwen3", num_layers=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Served:
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    retractions: int = 0
+    steps: int = 0
+
+    def take(self, frame: bytes) -> bool:
+        batch = token_codec.decode(frame)
+        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+            self.tokens.setdefault(room[-1], []).append(token)
+        for finish in batch.finished:
+            self.reasons[finish.room[-1]] = finish.reason
+        return True
+
+
+def serve(folder, requests: list[tuple[list[int], SamplingParams]], overlap: bool, recording: Recording | None):
+    """One request more a turn, on a pool in which not all of them can grow; the last one is cancelled."""
+    sampler = Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
+    engine = Engine(
+        folder,
+        ops=TorchOps(),
+        num_pages=NUM_PAGES,
+        num_slots=NUM_SLOTS,
+        max_model_len=128,
+        recording=recording,
+        sampler=sampler,
+    )
+    served = Served()
+    cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
+    scheduler = PDScheduler(
+        PDSchedulerParts(
+            config=SchedulerConfig(
+                max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
+            ),
+            deadlines=DeadlineConfig(),
+            executor=engine.runner,
+            cache=cache,
+            tokens=TokenManager(1, served.take),
+            report_failure=lambda room, error: None,
+            clock=FakeClock(),
+            overlap=overlap,
+        )
+    )
+    for index, (prompt, sampling) in enumerate(requests):
+        scheduler.submit(UnifiedRequest(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))
+        scheduler.step()
+    while len(requests) - 1 not in served.tokens:
+        scheduler.step()
+    scheduler.submit(CancelRequest((len(requests) - 1).to_bytes(16, "big")))
+    while not scheduler.is_idle:
+        scheduler.step()
+    scheduler.step()
+    cache.check_idle()
+    served.retractions, served.steps = scheduler.load.retractions, scheduler.load.steps
+    return served
+
+
+@pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
+def test_tokens_and_ends_are_those_without_overlap(checkpoint, recording):
+    folder, reference = checkpoint
+    greedy = SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True)
+    prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)]
+    stop = expected_tokens(reference, prompts[2], 12)[11]
+    seeded = SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    params = [
+        greedy,
+        seeded,
+        SamplingParams(max_tokens=36, temperature=0.0, stop_token_ids=(stop,)),
+        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=3),
+        greedy,
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.5, logit_bias={5: 2.0}, seed=11),
+        greedy,
+    ]
+    requests = list(zip(prompts, params, strict=True))
+    off = serve(folder, requests, overlap=False, recording=recording)
+    on = serve(folder, requests, overlap=True, recording=recording)
+    last = len(requests) - 1
+    assert on.retractions > 0 and off.retractions > 0, "the pool is large enough for everybody"
+    assert on.reasons == off.reasons and last not in on.reasons
+    assert {room: on.tokens[room] for room in on.reasons} == {room: off.tokens[room] for room in off.reasons}
+    assert on.tokens[0] == expected_tokens(reference, prompts[0], 36)
+    assert on.reasons[2] == "stop" and on.tokens[2][-1] == stop
+    shorter, longer = sorted((on.tokens[last], off.tokens[last]), key=len)
+    assert longer[: len(shorter)] == shorter
+
+
+class Mark:
+    """Passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_passed = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.is_passed
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_tokens_of_two_steps_wait_in_two_buffers_and_a_third_is_refused():
+    marks: list[Mark] = []
+
+    def mark() -> Mark:
+        marks.append(Mark())
+        return marks[-1]
+
+    steps = StepTokens(4, mark, is_pinned=False)
+    first = steps.launched([3, 1], torch.tensor([30, 10]))
+    silent = steps.launched([], None)
+    second = steps.launched([1], torch.tensor([11]))
+    with pytest.raises(Internal, match=f"{MAX_UNREAD_STEPS} unread"):
+        steps.launched([2], torch.tensor([22]))
+    assert not first.is_done()
+    marks[0].is_passed = True
+    assert first.is_done() and not second.is_done()
+    assert first.result() == StepResult([3, 1], [30, 10])
+    assert silent.result() == StepResult([], []), "it is waited for all the same: a step without tokens writes pages"
+    third = steps.launched([2, 0], torch.tensor([22, 2]))
+    assert second.result() == StepResult([1], [11])
+    assert third.result() == StepResult([2, 0], [22, 2])
+    assert [each.waits for each in marks] == [1, 1, 1, 1]
