@@ -1,5 +1,5 @@
 """One P or D of the simulated cluster as it really is: `PDScheduler`, transfer layer, page accounting. Only what
-computes (`KVExecutor`), the transport, the clock and the network (`cluster_world.py`) are made up.
+computes (`KVExecutor`), the transport, the clock and the network (`cluster.py`) are made up.
 
 What must hold inside one process is checked here: a token's KV is right whenever it is read, every transfer event comes
 once and in order, a room that ended stays ended, and every page and aux slot is in exactly one hand.

@@ -1,4 +1,4 @@
-"""`ClusterWorld` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
+"""`Cluster` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
 
 What a client sees is checked here: it gets each token once, in order and right, whatever became of its attempts, and
 exactly one end. Token messages and requests may be lost, as they are with a connection that breaks.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
-from cluster_world import MAX_LIVE_REQUESTS, ClusterWorld
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.engine.fake import expected_tokens
@@ -75,9 +75,10 @@ class Client:
         return "finished" if generation.error is None else generation.error.code
 
 
-class RoutedWorld(ClusterWorld):
+class RoutedWorld(Cluster):
     def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.clients: list[Client] = []
+        self._num_requests = 0
         self.open_peers: set[InstanceKey] = set()
         self.known: dict[int, InstanceInfo] = {}
         self.router: PDRequestRouter | None = None
@@ -160,13 +161,13 @@ class RoutedWorld(ClusterWorld):
         if self.router is None:
             self.router = PDRequestRouter(make_selector(CONFIG), self, self.clock, CONFIG)  # type: ignore[arg-type]
         now_s = self.clock.monotonic()
-        joined = [p for p in self.processes if p.router == self._router_incarnation]
+        joined = [p for p in self.processes if p.router == self.router_incarnation]
         present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}
         if present.keys() != self.known.keys():
             lost = [info for incarnation, info in self.known.items() if incarnation not in present]
             new = [info for incarnation, info in present.items() if incarnation not in self.known]
             self.known = present
-            self._view_version += 1
+            self.view_version += 1
             for info in new:
                 self.router.on_joined(info)
             self.router.on_view(self._view())
@@ -181,7 +182,7 @@ class RoutedWorld(ClusterWorld):
 
     def _view(self) -> ClusterView:
         members = tuple(self.known.values())
-        return ClusterView(self._router_incarnation, self._view_version, members, dead=self._told_dead)
+        return ClusterView(self.router_incarnation, self.view_version, members, dead=self.told_dead)
 
     # ------------------------------------------------------------------------------------------------------ the script
 
@@ -192,11 +193,11 @@ class RoutedWorld(ClusterWorld):
     def request(self, num_tokens: int, max_tokens: int) -> Client | None:
         """None where the router sees nobody who could serve."""
         assert self.router is not None
-        self._num_rooms += 1
-        prompt = [(self._num_rooms * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
+        self._num_requests += 1
+        prompt = [(self._num_requests * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         client = Client(expected_tokens(prompt, max_tokens, INFO, sampling))
-        asked = GenerateRequest(f"r{self._num_rooms}", pack_i32(array("i", prompt)), num_tokens, sampling)
+        asked = GenerateRequest(f"r{self._num_requests}", pack_i32(array("i", prompt)), num_tokens, sampling)
         try:
             client.generation = self.router.add_request(asked, client.wake)
         except NoInstance:
@@ -247,12 +248,12 @@ class RoutedWorld(ClusterWorld):
 
     def op_router(self, a: int, b: int) -> None:
         self.is_router_alive = not self.is_router_alive
-        self.router, self.known, self.open_peers, self._told_dead = None, {}, set(), ()
+        self.router, self.known, self.open_peers, self.told_dead = None, {}, set(), ()
         self.orders.clear()
         self.reports.clear()
         for client in self.clients:
             client.is_cut = True
-        self._router_incarnation += self.is_router_alive
+        self.router_incarnation += self.is_router_alive
 
     # ------------------------------------------------------------------------------------------------------------ ends
 
@@ -268,8 +269,8 @@ class RoutedWorld(ClusterWorld):
             if client.end == "finished":
                 assert client.tokens == client.expected, "an answer that is not whole"
 
-    def leftovers(self) -> list[str]:
-        return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end] + super().leftovers()
+    def open_requests(self) -> list[str]:
+        return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end]
 
     def check_it_still_serves(self) -> None:
         """Breakers may be open, but a request still finds a pair."""

@@ -1,14 +1,15 @@
 """Whole P and D under scripts of faults: whatever happens, each request ends once, right, in time; no page is lost.
 
 `CHITU_PROTOCOL_CASES` is the number of scripts (280); by hand many thousand. A failing script is shrunk and printed as
-the list of `Op` that `ClusterWorld.play` takes: add it below as a test of its own.
+the list of `Op` that `Cluster.play` takes: add it to `test_cluster_situations.py` as a test of its own.
 """
 
 from __future__ import annotations
 
 import os
 
-from cluster_world import ClusterWorld, Op
+from cluster_script import Op
+from cluster_world import ClusterWorld
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from routed_world import RoutedWorld

@@ -6,7 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from cluster_process import DEADLINES, Process
-from cluster_world import Asked, ClusterWorld, Op
+from cluster_script import Op
+from cluster_world import Asked, ClusterWorld
 
 from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import ReceiverState, SequenceState
@@ -65,7 +66,7 @@ def test_a_request_that_comes_twice_is_one_request(is_closing: bool) -> None:
     until(world, d, SequenceState.TRANSFER)
     if is_closing:
         p.is_frozen = True  # so D's pages stay where they are
-        world._end(asked, "cancelled")
+        world.end(asked, "cancelled")
         until(world, d, SequenceState.CLOSING)
     world.orders.extend(halves)
     world.turns(2)
@@ -106,7 +107,7 @@ def test_an_abort_that_is_lost_either_way_frees_the_pages_after_a_repeat(kind: t
     asked = ask(world, lost=1)  # D alone knows of it, so that P has nothing to say by itself
     until(world, d, SequenceState.TRANSFER)
     world.turns(3)
-    world._end(asked, "cancelled")
+    world.end(asked, "cancelled")
     world.settle_down(2 * DEADLINES.retry_interval_s)
     assert world.has_lost and not p.sequences() and d.cache.num_quarantined_pages == 0
 
@@ -123,7 +124,7 @@ def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_
     d.on_frame(asked.room, encode(message))
     d.step()
     assert d.kv.receiver.state(asked.room) is state is ReceiverState.WAITING  # type: ignore[union-attr]
-    world._end(asked, "cancelled")
+    world.end(asked, "cancelled")
     world.turns(2)
     d.on_frame(asked.room, encode(message))
     d.step()
@@ -229,7 +230,7 @@ def test_what_p_held_on_another_machine_is_free_when_its_launcher_says_that_it_i
     world.advance(DEADLINES.lease_s + 1.0)
     world.turns(5)
     assert d.cache.num_quarantined_pages == 6, "silence proves nothing"
-    world.op_tell(0, 0)
+    world.play([Op("tell")])
     world.turns(5)
     assert d.cache.num_quarantined_pages == (0 if is_killed else 6)
     world.settle_down()
