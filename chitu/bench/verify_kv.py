@@ -10,28 +10,22 @@ is verified between the first and the second token, which has to wait for it.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import http.client
-import json
-import os
 import random
 import statistics
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import msgspec
 
-from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.bench.report import publish
+from chitu.bench.token_times import comparison, token_times_s
 from chitu.config.load import load_topology
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.messages import KVLayout
 
 LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
@@ -106,30 +100,9 @@ class Times(msgspec.Struct, frozen=True):
     rounds: int
 
 
-def two_tokens_s(url: str, prompt: list[int]) -> tuple[float, float]:
-    """Seconds from sending the request to its first and second streamed token."""
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=120)
-    body = {"model": "m", "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True
-    connection.connect()
-    start_s = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    times_s: list[float] = []
-    while line := response.readline():
-        if line.startswith(b"data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                times_s += [time.perf_counter() - start_s] * len(choice.get("token_ids") or ())
-    connection.close()
-    if len(times_s) != 2:
-        raise RuntimeError(f"{response.status}: {len(times_s)} tokens")
-    return times_s[0], times_s[1]
-
-
 def measure_clusters(settings: list[str], rounds: int) -> list[Times]:
     rng = random.Random(1)
-    times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    times: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     with ExitStack() as stack:
         urls: dict[str, str] = {}
         for mode in MODES:
@@ -140,7 +113,7 @@ def measure_clusters(settings: list[str], rounds: int) -> list[Times]:
         for number in range(rounds + 2):
             prompt = [rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
             for mode in MODES[number % 3 :] + MODES[: number % 3]:
-                times[mode].append(two_tokens_s(urls[mode], prompt))
+                times[mode].append(token_times_s(urls[mode], prompt, 2))
     results = []
     for mode in MODES:
         own, off = times[mode][2:], times["off"][2:]  # the first rounds warm all of them up
@@ -154,37 +127,12 @@ def measure_clusters(settings: list[str], rounds: int) -> list[Times]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=None, help="checkpoint folder; a random 34 M Qwen3 where unset")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--transport", default="shm")
-    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model or make_model(
-            Path(scratch) / "qwen3",
-            family="qwen3",
-            hidden_size=512,
-            layers=8,
-            heads=8,
-            kv_heads=4,
-            head_dim=64,
-            intermediate_size=1536,
-            vocab_size=8192,
-        )
-        settings = [
-            f"model.path={model}",
-            "model.served_name=m",
-            "dp_config.router.port=0",
-            "cache.num_pages=400",
-            f"scheduler.threads={os.cpu_count() or 1}",
-            f"dp_config.router.pd_disaggregation.transport={arguments.transport}",
-        ]
-        times = measure_clusters(settings, arguments.rounds)
-    for name, results in (("verify_kv_sums", measure_sums(arguments.rounds)), ("verify_kv", times)):
+    with comparison((__doc__ or "").partition("\n")[0], rounds=21) as compared:
+        times = measure_clusters([*compared.settings, "cache.num_pages=400"], compared.rounds)
+    for name, results in (("verify_kv_sums", measure_sums(compared.rounds)), ("verify_kv", times)):
         columns = results[0].__struct_fields__
         publish(
-            name, columns, [[getattr(result, column) for column in columns] for result in results], arguments.json_dir
+            name, columns, [[getattr(result, column) for column in columns] for result in results], compared.json_dir
         )
 
 

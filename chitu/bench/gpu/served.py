@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chitu.bench.gpu.card import Card, Row
-from chitu.bench.ttft import first_token_s
+from chitu.bench.token_times import token_times_s
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 
@@ -62,7 +62,7 @@ def _first_tokens(length: int, rounds: int, unified_url: str, divided_url: str) 
     for number in range(rounds + 2):
         prompt = [rng.randrange(*PROMPT_IDS) for _ in range(length)]
         for url in (unified_url, divided_url) if number % 2 else (divided_url, unified_url):
-            times[url].append(first_token_s(url, prompt))
+            times[url].append(token_times_s(url, prompt, 2)[0])
     alone, pair = times[unified_url][2:], times[divided_url][2:]  # the first rounds warm both up
     ratio = statistics.median(p / a for a, p in zip(alone, pair, strict=True))
     yield Row(f"first token, {length} tokens, unified", statistics.median(alone) * 1e3, "ms")
@@ -105,7 +105,7 @@ def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
         _wait_for_tokens(streams, 10 + (200 if card.is_gpu else 10))
         busy_s = time.perf_counter()
         for _ in range(card.sizes.long_prompts):
-            first_token_s(url, [rng.randrange(*PROMPT_IDS) for _ in range(card.sizes.long_prompt)])
+            token_times_s(url, [rng.randrange(*PROMPT_IDS) for _ in range(card.sizes.long_prompt)], 2)
         end_s = time.perf_counter()
     finally:
         stop.set()
