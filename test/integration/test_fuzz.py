@@ -37,6 +37,8 @@ from chitu.messages import (
     RankMemory,
     RegisterReply,
     RequestFailed,
+    RequestMark,
+    RequestsReceived,
     SamplingParams,
     StatusAck,
     TokenBatch,
@@ -66,6 +68,8 @@ REQUESTS = [
     DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 9, 40_000),
     UnifiedRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
     CancelRequest(ROOM),
+    CancelRequest(ROOM, 1 << 60, 3),
+    RequestMark(5, 9),
 ]
 CONTROL = [
     RegisterReply(0, 5, 6),
@@ -76,7 +80,8 @@ CONTROL = [
     AbortTransfer(5, "capacity", "x"),
     AbortAck(5),
 ]
-STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport()), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
+SAID = (RequestsReceived(7, 9, ((2, 3), (5, 5))),)
+STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport(), SAID, 4), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
 TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")])]
 ODD_VALUES: list[Any] = [
