@@ -6,11 +6,11 @@ of memory, so whoever copies pages or heads of pages copies the scales, too, and
 token's K or V of one head. The tensor that stands for such pages, `x_PKSN`, is of the numbers alone; its strides step
 over the scales, which `scales_of` shows.
 
-A scale is a power of two, the smallest that brings the row's largest number to at most 448, the largest of e4m3. So
-scaling rounds nothing: what a row loses is one rounding to three bits behind the leading one (to nearest, ties to
-even), the same on every device; and a row brought back to bfloat16 or float32 holds exactly what the kernels compute
-with. A row of zeros has the scale 1. A row with a NaN or an infinity has the scale NaN: its readers get NaN, as they
-would of wider numbers. Called by the step thread; `head_bytes` by whoever sizes a pool.
+A row's scale is its largest number without sign divided by 448, the largest of e4m3, which that number so becomes; the
+others are divided by the scale and rounded to nearest, ties to even. The bytes are the same on every device: the
+divisions are those of IEEE, and no conversion of a device is asked to round. A row of zeros has the scale 1. A row with
+a NaN or an infinity has the scale NaN: its readers get NaN, as they would of wider numbers. Called by the step thread;
+`head_bytes` by whoever sizes a pool.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ SCALE_BYTES = 4
 ALIGNMENT_BYTES = 16
 """Kernels read so much at once: every head of a page begins at a multiple of it."""
 
-_LARGEST_MANTISSA = 0x600000
-"""Of 448 = 1.75 * 2**8 as float32."""
-_BELOW_CARRY = (1 << 23) - 1 - _LARGEST_MANTISSA
-"""Added to the bits of a number, brings those with a larger mantissa to the next exponent."""
-_LARGEST_EXPONENT = 8
-_ONE, _INFINITY, _NAN = 127 << 23, 255 << 23, 0x7FC00000
+LARGEST = 448.0
+SMALLEST_SCALE = 2.0**-126
+"""Smaller numbers of float32 are no numbers on some devices."""
 
 
 def head_bytes(page_size: int, head_dim: int) -> int:
@@ -60,14 +57,11 @@ def scales_of(x_PKSN: torch.Tensor) -> torch.Tensor:
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[..., N]` of any float dtype as e4m3 `[..., N]` and float32 scales `[...]`."""
     wide = x.float()
-    # As integers: the order of numbers, infinity above them, NaN above that.
-    largest = wide.abs().view(torch.int32).amax(-1)
-    is_finite = largest < _INFINITY
-    exponent = ((largest.clamp(max=_INFINITY) + _BELOW_CARRY) >> 23) - _LARGEST_EXPONENT
-    bits = torch.where(largest == 0, _ONE, exponent.clamp(min=1) << 23)
-    inverse = (2 * _ONE - bits).view(torch.float32)
-    values = torch.where(is_finite.unsqueeze(-1), wide * inverse.unsqueeze(-1), 0.0).to(E4M3)
-    return values, torch.where(is_finite, bits, _NAN).view(torch.float32)
+    largest = wide.abs().amax(-1)
+    is_finite = largest.isfinite()
+    scales = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
+    values = torch.where(is_finite.unsqueeze(-1), wide / scales.unsqueeze(-1), 0.0).to(E4M3)
+    return values, torch.where(is_finite, scales, torch.nan)
 
 
 def put_rows(x_PKSN: torch.Tensor, pages_T: torch.Tensor, offsets_T: torch.Tensor, rows_TKN: torch.Tensor) -> None:
@@ -87,6 +81,4 @@ def take_pages(x_PKSN: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) ->
     if not is_fp8(x_PKSN):
         return x_PKSN[pages]
     values = x_PKSN.view(torch.uint8)[pages].view(E4M3).float()
-    wide = values.mul_(scales_of(x_PKSN)[pages].unsqueeze(-1))
-    # What was next to the largest float16 may have been rounded beyond it.
-    return wide.clamp_(-65504, 65504).half() if dtype == torch.float16 else wide.to(dtype)
+    return values.mul_(scales_of(x_PKSN)[pages].unsqueeze(-1)).to(dtype)

@@ -1,20 +1,14 @@
 """Rows to and from e4m3 with a scale (`ops/fp8_pages.py` says what they are), for the kernels that append and attend.
 
-Rounding is done in integers instead of by the device's conversion: the same bytes on every device, also under Triton's
-interpreter, whose conversion rounds differently. The way back is exact however it is done, so it is the device's.
+Rounding is done in integers instead of by the device's conversion, and division is IEEE's: the same bytes on every
+device, also under Triton's interpreter, whose conversion rounds differently. The way back is exact however it is done,
+so it is the device's.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def row_scale(largest):
-    """The bits of the scale of rows whose largest number without its sign has, as an integer, these bits."""
-    exponent = ((tl.minimum(largest, 0x7F800000) + 0x1FFFFF) >> 23) - 8
-    return tl.where(largest == 0, 127, tl.maximum(exponent, 1)) << 23
 
 
 @triton.jit
@@ -25,22 +19,23 @@ def magnitude(x):
 
 
 @triton.jit
-def to_e4m3(x, largest, scale_bits):
-    """x divided by its row's scale, as e4m3, rounded to nearest, ties to even; 0 in rows that are not finite."""
-    y = x * (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)  # exact: a power of two
+def row_scale(largest):
+    """Of rows whose largest `magnitude` this is."""
+    scale = tl.maximum(tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
+    return tl.where(largest < 0x7F800000, tl.where(largest == 0, 1.0, scale), float("nan"))
+
+
+@triton.jit
+def to_e4m3(x, scale):
+    """x divided by its row's scale, as e4m3, rounded to nearest, ties to even; 0 where the scale is NaN."""
+    y = tl.div_rn(x, scale)
     bits = y.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2**-6 e4m3 has steps of 2**-9, which are those of float32 from 2**14 on.
     small = magnitude(tl.abs(y) + 16384.0) - 0x46800000
     code = tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-    return tl.where(largest < 0x7F800000, code, 0).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def stored_scale(largest, scale_bits):
-    """What is kept of a row's scale: NaN where the row is not finite."""
-    return tl.where(largest < 0x7F800000, scale_bits, 0x7FC00000).to(tl.float32, bitcast=True)
+    return tl.where(scale == scale, code, 0).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """K and V of one sequence brought together from its pages, head by head, for kernels that know no pages.
 
 One launch reads and writes both once; torch's indexing, which also has to turn heads and tokens around, takes four
-passes that move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) come out multiplied by their scales: exactly
-the numbers that the paged kernels compute with.
+passes that move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) come out multiplied by their scales.
 """
 
 from __future__ import annotations
@@ -49,10 +48,6 @@ def _gather_pages(
         PAGE: tl.constexpr = VALUES // DIM
         k = k.to(tl.float32) * tl.load(scale_at(k_ptr, head_start, part // DIM, PAGE, DIM), mask=part < VALUES)
         v = v.to(tl.float32) * tl.load(scale_at(v_ptr, head_start, part // DIM, PAGE, DIM), mask=part < VALUES)
-        if out_ptr.dtype.element_ty == tl.float16:
-            # What was next to the largest float16 may have been rounded beyond it. NaN stays.
-            k = tl.where(tl.abs(k) > 65504, tl.where(k > 0, 65504.0, -65504.0), k)
-            v = tl.where(tl.abs(v) > 65504, tl.where(v > 0, 65504.0, -65504.0), v)
     tl.store(out_ptr + target, k.to(out_ptr.dtype.element_ty), mask=part < VALUES)
     tl.store(v_out_ptr + target, v.to(out_ptr.dtype.element_ty), mask=part < VALUES)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import TILE_ROWS, LatentHeads, RotaryTable
 from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch
-from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, stored_scale, to_e4m3
+from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, to_e4m3
 
 KEYS = 32
 """Rows of the cache that a program looks at at once."""
@@ -71,12 +71,12 @@ def _latent_append(
     if IS_FP8:
         largest = tl.maximum(tl.max(magnitude(low), 0), tl.max(magnitude(high), 0))
         largest = tl.maximum(largest, tl.max(magnitude(normed), 0))
-        scale_bits = row_scale(largest)
-        tl.store(to + c, to_e4m3(normed, largest, scale_bits), mask=c < LATENT)
-        tl.store(to + LATENT + h, to_e4m3(low, largest, scale_bits), mask=is_in)
-        tl.store(to + LATENT + HALF + h, to_e4m3(high, largest, scale_bits), mask=is_in)
+        own_scale = row_scale(largest)
+        tl.store(to + c, to_e4m3(normed, own_scale), mask=c < LATENT)
+        tl.store(to + LATENT + h, to_e4m3(low, own_scale), mask=is_in)
+        tl.store(to + LATENT + HALF + h, to_e4m3(high, own_scale), mask=is_in)
         scale_ptr = scale_at(pages_ptr, page * page_stride, position % PAGE, PAGE, LATENT + 2 * HALF)
-        tl.store(scale_ptr, stored_scale(largest, scale_bits))
+        tl.store(scale_ptr, own_scale)
     else:
         tl.store(to + c, normed.to(pages_ptr.dtype.element_ty), mask=c < LATENT)
         tl.store(to + LATENT + h, low.to(pages_ptr.dtype.element_ty), mask=is_in)

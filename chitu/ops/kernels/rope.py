@@ -13,7 +13,7 @@ import triton.language as tl
 
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import HeadSpec, RotaryTable
-from chitu.ops.kernels.fp8 import magnitude, row_scale, scale_at, stored_scale, to_e4m3
+from chitu.ops.kernels.fp8 import magnitude, row_scale, scale_at, to_e4m3
 
 HEADS_AT_ONCE = 8
 
@@ -90,18 +90,17 @@ def _rope_append(
         offset = head_start[:, None] + (position % PAGE) * DIM + d[None, :]
         if IS_FP8:
             largest = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
-            scale_bits = row_scale(largest)
-            low_code = to_e4m3(low, largest[:, None], scale_bits[:, None])
-            high_code = to_e4m3(high, largest[:, None], scale_bits[:, None])
-            stored = stored_scale(largest, scale_bits)
+            row_scales = row_scale(largest)
+            low_code = to_e4m3(low, row_scales[:, None])
+            high_code = to_e4m3(high, row_scales[:, None])
             if is_v:
                 tl.store(v_ptr + offset, low_code, mask=mask)
                 tl.store(v_ptr + offset + HALF, high_code, mask=mask)
-                tl.store(scale_at(v_ptr, head_start, position % PAGE, PAGE, DIM), stored, mask=heads < count)
+                tl.store(scale_at(v_ptr, head_start, position % PAGE, PAGE, DIM), row_scales, mask=heads < count)
             else:
                 tl.store(k_ptr + offset, low_code, mask=mask)
                 tl.store(k_ptr + offset + HALF, high_code, mask=mask)
-                tl.store(scale_at(k_ptr, head_start, position % PAGE, PAGE, DIM), stored, mask=heads < count)
+                tl.store(scale_at(k_ptr, head_start, position % PAGE, PAGE, DIM), row_scales, mask=heads < count)
         else:
             if is_v:
                 tl.store(v_ptr + offset, low.to(v_ptr.dtype.element_ty), mask=mask)
