@@ -69,14 +69,17 @@ class DecodeManager:
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, plan: StepPlan) -> None:
+    def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
+        """Whose first token the step samples, and who decodes, in the plan's order."""
         self._grow(plan)
         plan.drop.extend(self._dropped_keys)
         self._dropped_keys = []
         self._resume(plan)
         self._announce()
-        self._sample_first_tokens(plan)
-        plan.decode.extend([s.slot for s in self.running.values() if s.launched < s.max_new_tokens])
+        first_tokens = self._sample_first_tokens(plan)
+        decoding = [s for s in self.running.values() if s.launched < s.max_new_tokens]
+        plan.decode.extend([s.slot for s in decoding])
+        return first_tokens, decoding
 
     def has_room(self, sequence: Sequence, tokens: int, others: Iterable[Sequence] = ()) -> bool:
         """Whether `sequence` may get pages for `tokens` now; `others` hold pages too and will decode here later."""
@@ -157,12 +160,13 @@ class DecodeManager:
                 sequence.prefill_incarnation,
             )
 
-    def _sample_first_tokens(self, plan: StepPlan) -> None:
-        for sequence in self.transfer.values():
-            if sequence.logits_ready and not sequence.admitted:
-                sequence.kv_len = sequence.prompt_len
-                self._admit(sequence, plan)
-                plan.first_tokens.append(FirstToken(sequence.slot, sequence.aux_slot))
+    def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
+        ready = [s for s in self.transfer.values() if s.logits_ready and not s.admitted]
+        for sequence in ready:
+            sequence.kv_len = sequence.prompt_len
+            self._admit(sequence, plan)
+            plan.first_tokens.append(FirstToken(sequence.slot, sequence.aux_slot))
+        return ready
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         self._cache.reserve(sequence.room, num_tokens)

@@ -37,6 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
+class _Step:
+    """A plan, and who takes part in it, each in the plan's order."""
+
+    plan: StepPlan
+    first_tokens: list[Sequence]
+    chunks: list[Chunk]
+    decoding: list[Sequence]
+
+    @property
+    def has_work(self) -> bool:
+        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
+
+
+@dataclass(slots=True, frozen=True)
 class _LaunchedStep:
     """A step whose tokens were not read yet."""
 
@@ -113,10 +127,10 @@ class PDScheduler:
             self._arrivals.take(word)
         self._take_transfer_events()
         self._ends.expire()
-        plan, chunks = self._schedule()
-        is_launching = self._has_work(plan)
+        step = self._schedule()
+        is_launching = step.has_work
         if is_launching:
-            self._launch(plan, chunks)
+            self._launch(step)
         if not (is_launching and self._parts.overlap):
             self._settle()
         self._tokens.flush(self._clock.monotonic())
@@ -148,14 +162,14 @@ class PDScheduler:
         except Internal as error:
             logger.error("page accounting: %s", error.message)
 
-    def _schedule(self) -> tuple[StepPlan, list[Chunk]]:
+    def _schedule(self) -> _Step:
         plan = StepPlan()
-        self._decode.schedule(plan)
+        first_tokens, decoding = self._decode.schedule(plan)
         chunks = self._prefill.schedule(plan)
         is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
         self._load.note_backlog(self._clock.monotonic(), is_full)
         plan.release.extend(self._resources.slots.take_releases())
-        return plan, chunks
+        return _Step(plan, first_tokens, chunks, decoding)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """A unified instance's admission: like D's, with the prompts that are being computed counted in."""
@@ -163,24 +177,18 @@ class PDScheduler:
             sequence, sequence.prompt_len, self._prefill.computing.values()
         )
 
-    @staticmethod
-    def _has_work(plan: StepPlan) -> bool:
-        return any(getattr(plan, name) for name in plan.__struct_fields__)
-
     # ------------------------------------------------------------------------------------------------- launch and read
 
-    def _launch(self, plan: StepPlan, chunks: list[Chunk]) -> None:
+    def _launch(self, step: _Step) -> None:
         """Launch a step, account for it as if it were done, and read the one before."""
-        before = self._pending
-        self._resources.launched()
-        handle = self._executor.launch(plan, self._on_layer(before) if chunks else None)
-        owners = self._resources.slots.owners
-        first_tokens = owners(first.slot for first in plan.first_tokens)
+        chunks = step.chunks
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
-        decoding = owners(plan.decode)
-        slots = [sequence.slot for sequence in (*first_tokens, *sampled)] + plan.decode
-        launched = _LaunchedStep(handle, chunks, slots, [*first_tokens, *sampled, *decoding])
-        self._decode.after_launch(first_tokens, decoding)
+        sequences = [*step.first_tokens, *sampled, *step.decoding]
+        slots = [sequence.slot for sequence in sequences]
+        self._resources.launched()
+        handle = self._executor.launch(step.plan, self._on_layer(self._pending) if chunks else None)
+        launched = _LaunchedStep(handle, chunks, slots, sequences)
+        self._decode.after_launch(step.first_tokens, step.decoding)
         for sequence in self._prefill.after_launch(chunks):
             sequence.launched += 1
             self._decode.start(sequence)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
-
-from chitu.errors import Internal
 from chitu.scheduling.sequence import Sequence
 
 
@@ -25,13 +21,6 @@ class SlotPool:
         """Reserve a slot for a sequence; the caller checked `num_free`."""
         sequence.slot = self._free.pop()
         self.owner[sequence.slot] = sequence
-
-    def owners(self, slots: Iterable[int]) -> list[Sequence]:
-        """Who sits in these slots. Internal where one is free."""
-        sequences = [self.owner[slot] for slot in slots]
-        if None in sequences:
-            raise Internal("a plan names a slot that is free")
-        return cast("list[Sequence]", sequences)
 
     def free(self, sequence: Sequence, admitted: bool) -> None:
         """Give the slot back. `admitted`: the executor knows the sequence and the next plan releases it there."""
