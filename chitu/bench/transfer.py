@@ -2,7 +2,10 @@
 
 The parent writes into a child's pool. Every round runs memcpy and each transport one after the other over the same
 source bytes, so that the noise of the machine hits all of them; reported are the best time of each and the median of
-the ratios of a round. memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the
+the ratios of a round. `--transfer` adds ways for the pages of a prompt: `staged` (gathered into segments, sent as few
+large pieces, scattered by the child, which checks in the end that the right bytes are in the right pages) and `auto`,
+where the engine's cost model chooses for every write and learns from it; `raw` is the same transport writing as many
+bytes in one piece. memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the
 parent; every page of all arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on neither
 side finds its block in a core's cache, as with pages of a KV cache; a time is the mean over one walk.
 """
@@ -16,18 +19,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.bench.staged_link import StagedLink, serve_line
 from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.staging.area import StagingArea, area_of
+from chitu.kv_transfer.staging.copier import HostCopier
+from chitu.kv_transfer.staging.cost import TransferCost, price_of
 from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
 from chitu.messages import KVLayout, RankMemory, encode
 
@@ -38,19 +49,29 @@ PROMPT_PAGES = 64
 BLOCKS = [1 << power for power in range(12, 27, 2)]
 WALK_STEPS = 32
 TIMEOUT_S = 30.0
+KINDS = ("shm", "mooncake", "nixl")
+WAYS = ("direct", "staged", "auto")
+SEGMENT_BYTES, NUM_SEGMENTS = 8 << 20, 4
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Copy lists of equal size, written one after the other; `offsets[i]`: where memcpy does the same in its arenas."""
+    """Copy lists of equal size, written one after the other; `offsets[i]`: where memcpy does the same in its arenas.
+
+    Of a prompt: `own` pages go to `theirs` in `num_layers` layers; `raw` brings as many bytes in one piece."""
 
     name: str
     walk: list[CopyList]
     offsets: list[int]
+    own: Sequence[int] = ()
+    theirs: Sequence[int] = ()
+    num_layers: int = 0
+    raw: CopyList | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
     case: str
     transport: str
+    way: str
     nbytes: int
     entries: int
     best_us: float
@@ -59,24 +80,53 @@ class Result(msgspec.Struct, frozen=True):
     fraction_of_memcpy: float
     """Median over the rounds of memcpy's time over the transport's."""
     fraction_of_memcpy_best: float
+    fraction_of_raw: float | None = None
+    """Median of the time of `raw` over this one's; of a prompt's pages alone."""
 
 
 def new_pool() -> KVPool:
-    pool = KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS)
+    pool = KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, staging_bytes=NUM_SEGMENTS * SEGMENT_BYTES)
     ctypes.memset(pool.arena_base, 1, pool.arena_bytes)
     return pool
 
 
+def randomise(pool: KVPool) -> None:
+    """So that no two pages are alike."""
+    for region in pool.regions:
+        region.uniform_()
+
+
+def new_area(pool: KVPool) -> StagingArea:
+    return area_of(pool, pool.staging_base, SEGMENT_BYTES, NUM_SEGMENTS)
+
+
 def new_transport(kind: str) -> Transport:
+    if kind == "nixl":
+        return NixlTransport("127.0.0.1")
     return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
 
 
+def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
+    """Of each page over K and V of all layers."""
+    whole = [pool.regions[region][list(pages)] for region in range(len(pool.regions))]
+    crcs = [0] * len(pages)
+    for region in whole:
+        crcs = [zlib.crc32(page.numpy().data, crc) for page, crc in zip(region, crcs, strict=True)]
+    return crcs
+
+
 def receive(kind: str) -> None:
-    """The child: a registered pool until stdin ends."""
-    pool, transport = new_pool(), new_transport(kind)
+    """The child: a registered pool with segments; scatters, or tells checksums of pages (a line that is a list)."""
+    pool, transport, copier = new_pool(), new_transport(kind), HostCopier()
+    area = new_area(pool)
     transport.register(pool.arena_base, pool.arena_bytes)
-    print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
-    sys.stdin.read()
+    memory = rank_memory(pool, 0, [transport.local_session()])
+    print(encode(msgspec.structs.replace(memory, staging=area.memory())).hex(), flush=True)
+    for line in sys.stdin:
+        if line.startswith("["):
+            print(msgspec.json.encode(page_crcs(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
+        else:
+            print(serve_line(line, pool, area, copier), flush=True)
     transport.close()
 
 
@@ -93,18 +143,53 @@ class Link:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._child.stdout is not None
+        assert self._child.stdin is not None and self._child.stdout is not None
         self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=RankMemory)
         self.peer: PeerHandle = self.transport.connect(self.memory, self.memory.sessions[0])
         whole = CopyList([pool.arena_base], [self.memory.arena_base], [pool.arena_bytes])
         self.transport.write(self.peer, whole, TIMEOUT_S)
+        self._to_child, self._from_child = self._child.stdin, self._child.stdout
+        area, copier = new_area(pool), HostCopier()
+        self.staged = StagedLink(
+            pool, self.memory, self.transport, self.peer, copier, area, self._to_child, self._from_child
+        )
+        self.cost = TransferCost(price_of(kind, "cpu"), SEGMENT_BYTES)
+        self.num_staged = self.num_chosen = 0
+        """Of `auto`."""
+
+    def write(self, case: Case, way: str) -> None:
+        """All of the case."""
+        is_staged = way == "staged"
+        num_pieces, nbytes = len(case.walk[0].src), case.walk[0].nbytes
+        if way == "auto":
+            is_staged = self.cost.is_staged_faster(num_pieces, nbytes)
+            self.num_staged, self.num_chosen = self.num_staged + is_staged, self.num_chosen + 1
+        started_s = time.perf_counter()
+        if is_staged:
+            self.staged.write(case.own, case.theirs, case.num_layers)
+        else:
+            for copies in case.walk:
+                self.transport.write(self.peer, copies, TIMEOUT_S)
+        if way == "auto":
+            note = self.cost.note_staged if is_staged else self.cost.note_direct
+            note(num_pieces, nbytes, time.perf_counter() - started_s)
+
+    def write_raw(self, case: Case) -> None:
+        assert case.raw is not None
+        self.transport.write(self.peer, case.raw, TIMEOUT_S)
+
+    def crcs(self, pages: Sequence[int]) -> list[int]:
+        """Of the child's pages."""
+        self._to_child.write(msgspec.json.encode(list(pages)).decode() + "\n")
+        self._to_child.flush()
+        return msgspec.json.decode(self._from_child.readline(), type=list[int])
 
     def close(self) -> None:
         self.transport.disconnect(self.peer)
         self.transport.close()
-        assert self._child.stdin is not None
-        self._child.stdin.close()
+        self._to_child.close()
         self._child.wait()
+        self._from_child.close()
 
 
 def cases(pool: KVPool, memory: RankMemory) -> list[Case]:
@@ -120,7 +205,9 @@ def cases(pool: KVPool, memory: RankMemory) -> list[Case]:
     for text, src_pages, dst_pages in (("contiguous", run, shifted), ("scattered", first, second)):
         for layers in (range(1), range(LAYOUT.num_layers)):
             copies = plan_page_copies(pool, memory, src_pages, dst_pages, layers)
-            made.append(Case(f"{PROMPT_PAGES} {text} pages x {len(layers)} layers", [copies], [0]))
+            name = f"{PROMPT_PAGES} {text} pages x {len(layers)} layers"
+            raw = CopyList([pool.arena_base], [memory.arena_base], [copies.nbytes])
+            made.append(Case(name, [copies], [0], src_pages, dst_pages, len(layers), raw))
     return made
 
 
@@ -130,64 +217,103 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def measure(links: list[Link], pool: KVPool, other: KVPool, rounds: int) -> list[Result]:
-    """All cases over all links, interleaved with memcpy."""
+@dataclass(slots=True)
+class Times:
+    """Seconds of each round."""
+
+    memcpy: list[float] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    write: list[float] = field(default_factory=list)
+
+
+def measure(links: list[Link], pool: KVPool, other: KVPool, rounds: int, ways: Sequence[str]) -> list[Result]:
+    """All cases over all links and ways, interleaved with memcpy."""
     results = []
     lists = {link.kind: cases(pool, link.memory) for link in links}
-    for index, case in enumerate(lists[links[0].kind]):
-        nbytes = case.walk[0].nbytes
-        memcpy_s: list[float] = []
-        times_s: dict[str, list[float]] = {link.kind: [] for link in links}
-
-        def copy(offsets: list[int] = case.offsets, size: int = nbytes) -> None:
-            for offset in offsets:
-                ctypes.memmove(other.arena_base + offset, pool.arena_base + offset, size)
-
+    for index, first in enumerate(lists[links[0].kind]):
+        is_prompt = first.raw is not None
+        times = {(link.kind, way): Times() for link in links for way in (ways if is_prompt else ("direct",))}
         for _ in range(rounds):
-            memcpy_s.append(_seconds(copy) / len(case.walk))
+            memcpy_s = _seconds(partial(copy_in_memory, first, pool, other)) / len(first.walk)
             for link in links:
-
-                def write(link: Link = link, walk: list[CopyList] = lists[link.kind][index].walk) -> None:
-                    for copies in walk:
-                        link.transport.write(link.peer, copies, TIMEOUT_S)
-
-                times_s[link.kind].append(_seconds(write) / len(case.walk))
-        for kind, seconds in times_s.items():
-            ratios = [reference / own for reference, own in zip(memcpy_s, seconds, strict=True)]
-            best_s = min(seconds)
-            results.append(
-                Result(
-                    case=case.name,
-                    transport=kind,
-                    nbytes=nbytes,
-                    entries=len(case.walk[0].src),
-                    best_us=round(best_s * 1e6, 1),
-                    best_gb_per_s=round(nbytes / best_s / 1e9, 3),
-                    memcpy_best_us=round(min(memcpy_s) * 1e6, 1),
-                    fraction_of_memcpy=round(statistics.median(ratios), 3),
-                    fraction_of_memcpy_best=round(min(memcpy_s) / best_s, 3),
-                )
-            )
+                case = lists[link.kind][index]
+                raw_s = _seconds(partial(link.write_raw, case)) if is_prompt else 0.0
+                for (kind, way), found in times.items():
+                    if kind == link.kind:
+                        write_s = _seconds(partial(link.write, case, way))
+                        found.memcpy.append(memcpy_s)
+                        found.raw.append(raw_s)
+                        found.write.append(write_s / len(case.walk))
+        for link in links:
+            case = lists[link.kind][index]
+            if is_prompt:
+                check_pages(link, case, pool)
+            results += [result_of(case, kind, way, found) for (kind, way), found in times.items() if kind == link.kind]
     return results
+
+
+def copy_in_memory(case: Case, pool: KVPool, other: KVPool) -> None:
+    """memcpy of as many bytes, in one piece a step."""
+    for offset in case.offsets:
+        ctypes.memmove(other.arena_base + offset, pool.arena_base + offset, case.walk[0].nbytes)
+
+
+def check_pages(link: Link, case: Case, pool: KVPool) -> None:
+    """The last write of all was staged or direct: whichever, the child's pages are the parent's."""
+    if case.num_layers == LAYOUT.num_layers and link.crcs(case.theirs) != page_crcs(pool, case.own):
+        raise RuntimeError(f"{link.kind}: the peer found other bytes in {len(case.own)} pages than were written")
+
+
+def result_of(case: Case, kind: str, way: str, times: Times) -> Result:
+    best_s = min(times.write)
+    nbytes = case.walk[0].nbytes
+
+    def ratio(reference_s: list[float]) -> float:
+        return round(statistics.median(a / b for a, b in zip(reference_s, times.write, strict=True)), 3)
+
+    return Result(
+        case=case.name,
+        transport=kind,
+        way=way,
+        nbytes=nbytes,
+        entries=len(case.walk[0].src),
+        best_us=round(best_s * 1e6, 1),
+        best_gb_per_s=round(nbytes / best_s / 1e9, 3),
+        memcpy_best_us=round(min(times.memcpy) * 1e6, 1),
+        fraction_of_memcpy=ratio(times.memcpy),
+        fraction_of_memcpy_best=round(min(times.memcpy) / best_s, 3),
+        fraction_of_raw=ratio(times.raw) if case.raw is not None else None,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR, help="where the JSON goes")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--transfer", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, comma separated")
+    parser.add_argument("--transports", default="shm,mooncake", help=f"of {', '.join(KINDS)}, comma separated")
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive:
         receive(arguments.receive)
         return
+    ways, kinds = arguments.transfer.split(","), arguments.transports.split(",")
+    if unknown := (set(ways) - set(WAYS)) | (set(kinds) - set(KINDS)):
+        parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(WAYS)} and {', '.join(KINDS)}")
     pool, other = new_pool(), new_pool()
-    links = [Link("shm", pool)]
-    try:
-        links.append(Link("mooncake", pool))
-    except MissingDependency as error:
-        print(f"without mooncake: {error}")
-    results = measure(links, pool, other, arguments.rounds)
+    randomise(pool)
+    links = []
+    for kind in kinds:
+        try:
+            links.append(Link(kind, pool))
+        except MissingDependency as error:
+            print(f"without {kind}: {error}")
+    if not links:
+        parser.error("none of these transports works here")
+    results = measure(links, pool, other, arguments.rounds, ways)
     for link in links:
+        if link.num_chosen:
+            print(f"{link.kind}: auto staged {link.num_staged} of {link.num_chosen} writes; {link.cost.price}")
         link.close()
     columns = Result.__struct_fields__
     publish(

@@ -29,7 +29,8 @@ def test_every_figure_of_a_kernel_a_transfer_and_a_cluster_is_found_on_the_twin(
         "matmul",
         "7 scattered",
         "decode attention",
-        "shm: 4 pages",
+        "shm: 4 pages, one write",
+        "shm: 4 pages, staged",
         "first token",
         "p99 between",
     ):

@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, comma separated")
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins after six sevenths of it")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
-    parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     parts = tuple(part for part in arguments.only.split(",") if part)
     if unknown := set(parts) - set(PARTS):
@@ -100,9 +100,9 @@ def main() -> int:
     if arguments.receive:
         from chitu.bench.gpu.scatter import receive
 
-        receive(card)
+        receive(card, arguments.receive)
         return 0
-    child = ["--receive", "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+    child = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
     end_s = time.monotonic() + arguments.minutes * 60 * 6 / 7
     rows: list[Row] = []
     failures: list[str] = []

@@ -1,7 +1,9 @@
-"""KV pages into another process's pool, by the transport that the engine takes there: one write of all layers, and a
-write a layer, against what a scattered copy within one process reaches.
+"""KV pages into another process's pool, by each transport that this machine has, directly and staged, against what a
+scattered copy within one process reaches, and against the same transport writing one piece.
 
-The parent writes, a child owns the target pool and says at the end whether the right bytes are in the right pages.
+The parent writes, a child owns the target pool, scatters what was staged, and says at the end whether the right bytes
+are in the right pages. Memory, transports and segments are made as an instance makes them. A library that is not
+installed is named and left out.
 """
 
 from __future__ import annotations
@@ -11,36 +13,76 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO
 
 import msgspec
 import torch
 
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
-from chitu.config.schema import PDDisaggregationConfig
+from chitu.bench.staged_link import StagedLink, serve_line
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
+from chitu.config.staging import plan_staging
+from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.select import open_transports
-from chitu.kv_transfer.transport import Transport
-from chitu.messages import KVLayout, RankMemory, encode
+from chitu.kv_transfer.staging.build import StagingParts, build_staging
+from chitu.kv_transfer.staging.copier import reaches_pages
+from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
+from chitu.messages import KVLayout, RankMemory, TransportSession, encode
+from chitu.types import Role
 
 AIM = 0.8
 TIMEOUT_S = 30.0
+SLOW_REPEATS = 5
+"""Of transports that take a tenth of a second and more."""
+KINDS = ("cuda_ipc", "shm", "mooncake", "nixl")
+ON_CPU = KINDS[1:]
 
 
-def new_pool(card: Card) -> KVPool:
+@dataclass(slots=True)
+class End:
+    """One of the two processes: its pool, transport and segments."""
+
+    pool: KVPool
+    transport: Transport
+    sessions: tuple[TransportSession, ...]
+    parts: StagingParts | None
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.parts is not None:
+            self.parts.close()
+        self.pool.close()
+
+
+def open_end(card: Card, kind: str, role: Role) -> End:
+    """As a 1P1D on this device has it; on a CPU, where nothing needs it, staging is asked for. MissingDependency."""
     model = card.sizes.model
     layout = KVLayout(
         "bench", model.layers, model.kv_heads, model.resolved_head_dim, PAGE_SIZE, card.sizes.dtype, model.vocab_size
     )
-    return KVPool(layout, card.sizes.pool_pages, 1, str(card.device))
-
-
-def new_transport(card: Card) -> Transport:
-    """`cuda_ipc` between GPUs; without one `shm`, which is the same to its callers."""
-    config = PDDisaggregationConfig(transport="cuda_ipc" if card.is_gpu else "shm")
-    return open_transports(config, "127.0.0.1", str(card.device))[0]
+    instance = InstanceConfig(devices=(str(card.device),))
+    config = PDDisaggregationConfig(
+        transport=kind,  # type: ignore[arg-type]
+        transfer="auto" if card.is_gpu else "staged",
+        staging_segment_mb=16 if card.is_gpu else 1,
+        staging_mb=128 if card.is_gpu else 2,
+    )
+    router = RouterConfig(prefill_schedulers=(instance,), decode_schedulers=(instance,), pd_disaggregation=config)
+    plan = plan_staging(router, role, instance)
+    pool_bytes = plan.pool_bytes if plan is not None else 0
+    pool = KVPool(layout, card.sizes.pool_pages, 1, str(card.device), staging_bytes=pool_bytes)
+    parts = build_staging(router, role, instance, pool)
+    transports = open_transports(config, "127.0.0.1", str(card.device))
+    sessions = register_memory(pool, transports, parts.staging.area if parts is not None else None)
+    if parts is not None:
+        parts.pin(sessions)
+    return End(pool, transports[0], sessions, parts)
 
 
 def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
@@ -53,49 +95,115 @@ def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
     return sums
 
 
-def receive(card: Card) -> None:
-    """The child: a registered pool; for every line of pages on stdin their sums on stdout."""
-    pool, transport = new_pool(card), new_transport(card)
-    transport.register(pool.arena_base, pool.arena_bytes)
-    print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
+def receive(card: Card, kind: str) -> None:
+    """The child: a registered pool. A line of pages is answered by their sums, an order to scatter when it is done."""
+    end = open_end(card, kind, Role.DECODE)
+    memory = rank_memory(end.pool, 0, end.sessions)
+    area = end.parts.staging.area if end.parts is not None else None
+    if area is not None:
+        memory = msgspec.structs.replace(memory, staging=area.memory())
+    print(encode(memory).hex(), flush=True)
     for line in sys.stdin:
-        print(msgspec.json.encode(page_sums(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
-    transport.close()
+        if line.startswith("["):
+            print(
+                msgspec.json.encode(page_sums(end.pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True
+            )
+        else:
+            assert area is not None and end.parts is not None
+            print(serve_line(line, end.pool, area, end.parts.staging.copier), flush=True)
+    end.close()
 
 
 def rows(card: Card, child_arguments: list[str]) -> Iterator[Row]:
-    """`child_arguments`: the command line of a child that calls `receive` with the same sizes."""
-    pool, transport = new_pool(card), new_transport(card)
-    for region in (*pool.k, *pool.v):
-        region.normal_()
-    card.synchronize()
-    transport.register(pool.arena_base, pool.arena_bytes)
-    command = [sys.executable, "-m", "chitu.bench.gpu", *child_arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None and child.stdout is not None
-        memory = msgspec.msgpack.decode(bytes.fromhex(child.stdout.readline()), type=RankMemory)
-        peer = transport.connect(memory, memory.sessions[0])
-        rng, layers = random.Random(5), card.sizes.model.layers
-        for count in card.sizes.transfer_pages:
-            own, theirs = (rng.sample(range(card.sizes.pool_pages), count) for _ in range(2))
+    """`child_arguments`: the command line of a child with the same sizes; `--receive KIND` is added."""
+    for kind in KINDS if card.is_gpu else ON_CPU:
+        try:
+            end = open_end(card, kind, Role.PREFILL)
+        except MissingDependency as error:
+            print(f"without {kind}: {error.message}", flush=True)
+            continue
+        for region in end.pool.regions:
+            region.normal_()
+        card.synchronize()
+        command = [sys.executable, "-m", "chitu.bench.gpu", *child_arguments, "--receive", kind]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdin is not None and child.stdout is not None
+            yield from _rows_of(card, end, child.stdin, child.stdout)
+            child.stdin.close()
+        end.close()
+        card.release()
+
+
+def _rows_of(card: Card, end: End, to_child: IO[str], from_child: IO[str]) -> Iterator[Row]:
+    memory = msgspec.msgpack.decode(bytes.fromhex(from_child.readline()), type=RankMemory)
+    transport, pool = end.transport, end.pool
+    peer = transport.connect(memory, memory.sessions[0])
+    rng, layers = random.Random(5), card.sizes.model.layers
+    is_fast = transport.name == "cuda_ipc" or not card.is_gpu
+    repeats = card.sizes.repeats if is_fast else SLOW_REPEATS
+    staged: StagedLink | None = None
+    raw_rate = 0.0
+    if end.parts is not None and memory.staging is not None:
+        area, copier = end.parts.staging.area, end.parts.staging.copier
+        staged = StagedLink(pool, memory, transport, peer, copier, area, to_child, from_child)
+        raw_rate = _rate_of_one_piece(end, memory, peer, repeats)
+    for count in card.sizes.transfer_pages:
+        own, theirs = (rng.sample(range(card.sizes.pool_pages), count) for _ in range(2))
+        nbytes = 2 * pool.page_bytes * count * layers
+        ways: dict[str, Callable[[], None]] = {}
+        if reaches_pages(peer):
             whole = plan_page_copies(pool, memory, own, theirs, range(layers))
             by_layer = [plan_page_copies(pool, memory, own, theirs, range(i, i + 1)) for i in range(layers)]
-            for name, lists in ((f"{count} pages, one write", [whole]), (f"{count} pages, a write a layer", by_layer)):
-                times = []
-                for _ in range(card.sizes.repeats + 2):
-                    start_s = time.perf_counter()
-                    for copies in lists:
-                        transport.write(peer, copies, TIMEOUT_S)
-                    times.append(time.perf_counter() - start_s)
-                rate = whole.nbytes / statistics.median(times[2:])
-                is_aimed = len(lists) == 1 and count == max(card.sizes.transfer_pages)
-                what = f"{transport.name}: {name} ({whole.nbytes / 2**20:.3g} MiB)"
+            ways["one write"] = _writes(transport, peer, [whole])
+            if is_fast:
+                ways["a write a layer"] = _writes(transport, peer, by_layer)
+        if staged is not None:
+            ways["staged"] = _staged(staged, own, theirs, layers)
+        for way, body in ways.items():
+            rate = nbytes / card.wall_seconds(body, repeats)
+            what = f"{transport.name}: {count} pages, {way} ({nbytes / 2**20:.3g} MiB)"
+            if transport.name == "cuda_ipc" or raw_rate == 0:
+                is_aimed = way == "one write" and count == max(card.sizes.transfer_pages)
                 ratio = rate / card.ceilings.scattered_bytes_per_s
                 yield at_least(what, rate / 1e9, "GB/s", ratio, "scattered copy", AIM if is_aimed else None)
-            child.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
-            child.stdin.flush()
-            if msgspec.json.decode(child.stdout.readline()) != page_sums(pool, own):
-                raise RuntimeError(f"{transport.name}: the peer found other bytes in {count} pages than were written")
-        transport.disconnect(peer)
-        child.stdin.close()
-    transport.close()
+            else:
+                yield at_least(what, rate / 1e9, "GB/s", rate / raw_rate, "one piece by it", None)
+            _check(end, own, theirs, to_child, from_child)
+    transport.disconnect(peer)
+
+
+def _writes(transport: Transport, peer: PeerHandle, lists: list[CopyList]) -> Callable[[], None]:
+    def body() -> None:
+        for copies in lists:
+            transport.write(peer, copies, TIMEOUT_S)
+
+    return body
+
+
+def _staged(link: StagedLink, own: list[int], theirs: list[int], layers: int) -> Callable[[], None]:
+    return lambda: link.write(own, theirs, layers)
+
+
+def _rate_of_one_piece(end: End, memory: RankMemory, peer: PeerHandle, repeats: int) -> float:
+    """Bytes a second of a write of a whole segment from where this end sends from."""
+    assert memory.staging is not None and end.parts is not None
+    area = end.parts.staging.area
+    source = area.address(0) if area is not None else end.pool.arena_base
+    nbytes = min(memory.staging.segment_bytes, end.pool.arena_bytes)
+    copies = CopyList((source,), (memory.staging.base,), (nbytes,))
+    times = []
+    for _ in range(repeats + 1):
+        start_s = time.perf_counter()
+        end.transport.write(peer, copies, TIMEOUT_S)
+        times.append(time.perf_counter() - start_s)
+    return nbytes / statistics.median(times[1:])
+
+
+def _check(end: End, own: list[int], theirs: list[int], to_child: IO[str], from_child: IO[str]) -> None:
+    to_child.write(msgspec.json.encode(theirs).decode() + "\n")
+    to_child.flush()
+    if msgspec.json.decode(from_child.readline()) != page_sums(end.pool, own):
+        raise RuntimeError(f"{end.transport.name}: the peer found other bytes in {len(own)} pages than were written")
+    # What comes next has to bring its own bytes, or the check would see those of this one.
+    for region in end.pool.regions:
+        region[own[0]].add_(1)
