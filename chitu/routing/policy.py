@@ -8,7 +8,8 @@ beginning before. P and D are chosen one after the other, each by its own policy
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.messages import ClusterView, InstanceInfo
@@ -27,9 +28,12 @@ def instance_key(instance: InstanceInfo) -> InstanceKey:
     return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
 
 
-@dataclass(slots=True, frozen=True)
-class RoutingRequest:
-    """What a policy knows of the request, for one of its halves."""
+_NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
+
+
+class RoutingRequest(NamedTuple):
+    """What a policy knows of the request, for one of its halves. Like `Target` a tuple, since every request makes some:
+    a frozen dataclass takes three times as long."""
 
     turn: int
     """Counts the requests, in the order of round robin for this half."""
@@ -37,7 +41,7 @@ class RoutingRequest:
     """Prompt tokens."""
     entropy: int = 0
     """64 random bits of its own."""
-    matches: Mapping[InstanceKey, int] = field(default_factory=dict)
+    matches: Mapping[InstanceKey, int] = _NO_MATCHES
     """Who was sent the beginning of this prompt before, and how many tokens of it. Only where the policy asks."""
 
 
@@ -54,8 +58,7 @@ class Group:
     """Whether `costs` are tokens (P) or requests."""
 
 
-@dataclass(slots=True, frozen=True)
-class Target:
+class Target(NamedTuple):
     """A pair (prefill and decode), or `prefill` None and `decode` the unified instance that does both halves."""
 
     prefill: InstanceInfo | None
