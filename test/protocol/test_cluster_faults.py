@@ -118,7 +118,7 @@ def test_lost_token_messages_cost_attempts_and_never_a_token(shape: tuple[int, i
     assert is_often or ends <= {"finished"}, "there are 4 attempts"
 
 
-@settings(MANY, max_examples=max(1, CASES // 3))
+@settings(MANY, max_examples=max(1, CASES // 7))
 @given(st.sampled_from([(2, 2), (1, 1)]), st.lists(st.lists(SEVER_OPS, max_size=20), min_size=4, max_size=4))
 def test_lost_requests_cost_attempts_and_two_heartbeats_each(shape: tuple[int, int], pieces: list[list[Op]]) -> None:
     script = [op for ops in pieces for op in ops]
