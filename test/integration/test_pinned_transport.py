@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import subprocess
@@ -12,21 +13,26 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from cuda_ipc_twin import HostCopier, cuda_ipc_twin
+from cuda_ipc_twin import FileDriver, HostCopier, cuda_ipc_twin
 from pin_twin import SecondMappings, arena_twin, pinned_twin
 from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 
-from chitu.errors import TransferFailed
+from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.cuda_ipc.driver import Exported
+from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
+from chitu.kv_transfer.host_memory import mapping_of
 from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.shard_writer import open_shards
 from chitu.kv_transfer.shm.pinned_engine import PinnedPeer, PinnedShmTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.staging.copier import gathers, reaches_pages, reaches_segments
-from chitu.kv_transfer.staging.packing import pack_pages, pack_row
+from chitu.kv_transfer.staging.copier import DeviceCopier, gathers, reaches_pages, reaches_segments
+from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
 from chitu.kv_transfer.transport import CopyList, OrderedTransport, Transport, WriteError
-from chitu.messages import RankMemory, StagingMemory, TransportSession
+from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, StagingMemory, TransportSession
 
 PROGRAM = Path(__file__).with_name("pinned_process.py")
 
@@ -293,3 +299,83 @@ def test_segments_apart_from_the_pool_are_for_those_who_reach_them(prefill: Pref
     assert reaches_segments(handle, msgspec.structs.replace(own, staging=at_the_tail))
     ipc.close()
     prefill.transport.disconnect(peer)
+
+
+class NoHandles(FileDriver):
+    """A driver whose memory cannot be shared (expandable segments), or cannot be mapped (a GPU that P does not see)."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def export(self, address: int) -> Exported:
+        if self._fails == "export":
+            raise TransferFailed("cuda: this memory cannot be shared")
+        return super().export(address)
+
+    def open(self, handle: bytes) -> int:
+        raise TransferFailed("cuda: the peer's memory cannot be mapped")
+
+
+@pytest.mark.parametrize("fails", ["export", "open"])
+def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fails: str) -> None:
+    """As `auto` offers them on GPUs, in this order. D cannot share its pool, or P cannot map it."""
+    pool = new_pool()
+    arena, _ = arena_twin(1 << 20)
+    area = StagingArea(arena.base, 1 << 18, 4, arena.base, arena.nbytes)
+    of_d: list[Transport] = [CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(pool)[0]]
+    sessions = register_memory(pool, of_d, area)
+    assert [session.transport for session in sessions] == (["shm"] if fails == "export" else ["cuda_ipc", "shm"])
+    memory = msgspec.structs.replace(rank_memory(pool, 0, sessions), staging=area.memory())
+    info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "127.0.0.1", 1, LAYOUT, (memory,), (0, 1))
+    own = prefill.pool
+    of_p: list[Transport] = [CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(own)[0]]
+    register_memory(own, of_p)
+    writer = open_shards(info, LAYOUT, 0, own, of_p)
+    link = writer.main_link
+    assert link.transport.name == "shm" and not reaches_pages(link.handle) and reaches_segments(link.handle, memory)
+    pieces = pack_pages(own, [3, 8, 9], range(2), area.address(1))
+    link.transport.write(link.handle, pieces, 5.0)
+    DeviceCopier(HostCopier(), [arena]).copy(turned(pack_pages(pool, [6, 1, 4], range(2), area.address(1))))
+    assert torch.equal(pool.v[1][[6, 1, 4]], own.v[1][[3, 8, 9]])
+    writer.close()
+    for transport in (*of_d, *of_p):
+        transport.close()
+    arena.close()
+    pool.close()
+
+
+def test_mooncake_without_cuda_offers_segments_on_the_host_and_nothing_else() -> None:
+    """Memory that no process can read stands for a GPU's: it is no host memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    unreadable = libc.mmap(None, ctypes.c_size_t(1 << 16), 0, 0x22, -1, ctypes.c_long(0))  # PROT_NONE, anonymous
+    assert mapping_of(unreadable, 1 << 16) is None
+    try:
+        ends = [MooncakeTransport("127.0.0.1") for _ in range(2)]
+    except MissingDependency as error:
+        pytest.skip(str(error))
+    arenas = [arena_twin(1 << 16)[0] for _ in range(2)]
+    areas = [StagingArea(arena.base, 1 << 14, 4, arena.base, arena.nbytes) for arena in arenas]
+    memory = RankMemory(0, (), unreadable, 1 << 16, (unreadable,), 64, 1, unreadable + 4096, 64, 1)
+    sessions = []
+    for end, area in zip(ends, areas, strict=True):
+        transports: list[Transport] = [end]
+        if not sessions:
+            with pytest.raises(TransferFailed, match="no CUDA"):
+                end.register(unreadable, 1 << 16)
+        sessions.append(register_memory(memory, transports, area)[0])
+        assert transports == [end] and sessions[-1].attributes["memory"] == "staging"
+    theirs = msgspec.structs.replace(memory, sessions=(sessions[1],), staging=areas[1].memory())
+    peer = ends[0].connect(theirs, sessions[1])
+    assert not reaches_pages(peer) and reaches_segments(peer, theirs)
+    ctypes.memset(areas[0].address(1), 7, 5000)
+    ends[0].write(peer, CopyList([areas[0].address(1)], [areas[1].address(2)], [5000]), 5.0)
+    assert ctypes.string_at(areas[1].address(2), 5001) == b"\x07" * 5000 + b"\0"
+    with pytest.raises(WriteError, match="outside"):
+        ends[0].write(peer, CopyList([areas[0].address(1)], [unreadable], [64]), 5.0)
+    with pytest.raises(TransferFailed, match="no staging"):
+        ends[0].connect(msgspec.structs.replace(theirs, staging=None), sessions[1])
+    for end, arena in zip(ends, arenas, strict=True):
+        end.close()
+        arena.close()
