@@ -4,6 +4,7 @@
 #   torch, triton, numpy, safetensors, tokenizers, transformers, and
 #   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvicorn, uvloop,
 #   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, pytest, pytest-timeout, hypothesis
+#   and, for the rows of their transports, mooncake-transfer-engine-cuda13 and nixl-cu13
 # Usage: script/gpu_check.sh [OUT]      (default: gpu-check; logs and the JSON of the benchmark)
 # On a machine without a GPU: CHITU_GPU_TWIN=1 script/gpu_check.sh, which runs the same on a CPU with small sizes.
 set -uo pipefail
