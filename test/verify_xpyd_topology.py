@@ -111,7 +111,9 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     """
     pages = -(-prompt_tokens // layout.page_size)
     heads = max(layout.num_kv_heads, layout.tp_size)
-    page = 2 * layout.num_layers * heads * layout.page_size * layout.head_dim * ITEM_BYTES[layout.dtype]
+    # In 8 bits a token's row has a scale of four bytes for each head.
+    row = layout.head_dim + 4 if layout.dtype == "fp8_e4m3" else layout.head_dim * ITEM_BYTES[layout.dtype]
+    page = 2 * layout.num_layers * heads * layout.page_size * row
     return pages * page + aux_row_bytes(layout.vocab_size)
 
 

@@ -114,7 +114,7 @@ class KVLayout(Wire, frozen=True):
     page_size: int
     """Tokens a page."""
     dtype: str
-    """`float32`, `bfloat16`, `float16`."""
+    """`float32`, `bfloat16`, `float16`; `fp8_e4m3` with scales behind the numbers of a head of a page."""
     vocab_size: int
     """Length of a logits row."""
     tp_size: int = 1
