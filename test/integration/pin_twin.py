@@ -4,13 +4,16 @@ pinned memory by other addresses than the host, as it may: the same pages are ma
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from cuda_ipc_twin import HostCopier
 
 from chitu.errors import TransferFailed
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.plan import Int64s
 from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.staging.host_area import HostArena
+from chitu.types import Ready
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_void_p
@@ -41,17 +44,38 @@ class SecondMappings:
     def unpin(self, address: int) -> None:
         _libc.munmap(*self._pinned.pop(address))
 
+    def knows(self, address: int, nbytes: int) -> bool:
+        """Whether the device does."""
+        return self.is_device_memory(address, nbytes) or any(
+            second <= address and address + nbytes <= second + size for second, size in self._pinned.values()
+        )
+
     @property
     def num_pinned(self) -> int:
         return len(self._pinned)
 
 
+class DeviceBlocks(HostCopier):
+    """Copies of a device, which faults at addresses that it does not know: host memory by those of the host."""
+
+    def __init__(self, driver: SecondMappings) -> None:
+        self._driver = driver
+
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:
+        for address_N in (src_N, dst_N):
+            for address, length in zip(address_N.tolist(), length_N.tolist(), strict=True):
+                if not self._driver.knows(address, length):
+                    raise RuntimeError(f"an illegal memory access at {address:#x}")
+        super().copy(src_N, dst_N, length_N, after)
+
+
 def pinned_twin(pool: KVPool) -> tuple[PinnedShmTransport, SecondMappings]:
     """The transport of a process whose pool counts as device memory."""
     driver = SecondMappings(pool)
-    return PinnedShmTransport(driver, HostCopier()), driver
+    return PinnedShmTransport(driver, DeviceBlocks(driver)), driver
 
 
-def arena_twin(nbytes: int) -> tuple[HostArena, SecondMappings]:
-    driver = SecondMappings()
+def arena_twin(nbytes: int, pool: KVPool | None = None) -> tuple[HostArena, SecondMappings]:
+    """Host memory for segments, and the driver of a device with this pool that may reach it."""
+    driver = SecondMappings(pool)
     return HostArena(nbytes, driver), driver

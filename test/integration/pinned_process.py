@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 
 import msgspec
-from cuda_ipc_twin import HostCopier
-from pin_twin import arena_twin, pinned_twin
+from pin_twin import DeviceBlocks, arena_twin, pinned_twin
 from transport_process import LAYOUT, new_pool, page_crcs
 
 from chitu.kv_transfer.layout import rank_memory
@@ -28,9 +27,9 @@ SEGMENT_BYTES, NUM_SEGMENTS = 1 << 20, 4
 def main() -> None:
     pool = new_pool()
     transport, _ = pinned_twin(pool)
-    arena, driver = arena_twin(SEGMENT_BYTES * NUM_SEGMENTS)
+    arena, driver = arena_twin(SEGMENT_BYTES * NUM_SEGMENTS, pool)
     area = StagingArea(arena.base, SEGMENT_BYTES, NUM_SEGMENTS, arena.base, arena.nbytes)
-    copier = DeviceCopier(HostCopier(), [arena])
+    copier = DeviceCopier(DeviceBlocks(driver), [arena])
     transports: list[Transport] = [transport]
     sessions = register_memory(pool, transports, area)
     memory = msgspec.structs.replace(rank_memory(pool, 0, sessions), staging=area.memory(is_required=True))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from cuda_ipc_twin import FileDriver, HostCopier, cuda_ipc_twin
-from pin_twin import SecondMappings, arena_twin, pinned_twin
+from pin_twin import DeviceBlocks, SecondMappings, arena_twin, pinned_twin
 from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 
 from chitu.errors import MissingDependency, TransferFailed
@@ -321,7 +321,7 @@ class NoHandles(FileDriver):
 def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fails: str) -> None:
     """As `auto` offers them on GPUs, in this order. D cannot share its pool, or P cannot map it."""
     pool = new_pool()
-    arena, _ = arena_twin(1 << 20)
+    arena, driver = arena_twin(1 << 20, pool)
     area = StagingArea(arena.base, 1 << 18, 4, arena.base, arena.nbytes)
     of_d: list[Transport] = [CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(pool)[0]]
     sessions = register_memory(pool, of_d, area)
@@ -336,7 +336,7 @@ def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fai
     assert link.transport.name == "shm" and not reaches_pages(link.handle) and reaches_segments(link.handle, memory)
     pieces = pack_pages(own, [3, 8, 9], range(2), area.address(1))
     link.transport.write(link.handle, pieces, 5.0)
-    DeviceCopier(HostCopier(), [arena]).copy(turned(pack_pages(pool, [6, 1, 4], range(2), area.address(1))))
+    DeviceCopier(DeviceBlocks(driver), [arena]).copy(turned(pack_pages(pool, [6, 1, 4], range(2), area.address(1))))
     assert torch.equal(pool.v[1][[6, 1, 4]], own.v[1][[3, 8, 9]])
     writer.close()
     for transport in (*of_d, *of_p):

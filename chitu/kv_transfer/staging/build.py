@@ -50,8 +50,8 @@ class StagingParts:
         return self.staging.way == "staged" or all(MEMORY in session.attributes for session in sessions)
 
     def pin(self, sessions: Sequence[TransportSession]) -> None:
-        """Where the segments will be used for certain: now, and not at the first request. Raises TransferFailed."""
-        if self.arena is not None and self.staging.area is not None and sessions[0].transport == "shm":
+        """Now, and not at the first request, unless cuda_ipc may do without it. Raises TransferFailed."""
+        if self.arena is not None and sessions[0].transport != "cuda_ipc":
             self.arena.device_base()
 
     def close(self) -> None:
