@@ -209,7 +209,9 @@ def _module_of(dtype: torch.dtype, head_dim: int) -> Any:
     )
 
 
-def _mark(device: torch.device) -> Ready:
+def _mark(device: torch.device) -> Ready | None:
+    if device.type != "cuda":
+        return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

@@ -28,8 +28,6 @@ from chitu.types import Ready
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 256
-"""A step of fewer rows is not worth its plan (0.2 to 0.5 ms of the host). Where our own kernel is as fast was not
-measured."""
 MAX_TILES = 250_000
 """Heads times tiles of 128 rows: the library keeps 28 bytes of each in a workspace of 8 MiB."""
 TILE_ROWS = 128
@@ -92,6 +90,17 @@ def page_lists(spans: Sequence[Span], page_size: int) -> PageLists:
     return PageLists(row_starts, page_starts, [(keys - 1) % page_size + 1 for keys in num_keys], num_keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a wrapper's kernels take; by default, FA3's."""
+
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    min_rows: int = MIN_ROWS
+    """A step of fewer rows is not worth its plan (0.2 to 0.5 ms of the host). Where our own kernel is as fast was not
+    measured."""
+
+
 @dataclass(slots=True)
 class _Turn:
     wrapper: PrefillWrapper
@@ -114,24 +123,24 @@ class FlashInferPrefill:
     that was launched so far, None where nothing is ever pending."""
 
     def __init__(
-        self, make_wrapper: Callable[[], PrefillWrapper], mark: Callable[[], Ready | None], min_rows: int = MIN_ROWS
+        self, make_wrapper: Callable[[], PrefillWrapper], mark: Callable[[], Ready | None], limits: Limits | None = None
     ) -> None:
         self._turns = [_Turn(make_wrapper()), _Turn(make_wrapper())]
         self._mark = mark
-        self._min_rows = min_rows
+        self._limits = limits or Limits()
         self._plan: _Plan | None = None
 
     def takes(self, q_THN: torch.Tensor, k_PKSN: torch.Tensor, spans: Sequence[Span]) -> bool:
         """Whether these spans are for the library: many rows, plain pages of its dtypes and head sizes."""
-        num_rows = sum(span.length for span in spans)
+        limits, num_rows = self._limits, sum(span.length for span in spans)
         tiles = q_THN.shape[1] * (num_rows // TILE_ROWS + len(spans))
         return (
-            num_rows >= self._min_rows
+            num_rows >= limits.min_rows
             and tiles <= MAX_TILES
-            and q_THN.dtype in DTYPES
+            and q_THN.dtype in limits.dtypes
             and k_PKSN.dtype == q_THN.dtype
             and k_PKSN.shape[-1] == q_THN.shape[-1]
-            and q_THN.shape[-1] in HEAD_DIMS
+            and q_THN.shape[-1] in limits.head_dims
         )
 
     def attention(
