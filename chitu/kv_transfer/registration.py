@@ -162,8 +162,10 @@ class DecodePeers:
                 self._parts.memory, link, theirs.staging, staging, self._config.layout.regions_per_layer
             )
         if not reaches_pages(link.handle) or (theirs.staging is not None and theirs.staging.is_required):
-            missing = "granted us no segments" if staging is not None else "needs pd_disaggregation.transfer as here"
-            raise TransferFailed(f"D{info.engine_rank} takes staged transfers alone and {missing}")
+            why = (
+                "it granted us no segments" if staging is not None else "this P has pd_disaggregation.transfer: direct"
+            )
+            raise TransferFailed(f"D{info.engine_rank} takes staged transfers alone, but {why}")
         return None
 
 

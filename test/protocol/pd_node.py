@@ -31,6 +31,7 @@ from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
+from chitu.kv_transfer.staging.cost import Price
 from chitu.kv_transfer.transport import CopyList, Transport
 from chitu.messages import InstanceInfo, KVLayout
 from chitu.types import Ready, Role, instance_name
@@ -216,7 +217,9 @@ class Node:
         fake = FakeTransport(world.fabric, self.session)
         transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
         if world.way != "direct":
-            staging = Staging(world.way, self.copier, self.memory.area)
+            # From two or three pieces on a group is staged, others are written directly: rooms have both.
+            price = Price(1e-4, 1e-9, 1e-9, per_message_s=2.5e-4) if world.way == "auto" else None
+            staging = Staging(world.way, self.copier, self.memory.area, price=price)
             prefills = tuple(range(world.num_prefill))
             config = replace(config, staging_prefills=prefills, is_staging_required=world.way == "staged")
             fake.gathers = world.gathers

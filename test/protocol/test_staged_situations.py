@@ -13,7 +13,16 @@ from chitu.errors import Integrity, PrefillLost, TransferFailed, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import ReceiverState, SegmentState, SenderState
-from chitu.messages import AbortTransfer, KVArgsRegisterInfo, Scattered, Staged, TransferStatus, encode, peer_codec
+from chitu.messages import (
+    AbortAck,
+    AbortTransfer,
+    KVArgsRegisterInfo,
+    Scattered,
+    Staged,
+    TransferStatus,
+    encode,
+    peer_codec,
+)
 from chitu.types import Role, new_room
 
 
@@ -121,6 +130,47 @@ def test_an_abort_in_the_middle_of_a_scatter_gives_nothing_back_before_the_scatt
     assert len(frames_of(pair, Scattered)) == 1
     pair.world.settle_down()
     pair.world.check_all_returned()
+
+
+def test_where_writes_may_be_direct_too_pages_wait_for_the_writer_and_for_the_scatter() -> None:
+    pair = Pair(3, way="auto").join()
+    pair.both_halves(18)
+    compute(pair)
+    write(pair)
+    sender = pair.p.sender
+    assert sender.bytes_moved - sender.bytes_staged >= pair.d.memory.aux_row_bytes, "a row is one piece"
+    assert deliver_to(pair, pair.d, Staged), "many pieces are staged"
+    during: list[list[Kind]] = []
+
+    def abort_and_hear_of_p() -> None:
+        pair.d.abort(pair.room)
+        assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED
+        deliver_to(pair, pair.p, AbortTransfer)
+        during.append([Kind.RELEASED] * deliver_to(pair, pair.d, AbortAck))
+        pair.d.poll()
+        assert pair.seen(pair.d) == []
+
+    pair.d.copier.meanwhile = abort_and_hear_of_p
+    assert pair.d.scatter_one()
+    assert during[0] == [Kind.RELEASED], "P had stopped before the scatter was over"
+    pair.d.poll()
+    assert pair.seen(pair.d) == [Kind.RELEASED] and pair.d.receiver.state(pair.room) is None
+    pair.d.copier.meanwhile = lambda: None
+    pair.world.settle_down()
+    pair.world.check_all_returned()
+
+
+def test_where_writes_may_be_direct_too_an_abort_alone_gives_nothing_back() -> None:
+    pair = Pair(3, way="auto").join()
+    pair.both_halves(18)
+    compute(pair)
+    write(pair)
+    pair.world.frames.clear()
+    pair.d.abort(pair.room)
+    pair.d.poll()
+    assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED and pair.seen(pair.d) == []
+    pair.pump()
+    assert pair.seen(pair.d) == [Kind.RELEASED]
 
 
 def test_a_group_of_a_room_that_ended_is_answered_and_not_scattered() -> None:

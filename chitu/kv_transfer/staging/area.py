@@ -15,6 +15,7 @@ from typing import Literal
 
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.copier import PieceCopier
+from chitu.kv_transfer.staging.cost import Price
 from chitu.messages import StagingMemory
 
 TransferWay = Literal["auto", "direct", "staged"]
@@ -76,3 +77,5 @@ class Staging:
     """Where the pool is; with the next, what the first prices of `cost.py` are chosen by."""
     protocol: str = "tcp"
     """Mooncake's."""
+    price: Price | None = None
+    """To begin with, in place of what was measured of the transport elsewhere."""

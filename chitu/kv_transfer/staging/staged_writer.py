@@ -44,7 +44,7 @@ class StagedWriter:
         self.cost: TransferCost | None = None
         """Set: writes are direct where that is faster."""
         if staging.way == "auto":
-            price = price_of(link.transport.name, staging.device, staging.protocol)
+            price = staging.price or price_of(link.transport.name, staging.device, staging.protocol)
             self.cost = TransferCost(price, self.segment_bytes)
         self.must_stage = theirs.is_required or not reaches_pages(link.handle)
         """Pages and logits rows of this D cannot or may not be written directly."""
