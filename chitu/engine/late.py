@@ -53,7 +53,8 @@ class LateStep:
 
     def synchronize(self) -> None:
         while self.tokens is None:
-            self.executor.run_next()
+            if not self.executor.run_next():
+                raise InvariantViolation("a step is waited for in the middle of itself")
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -65,6 +66,8 @@ class LateExecutor:
     def __init__(self, inner: EagerExecutor) -> None:
         self.inner = inner
         self.unread: deque[LateStep] = deque()
+        self.is_running = False
+        """In the middle of a step: who waits for it now would wait for ever."""
         self._waiting: deque[LateStep] = deque()
         self._tables: dict[int, list[int]] = {}
         """Pages of each slot, behind the newest launched step."""
@@ -102,11 +105,13 @@ class LateExecutor:
         return LateStep(self, plan, frozenset(slots), pages, frozenset(aux_slots - {-1}))
 
     def run_next(self) -> bool:
-        """The device does one step; False where it has none."""
-        if not self._waiting:
+        """The device does one step; False where it has none, or is in the middle of one."""
+        if not self._waiting or self.is_running:
             return False
         step = self._waiting.popleft()
+        self.is_running = True
         step.tokens = self.inner.execute(step.plan)
+        self.is_running = False
         return True
 
     def take(self, step: LateStep) -> None:

@@ -33,6 +33,8 @@ MAX_LIVE_REQUESTS = 12
 
 
 class Cluster(ABC):
+    process_type = Process
+
     def __init__(self, num_prefill: int = 2, num_decode: int = 2, max_batch_bytes: int = 4 * PAGE_BYTES) -> None:
         self.clock = FakeClock(100.0)
         self.fabric = FakeFabric()
@@ -56,8 +58,8 @@ class Cluster(ABC):
         self._dead_pids: set[int] = set()
         """An incarnation is its pid here."""
         self.missing: list[tuple[Role, int]] = []
-        self.processes = [Process(self, Role.PREFILL, k) for k in range(num_prefill)]
-        self.processes += [Process(self, Role.DECODE, m) for m in range(num_decode)]
+        self.processes: list[Process] = [self.process_type(self, Role.PREFILL, k) for k in range(num_prefill)]
+        self.processes += [self.process_type(self, Role.DECODE, m) for m in range(num_decode)]
         self.publish()
         self.turns(6)
 
@@ -119,7 +121,7 @@ class Cluster(ABC):
 
     def start(self, index: int) -> Process:
         role, rank = self.missing.pop(index)
-        self.processes.append(Process(self, role, rank))
+        self.processes.append(self.process_type(self, role, rank))
         self.publish()
         return self.processes[-1]
 

@@ -1,7 +1,8 @@
 """Whole steps of the model: decode against the bytes that it must read, prefill against the matrix product's rate.
 
-Decode is timed twice. The device's time is that of recorded steps one after the other. The executor's is that of
-`ModelRunner.execute`, tokens on the host included, as the scheduler calls it; what lies between is the host's share.
+Decode is timed three ways. The device's time is that of recorded steps one after the other. The executor's is that of
+`ModelRunner.execute`, tokens on the host included. The scheduler's is a whole instance's turn (`host_share.py`), with
+each step launched before the last one is read (overlap) and without. What lies between is the host's share.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least, at_most
+from chitu.bench.gpu.host_share import step_seconds
 from chitu.engine.batch import SlotTable
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.loader import load_model
@@ -81,6 +83,12 @@ class StepBench:
         wall_s = card.wall_seconds(lambda: runner.execute(StepPlan(decode=slots)), repeats=steps)
         yield at_least(f"{what}: executor", wall_s * 1e3, "ms", floor_s / wall_s, "byte floor", aim)
         yield Row(f"{what}: host's share", (wall_s - device_s) * 1e3, "ms", 1 - device_s / wall_s, "executor's time")
+        runner.execute(StepPlan(release=slots))
+        for overlap in (False, True):
+            turn_s = step_seconds(card, runner, start, steps, overlap)
+            name = f"{what}: scheduler, overlap {'on' if overlap else 'off'}"
+            yield at_least(name, turn_s * 1e3, "ms", floor_s / turn_s, "byte floor", aim if overlap else None)
+            yield Row(f"{name}: host's share", (turn_s - device_s) * 1e3, "ms", 1 - device_s / turn_s, "turn's time")
 
     def prefill(self, tokens: int) -> Iterator[Row]:
         """One whole prompt as one chunk, first token on the host."""

@@ -1,0 +1,62 @@
+"""P or D with overlapping steps on a device that is late: KV is read and written, as real bytes, when a step runs, long
+after it was launched. What is promised too early is then overwritten, or read as somebody else's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster_process import Process, Surroundings
+from cluster_world import ClusterWorld
+from routed_world import RoutedWorld
+
+from chitu.engine.late import LateExecutor
+from chitu.pd_scheduler import PDScheduler
+from chitu.types import Role
+
+
+class LateProcess(Process):
+    def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
+        super().__init__(world, role, rank)
+        self.late = LateExecutor(self.executor)
+        self.scheduler = PDScheduler(replace(self.scheduler._parts, executor=self.late, overlap=True))
+        self.num_overlapped = 0
+        """Turns that left a step unread."""
+
+    def step(self) -> bool:
+        if self.scheduler.turns % 3 == 0:
+            self.late.run_next()
+        worked = super().step()
+        self.num_overlapped += bool(self.late.unread)
+        return worked
+
+    def write(self) -> bool:
+        """A transfer thread that waits for the step which runs now goes on later."""
+        return not self.late.is_running and super().write()
+
+    def check(self) -> None:
+        super().check()
+        held = {page for table in self.cache._tables.values() for page in table}
+        resources = self.scheduler._resources
+        assert len(self.late.unread) == resources.num_unread
+        for step in self.late.unread:
+            assert step.pages <= held, "a page is free while a launched, unread step has its slot"
+            assert not step.slots & set(resources.slots._free), "a slot is free while a launched step has it"
+            aux_slots = {sequence.aux_slot for sequence in self.sequences().values()}
+            assert step.aux_slots <= aux_slots, "an aux slot is free while a launched step has it"
+
+    def check_empty(self) -> None:
+        super().check_empty()
+        assert not self.late.unread and not resources_left(self)
+
+
+def resources_left(process: LateProcess) -> int:
+    """Things that wait to be given back."""
+    return len(process.scheduler._resources._leaving)
+
+
+class LateWorld(ClusterWorld):
+    process_type = LateProcess
+
+
+class LateRoutedWorld(RoutedWorld):
+    process_type = LateProcess
