@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from gpu_errors import relative_error
 
+from chitu.ops.fp8_pages import head_bytes, scales_of, take_pages, values_of
 from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
 
@@ -113,6 +115,38 @@ def test_rotation_norms_and_pages(card):
         assert relative_error(found, expected) < 0.005
         assert relative_error(own[0], right[0]) < 0.005
         assert torch.equal(own[1].float(), right[1]), "values are copied as they are"
+
+
+def test_pages_of_e4m3_and_attention_over_them(card):
+    """Values become the same bytes as torch makes of them; keys too, but where the rotation's last bit decides."""
+    ops = TritonOps(card.num_multiprocessors)
+    for heads, kv_heads, dim in shapes_of(card):
+        batch, num_pages = batch_on(card, 4)
+        torch.manual_seed(dim)
+        spec = HeadSpec(heads, kv_heads, dim, 1e-6)
+        angles = torch.rand(int(batch.positions_T.max()) + 1, dim // 2, device=card.device) * 6
+        rotary = RotaryTable(angles.cos(), angles.sin())
+        width = (heads + 2 * kv_heads) * dim
+        raw = torch.zeros(4, num_pages, kv_heads, head_bytes(PAGE, dim), dtype=torch.uint8, device=card.device)
+        k, v, right_k, right_v = (values_of(pages, PAGE, dim) for pages in raw)
+        longest = len(rotary.cos)
+        rows = torch.arange(longest, device=card.device)
+        for slot in range(batch.page_table.shape[0]):
+            own = replace(batch, slots_T=torch.full_like(rows, slot), positions_T=rows)
+            qkv = (torch.randn(longest, width, device=card.device) * 3).to(card.dtype)
+            ops.rope_append(qkv, spec, rotary, own, k, v)
+            TWIN.rope_append(qkv.float(), spec, rotary, own, right_k, right_v)
+        assert torch.equal(raw[1], raw[3])
+        assert (raw[0] != raw[2]).float().mean() < 0.001
+        everything = torch.arange(num_pages, device=card.device)
+        found, expected = (take_pages(pages, everything, torch.float32) for pages in (k, right_k))
+        assert relative_error(found, expected) < 0.002
+        assert (scales_of(k) > 0).any() and not scales_of(k).isnan().any()
+        q = torch.randn(len(batch.slots_T), heads, dim, device=card.device).to(card.dtype)
+        expected = TWIN.attention(q.float(), spec, batch, k, v)
+        found = ops.attention(q, spec, batch, k, v)
+        assert relative_error(found[: batch.decode_row], expected[: batch.decode_row]) < 0.005
+        assert relative_error(found[batch.decode_row :], expected[batch.decode_row :]) < 0.005
 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, MAX_ROWS, MAX_ROWS + 1])
