@@ -30,6 +30,7 @@ from chitu.engine.memory_budget import (
 )
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
+from chitu.engine.prefill_ops import prefill_ops
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.kv_cache.aux_row import aux_row_bytes
@@ -81,7 +82,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     # Sums of a matrix product cut along its inner side would be kept in float16, which may not hold them.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     progress.state("loading")
-    model = load_model(path, topology.model.dtype, str(device), progress.loading, max_model_len, shard=group)
+    ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
+    model = load_model(path, topology.model.dtype, str(device), progress.loading, max_model_len, ops, group)
     layout = KVLayout(
         model_hash=model_hash(path),
         num_layers=spec.num_layers,

@@ -1,0 +1,44 @@
+"""Who gets which operations for prompts, as far as that can be told without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_checkpoints import write_checkpoint
+
+from chitu.config.load import load_topology
+from chitu.config.topology import instances
+from chitu.engine.prefill_ops import prefill_ops
+from chitu.errors import ConfigError
+from chitu.models.config import read_model_spec
+from chitu.types import Role
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory):
+    found = {}
+    for family in ("qwen3", "deepseek_v2"):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(folder, family, num_layers=1)
+        found[family] = read_model_spec(folder)
+    return found
+
+
+def chosen(specs, family, role, wanted, device="cpu"):
+    topology = load_topology(None, [f"model.prefill_attention={wanted}"])
+    instance = next(instance for instance in instances(topology) if instance.role is role)
+    return prefill_ops(topology, instance, specs[family], torch.device(device), "bfloat16", "bfloat16")
+
+
+def test_without_a_gpu_nothing_is_built_and_what_was_asked_for_is_refused(specs):
+    assert chosen(specs, "qwen3", Role.PREFILL, "auto") is None
+    assert chosen(specs, "qwen3", Role.PREFILL, "paged") is None
+    with pytest.raises(ConfigError, match="flashinfer, but cpu"):
+        chosen(specs, "qwen3", Role.PREFILL, "flashinfer")
+
+
+def test_instances_that_compute_no_prompts_or_no_heads_need_no_flashinfer(specs):
+    assert chosen(specs, "qwen3", Role.DECODE, "flashinfer", "cuda:0") is None
+    assert chosen(specs, "deepseek_v2", Role.PREFILL, "auto", "cuda:0") is None
+    with pytest.raises(ConfigError, match="latent"):
+        chosen(specs, "deepseek_v2", Role.PREFILL, "flashinfer", "cuda:0")
