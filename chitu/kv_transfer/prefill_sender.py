@@ -95,8 +95,7 @@ class PrefillSender:
     @property
     def num_quarantined_segments(self) -> int:
         """Of all D: a write to them may still land."""
-        granted = [peer.segments for peer in list(self._peers.table.values()) if peer.segments is not None]
-        return sum(segments.count(SegmentState.QUARANTINED) for segments in granted)
+        return sum(peer.segments.count(SegmentState.QUARANTINED) for peer in list(self._peers.table.values()))
 
     @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFailed
@@ -39,8 +39,8 @@ class DecodePeer:
     writer: DecodeWriter | None
     staged_writer: StagedWriter | None = None
     """None while `writer` is, and where all writes are direct."""
-    segments: GrantedSegments | None = None
-    """Of its staging memory; kept over reconnects, like its incarnation."""
+    segments: GrantedSegments = field(default_factory=GrantedSegments)
+    """Of its staging memory, none where it has none; kept over reconnects, like its incarnation."""
     is_suspended: bool = False
     """A write to it failed and may still land (staged: in every segment): no new write before a settle succeeded."""
 
@@ -81,9 +81,7 @@ class DecodePeers:
         if known is None:
             try:
                 memory = check_registration(info, self._config.layout, self._parts.memory)
-                peer = DecodePeer(info, memory, *self._open(info, memory))
-                if peer.staged_writer is not None:
-                    peer.segments = GrantedSegments.of(info.segments)
+                peer = DecodePeer(info, memory, *self._open(info, memory), segments=GrantedSegments.of(info.segments))
             except ChituError as error:
                 refusal = error
         elif known.info != info:

@@ -233,7 +233,7 @@ class World:
 
 def busy_segments(sender: PrefillSender) -> list[SegmentState]:
     """Of all D that a P knows: what is not free."""
-    granted = [peer.segments for peer in sender.decode_kv_args_table.values() if peer.segments is not None]
+    granted = [peer.segments for peer in sender.decode_kv_args_table.values()]
     states = [segment.state for segments in granted for segment in segments.segments.values()]
     return [state for state in states if state is not SegmentState.FREE]
 

@@ -80,7 +80,7 @@ class Stager:
     def place(self, batch: Batch, peer: DecodePeer) -> Place | None:
         """A segment for the first group of the batch; the others are queued again. None: all of it was parked."""
         writer, granted = peer.staged_writer, peer.segments
-        assert writer is not None and granted is not None
+        assert writer is not None
         rest = batch
         group = Group(batch.room, None)
         if not batch.is_aux:
@@ -104,7 +104,6 @@ class Stager:
 
     def written(self, place: Place, peer: DecodePeer, record: SendRoom, nbytes: int) -> None:
         """The group is in D's segment and its room still waits for it: tell D."""
-        assert peer.segments is not None
         chunk = place.group.chunk
         span = (0, 0, 0, 0)
         if chunk is not None:
@@ -118,22 +117,19 @@ class Stager:
 
     def dropped(self, place: Place, peer: DecodePeer) -> None:
         """The write failed for good, or its room ended meanwhile."""
-        assert peer.segments is not None
         peer.segments.dropped(place.segment)
         self._gathered(place)
         self._resume()
 
     def write_failed(self, place: Place, peer: DecodePeer) -> bool:
         """It may still land. True where no segment of this D is left to write to."""
-        assert peer.segments is not None
         peer.segments.write_failed(place.segment)
         self._gathered(place)
         return peer.segments.is_exhausted
 
     def settled(self, room: bytes, peer: DecodePeer) -> None:
-        if peer.segments is not None:
-            peer.segments.settled(room)
-            self._resume()
+        peer.segments.settled(room)
+        self._resume()
 
     def _gathered(self, place: Place) -> None:
         """Our own segment is free: a write that is still to land goes where nobody reads."""
@@ -146,8 +142,6 @@ class Stager:
     def scattered(self, room: bytes, message: Scattered, peer: DecodePeer) -> Segment | None:
         """D is done with a segment, which keeps its group until it is taken again. None for an answer that
         is late or doubled."""
-        if peer.segments is None:
-            return None
         segment = peer.segments.scattered(message.number, message.segment)
         if segment is None or segment.group is None:
             return None
@@ -159,7 +153,7 @@ class Stager:
     def repeat(self, peers: Iterable[DecodePeer], now_s: float) -> None:
         """`Staged` that these D have not answered."""
         for peer in peers:
-            for segment in peer.segments.due(now_s) if peer.segments is not None else ():
+            for segment in peer.segments.due(now_s):
                 self._send(peer, segment)
 
     def _send(self, peer: DecodePeer, segment: Segment) -> None:
