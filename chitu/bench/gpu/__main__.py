@@ -57,7 +57,7 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
         model = folder / "model"
         return model if model.exists() else make_checkpoint(card, model)
 
-    runs: dict[str, Callable[[], Iterator[Row]]] = {
+    runs: dict[str, Callable[[], Iterator[Row | str] | Iterator[Row]]] = {
         "attention": lambda: kernels.attention(card),
         "steps": of_steps,
         "transfer": lambda: scatter.rows(card, child),

@@ -24,7 +24,7 @@ from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
 from chitu.bench.staged_link import StagedLink, serve_line
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
 from chitu.config.staging import plan_staging
-from chitu.errors import MissingDependency
+from chitu.errors import ChituError, MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_page_copies
@@ -114,23 +114,26 @@ def receive(card: Card, kind: str) -> None:
     end.close()
 
 
-def rows(card: Card, child_arguments: list[str]) -> Iterator[Row]:
-    """`child_arguments`: the command line of a child with the same sizes; `--receive KIND` is added."""
+def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
+    """`child_arguments`: the command line of a child with the same sizes; `--receive KIND` is added. A text for a
+    transport that could not be measured."""
     for kind in KINDS if card.is_gpu else ON_CPU:
         try:
             end = open_end(card, kind, Role.PREFILL)
+            for region in end.pool.regions:
+                region.normal_()
+            card.synchronize()
+            command = [sys.executable, "-m", "chitu.bench.gpu", *child_arguments, "--receive", kind]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdin is not None and child.stdout is not None
+                yield from _rows_of(card, end, child.stdin, child.stdout)
+                child.stdin.close()
+            end.close()
+            del end
         except MissingDependency as error:
             print(f"without {kind}: {error.message}", flush=True)
-            continue
-        for region in end.pool.regions:
-            region.normal_()
-        card.synchronize()
-        command = [sys.executable, "-m", "chitu.bench.gpu", *child_arguments, "--receive", kind]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-            assert child.stdin is not None and child.stdout is not None
-            yield from _rows_of(card, end, child.stdin, child.stdout)
-            child.stdin.close()
-        end.close()
+        except (ChituError, RuntimeError, OSError, ValueError) as error:
+            yield f"transfer by {kind}: {type(error).__name__}: {error}"
         card.release()
 
 
