@@ -20,6 +20,7 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, KEY_PATH, cluster_key_of, 
 from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys
 from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
+from chitu.config.step_sizes import with_step_sizes
 from chitu.config.yaml_text import Dumper, Loader, one_line
 from chitu.errors import ConfigError
 
@@ -78,9 +79,10 @@ def parse_topology(data: dict[str, Any]) -> Topology:
     """A `Topology` from plain YAML values."""
     refuse_unknown_keys(data, ROOT, "")
     try:
-        return msgspec.convert(data, Topology)
+        topology = msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), data)) from error
+    return with_step_sizes(topology, data.get("scheduler") or {})
 
 
 def dump_topology(topology: Topology) -> str:

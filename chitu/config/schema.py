@@ -31,7 +31,8 @@ class ModelConfig(Section, frozen=True):
     max_model_len: Positive | None = None
     """Tokens (prompt plus output) of one request; the model's own limit where unset."""
     prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"
-    """On CUDA: FlashInfer's kernels or our own paged one. `auto`: FlashInfer where it is installed and fits."""
+    """On CUDA, of prompts beyond the recorded steps: FlashInfer's kernels or our own paged one. `auto`: whole prompts by
+    torch's library; the rest by FlashInfer where it is installed and fits, else by our own."""
 
 
 class CacheConfig(Section, frozen=True):
@@ -55,9 +56,10 @@ class SchedulerConfig(Section, frozen=True):
     max_running_requests: Positive = 64
     """Requests decoding at once on an instance; also its executor slots."""
     max_batched_tokens: Positive = 2048
-    """Prompt tokens computed in one step, over all requests."""
+    """Prompt tokens computed in one step, over all requests. Where prompts are computed on GPUs and it is unset: 8192,
+    with unified instances 2048."""
     chunk_size: Positive = 512
-    """Prompt tokens of one request computed in one step."""
+    """Prompt tokens of one request computed in one step. On GPUs and unset: `max_batched_tokens`."""
     reserved_decode_tokens: Annotated[int, Meta(ge=0)] = 64
     """Room to grow that D keeps per running request when it admits a new one."""
     overlap: Literal["auto", "on", "off"] = "auto"
