@@ -31,8 +31,8 @@ class ModelConfig(Section, frozen=True):
     max_model_len: Positive | None = None
     """Tokens (prompt plus output) of one request; the model's own limit where unset."""
     prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"
-    """On CUDA, of prompts beyond the recorded steps: FlashInfer's kernels or our own paged one. `auto`: whole prompts by
-    torch's library; the rest by FlashInfer where it is installed and fits, else by our own."""
+    """On CUDA, of prompts beyond the recorded steps: FlashInfer's kernels or our own paged one. `auto`: whole prompts
+    by torch's library; the rest by FlashInfer where it is installed and fits, else by our own."""
 
 
 class CacheConfig(Section, frozen=True):
