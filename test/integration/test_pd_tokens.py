@@ -113,8 +113,10 @@ def test_pd_equals_unified_and_transformers(
     unified: tuple[list[Completion], list[Completion]],
     expected: list[list[int]],
 ) -> None:
-    override = [f"dp_config.router.pd_disaggregation.transport={transport}"]
-    greedy, seeded = answers_of("pd_disagg_1p1d_local.yaml", model, override, prompts)
+    overrides = [f"dp_config.router.pd_disaggregation.transport={transport}"]
+    if transport == "shm":
+        overrides.append("scheduler.overlap=on")
+    greedy, seeded = answers_of("pd_disagg_1p1d_local.yaml", model, overrides, prompts)
     assert [answer.token_ids for answer in greedy] == expected
     assert [answer.token_ids for answer in seeded] == [answer.token_ids for answer in unified[1]]
     assert [answer.text for answer in seeded] == [answer.text for answer in unified[1]]
