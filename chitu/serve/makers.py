@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from chitu.config.schema import PDDisaggregationConfig, Topology
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
-from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.select import open_transports
+from chitu.kv_transfer.staging.build import StagedPool, StagingParts, build_staging
 from chitu.kv_transfer.transport import Transport
 from chitu.launch.progress import ProgressWriter
-from chitu.messages import KVLayout
+from chitu.types import Role
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,15 +26,11 @@ if TYPE_CHECKING:
     from chitu.kv_cache.aux_row import RowMemory
 
 
-class RankPool(PagedMemory, Protocol):
+class RankPool(StagedPool, Protocol):
     """The memory that an engine computes in."""
 
     @property
-    def layout(self) -> KVLayout: ...
-    @property
     def aux_rows(self) -> NDArray[np.uint8] | RowMemory: ...
-    @property
-    def staging_base(self) -> int: ...
     def close(self) -> None: ...
 
 
@@ -61,3 +57,4 @@ def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progre
 class Makers:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
     open_transports: Callable[[PDDisaggregationConfig, str, str], list[Transport]] = open_transports
+    build_staging: Callable[[RouterConfig, Role, InstanceConfig, StagedPool], StagingParts | None] = build_staging

@@ -38,7 +38,7 @@ from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.staging.build import StagingParts, build_staging
+from chitu.kv_transfer.staging.build import StagingParts
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
@@ -171,7 +171,7 @@ def build_engine(
     kv: KVManager | None = None
     staging: StagingParts | None = None
     if instance.role is not Role.UNIFIED:
-        staging = build_staging(topology.dp_config.router, instance.role, instance.config, engine.pool)
+        staging = makers.build_staging(topology.dp_config.router, instance.role, instance.config, engine.pool)
         aux, kv = _build_transfer(
             topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers, staging
         )

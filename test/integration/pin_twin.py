@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cuda_ipc_twin import HostCopier
 
 from chitu.errors import TransferFailed
-from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.plan import Int64s
 from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.staging.host_area import HostArena
@@ -25,7 +25,7 @@ _MAY_MOVE = 1
 class SecondMappings:
     """Implements `PinDriver`. The mappings are counted, so that tests see what is left pinned."""
 
-    def __init__(self, pool: KVPool | None = None) -> None:
+    def __init__(self, pool: PagedMemory | None = None) -> None:
         self._device_memory = [(pool.arena_base, pool.arena_bytes)] if pool is not None else []
         self._pinned: dict[int, tuple[int, int]] = {}
 
@@ -69,13 +69,13 @@ class DeviceBlocks(HostCopier):
         super().copy(src_N, dst_N, length_N, after)
 
 
-def pinned_twin(pool: KVPool) -> tuple[PinnedShmTransport, SecondMappings]:
+def pinned_twin(pool: PagedMemory) -> tuple[PinnedShmTransport, SecondMappings]:
     """The transport of a process whose pool counts as device memory."""
     driver = SecondMappings(pool)
     return PinnedShmTransport(driver, DeviceBlocks(driver)), driver
 
 
-def arena_twin(nbytes: int, pool: KVPool | None = None) -> tuple[HostArena, SecondMappings]:
+def arena_twin(nbytes: int, pool: PagedMemory | None = None) -> tuple[HostArena, SecondMappings]:
     """Host memory for segments, and the driver of a device with this pool that may reach it."""
     driver = SecondMappings(pool)
     return HostArena(nbytes, driver), driver

@@ -1,0 +1,58 @@
+"""Process entry of P and D of the checksum engine whose pools count as device memory: the only way between them is
+`shm` by segments in D's host memory, with twins of driver and copies (`pin_twin.py`). `python -m pinned_scheduler ...`"""
+
+from __future__ import annotations
+
+from pin_twin import DeviceBlocks, SecondMappings
+
+from chitu.bench.checksum_engine import ChecksumPool
+from chitu.bench.checksum_scheduler import ChecksumRank, build_checksum_rank
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
+from chitu.config.staging import staging_prefills
+from chitu.config.topology import Instance
+from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
+from chitu.kv_transfer.staging.area import Staging, StagingArea
+from chitu.kv_transfer.staging.build import StagedPool, StagingParts
+from chitu.kv_transfer.staging.copier import DeviceCopier
+from chitu.kv_transfer.staging.host_area import HostArena
+from chitu.kv_transfer.transport import Transport
+from chitu.launch.progress import ProgressWriter
+from chitu.serve.makers import Makers
+from chitu.serve.scheduler import end_process, main
+from chitu.types import Role
+
+
+class Card:
+    """The device of this process: made with the pool, then asked for its transport and its segments."""
+
+    pool: ChecksumPool
+    driver: SecondMappings
+
+    def build_rank(
+        self, topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter
+    ) -> ChecksumRank:
+        rank = build_checksum_rank(topology, instance, tp_rank, progress)
+        self.pool, self.driver = rank.pool, SecondMappings(rank.pool)
+        return rank
+
+    def build_staging(
+        self, router: RouterConfig, role: Role, instance: InstanceConfig, pool: StagedPool
+    ) -> StagingParts:
+        """As `staging/build.py` for GPUs and `transport: shm`."""
+        pd, blocks = router.pd_disaggregation, DeviceBlocks(self.driver)
+        if role is Role.PREFILL:
+            return StagingParts(Staging(pd.transfer, DeviceCopier(blocks), None, "cuda:0"), None, (), 1)
+        size = pd.staging_segment_mb << 20
+        count = pd.staging_mb // pd.staging_segment_mb
+        arena = HostArena(count * size, self.driver)
+        area = StagingArea(arena.base, size, count, arena.base, arena.nbytes)
+        staging = Staging(pd.transfer, DeviceCopier(blocks, [arena]), area, "cuda:0")
+        return StagingParts(staging, arena, staging_prefills(router), len(router.prefill_schedulers))
+
+    def open_transports(self, config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
+        return [PinnedShmTransport(self.driver, DeviceBlocks(self.driver))]
+
+
+if __name__ == "__main__":
+    card = Card()
+    end_process(main(makers=Makers(card.build_rank, card.open_transports, card.build_staging)))
