@@ -1,5 +1,5 @@
 """Process entry of P and D of the checksum engine whose pools count as device memory: the only way between them is
-`shm` by segments in D's host memory, with twins of driver and copies (`pin_twin.py`). `python -m pinned_scheduler ...`"""
+`shm` by segments in D's host memory, with twins of driver and copies (`pin_twin.py`). `python -m pinned_scheduler`"""
 
 from __future__ import annotations
 
