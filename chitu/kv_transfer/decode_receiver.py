@@ -2,7 +2,7 @@
 
 `DecodeReceiver` is the facade of two nouns and owns the one lock that guards both: `PrefillDirectory` (where P is and
 who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread;
-with staging memory a `Scatterer` copies what lies in segments to its pages, on another (`StagedArrivals`).
+with staging memory a `Scatterer` copies what lies in segments to its pages, on another (`StagedReceiving`).
 Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`; a helper thread of the service brings the
 bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`, logging or a copy;
 LOGITS_READY only after the aux row verified, SUCCESS only after that, with the byte count that was announced and with
@@ -25,8 +25,7 @@ from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, Ro
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receive_rooms import ReceiveEntry, ReceiveRoom, ReceiveRooms
-from chitu.kv_transfer.staging.arrivals import Scatter, StagedArrivals, StagedGroup
-from chitu.kv_transfer.staging.scatterer import Scatterer
+from chitu.kv_transfer.staging.receiving import Receiver, StagedReceiving
 from chitu.lifecycle import KVPoll, ReceiverEvent, ReceiverState
 from chitu.messages import (
     AbortAck,
@@ -65,15 +64,10 @@ class DecodeReceiver:
         if config.verify_kv != "off":
             assert parts.page_sums is not None
             self.verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
-        self._arrivals: StagedArrivals | None = None
-        self.scatterer: Scatterer | None = None
+        own = Receiver(self._lock, self._empty_outbox, self._verify_logits)
+        self._staged = StagedReceiving.of(own, config, parts, self._rooms, self._directory, self._out)
+        self.scatterer = self._staged.scatterer if self._staged is not None else None
         """None where no P may stage."""
-        staging = parts.staging
-        if staging is not None and staging.area is not None and config.staging_prefills:
-            memory, area, grants = parts.memory, staging.area, self._directory.grants
-            self._arrivals = StagedArrivals(config, memory, area, grants, self._rooms, self._directory, self._out)
-            regions_per_layer = config.layout.regions_per_layer
-            self.scatterer = Scatterer(self, memory, area, staging.copier, regions_per_layer)
         self._next_tick_s = 0.0
         self._stale_replies = 0
         self.unknown_frames = 0
@@ -182,7 +176,9 @@ class DecodeReceiver:
             elif isinstance(message, TransferStatus):
                 self._on_status(room, message)
             elif isinstance(message, Staged):
-                self._on_staged(room, message)
+                if self._staged is None:
+                    raise BadFrame("a staged group for a D without staging memory")
+                self._staged.arrived(room, message)
             elif isinstance(message, AbortAck):
                 with self._lock:
                     self._rooms.on_abort_ack(room, message)
@@ -214,14 +210,6 @@ class DecodeReceiver:
                 self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
             else:
                 self._rooms.logits_arrived(room)
-
-    def _on_staged(self, room: bytes, message: Staged) -> None:
-        if self._arrivals is None or self.scatterer is None:
-            raise BadFrame("a staged group for a D without staging memory")
-        with self._lock:
-            group = self._arrivals.arrived(room, message)
-        if group is not None:
-            self.scatterer.put(group)
 
     def _on_status(self, room: bytes, message: TransferStatus) -> None:
         if message.poll not in (KVPoll.Success, KVPoll.Failed):
@@ -278,25 +266,6 @@ class DecodeReceiver:
         except Integrity as error:
             return error
         return None
-
-    # ------------------------------------------------------------------------------------------------ scattering thread
-
-    def begin_scatter(self, group: StagedGroup) -> Scatter | None:
-        assert self._arrivals is not None
-        with self._lock:
-            scatter = self._arrivals.begin(group)
-        if scatter is None:
-            self._empty_outbox()
-        return scatter
-
-    def end_scatter(self, scatter: Scatter, error: ChituError | None) -> None:
-        assert self._arrivals is not None
-        with self._lock:
-            self._arrivals.end(scatter, error)
-        self._empty_outbox()
-
-    def verify_row(self, scatter: Scatter) -> ChituError | None:
-        return self._verify_logits(scatter.group.room, scatter.entry.data)
 
     # ---------------------------------------------------------------------------------------------------- verify thread
 

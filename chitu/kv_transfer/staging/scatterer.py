@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScatterRooms(Protocol):
-    """`DecodeReceiver`: each takes its lock."""
+    """`StagedReceiving`; the first two take the receiver's lock."""
 
     def begin_scatter(self, group: StagedGroup) -> Scatter | None: ...
 
