@@ -16,10 +16,7 @@ import argparse
 import ctypes
 import random
 import statistics
-import subprocess
-import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,44 +25,27 @@ from pathlib import Path
 import msgspec
 
 from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.bench.staged_link import StagedLink, serve_line
+from chitu.bench.transfer_link import (
+    KINDS,
+    LAYOUT,
+    NUM_PAGES,
+    Case,
+    Link,
+    new_pool,
+    page_crcs,
+    randomise,
+    receive,
+)
 from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.staging.area import StagingArea, area_of
-from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.cost import TransferCost, price_of
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
-from chitu.messages import KVLayout, RankMemory, encode
+from chitu.kv_transfer.transport import CopyList
+from chitu.messages import RankMemory
 
-LAYOUT = KVLayout("bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000)
-NUM_PAGES, NUM_AUX_SLOTS = 128, 2
-"""Pages of 16 KiB: an arena of 128 MiB."""
 PROMPT_PAGES = 64
 BLOCKS = [1 << power for power in range(12, 27, 2)]
 WALK_STEPS = 32
-TIMEOUT_S = 30.0
-KINDS = ("shm", "mooncake", "nixl")
 WAYS = ("direct", "staged", "auto")
-SEGMENT_BYTES, NUM_SEGMENTS = 8 << 20, 4
-
-
-class Case(msgspec.Struct, frozen=True):
-    """Copy lists of equal size, written one after the other; `offsets[i]`: where memcpy does the same in its arenas.
-
-    Of a prompt: `own` pages go to `theirs` in `num_layers` layers; `raw` brings as many bytes in one piece."""
-
-    name: str
-    walk: list[CopyList]
-    offsets: list[int]
-    own: Sequence[int] = ()
-    theirs: Sequence[int] = ()
-    num_layers: int = 0
-    raw: CopyList | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -82,114 +62,6 @@ class Result(msgspec.Struct, frozen=True):
     fraction_of_memcpy_best: float
     fraction_of_raw: float | None = None
     """Median of the time of `raw` over this one's; of a prompt's pages alone."""
-
-
-def new_pool() -> KVPool:
-    pool = KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, staging_bytes=NUM_SEGMENTS * SEGMENT_BYTES)
-    ctypes.memset(pool.arena_base, 1, pool.arena_bytes)
-    return pool
-
-
-def randomise(pool: KVPool) -> None:
-    """So that no two pages are alike."""
-    for region in pool.regions:
-        region.uniform_()
-
-
-def new_area(pool: KVPool) -> StagingArea:
-    return area_of(pool, pool.staging_base, SEGMENT_BYTES, NUM_SEGMENTS)
-
-
-def new_transport(kind: str) -> Transport:
-    if kind == "nixl":
-        return NixlTransport("127.0.0.1")
-    return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
-
-
-def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
-    """Of each page over K and V of all layers."""
-    whole = [pool.regions[region][list(pages)] for region in range(len(pool.regions))]
-    crcs = [0] * len(pages)
-    for region in whole:
-        crcs = [zlib.crc32(page.numpy().data, crc) for page, crc in zip(region, crcs, strict=True)]
-    return crcs
-
-
-def receive(kind: str) -> None:
-    """The child: a registered pool with segments; scatters, or tells checksums of pages (a line that is a list)."""
-    pool, transport, copier = new_pool(), new_transport(kind), HostCopier()
-    area = new_area(pool)
-    transport.register(pool.arena_base, pool.arena_bytes)
-    memory = rank_memory(pool, 0, [transport.local_session()])
-    print(encode(msgspec.structs.replace(memory, staging=area.memory())).hex(), flush=True)
-    for line in sys.stdin:
-        if line.startswith("["):
-            print(msgspec.json.encode(page_crcs(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
-        else:
-            print(serve_line(line, pool, area, copier), flush=True)
-    transport.close()
-
-
-class Link:
-    """A transport of the parent with its child."""
-
-    def __init__(self, kind: str, pool: KVPool) -> None:
-        self.kind = kind
-        self.transport = new_transport(kind)
-        self.transport.register(pool.arena_base, pool.arena_bytes)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "chitu.bench.transfer", "--receive", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=RankMemory)
-        self.peer: PeerHandle = self.transport.connect(self.memory, self.memory.sessions[0])
-        whole = CopyList([pool.arena_base], [self.memory.arena_base], [pool.arena_bytes])
-        self.transport.write(self.peer, whole, TIMEOUT_S)
-        self._to_child, self._from_child = self._child.stdin, self._child.stdout
-        area, copier = new_area(pool), HostCopier()
-        self.staged = StagedLink(
-            pool, self.memory, self.transport, self.peer, copier, area, self._to_child, self._from_child
-        )
-        self.cost = TransferCost(price_of(kind, "cpu"), SEGMENT_BYTES)
-        self.num_staged = self.num_chosen = 0
-        """Of `auto`."""
-
-    def write(self, case: Case, way: str) -> None:
-        """All of the case."""
-        is_staged = way == "staged"
-        num_pieces, nbytes = len(case.walk[0].src), case.walk[0].nbytes
-        if way == "auto":
-            is_staged = self.cost.is_staged_faster(num_pieces, nbytes)
-            self.num_staged, self.num_chosen = self.num_staged + is_staged, self.num_chosen + 1
-        started_s = time.perf_counter()
-        if is_staged:
-            self.staged.write(case.own, case.theirs, case.num_layers)
-        else:
-            for copies in case.walk:
-                self.transport.write(self.peer, copies, TIMEOUT_S)
-        if way == "auto":
-            note = self.cost.note_staged if is_staged else self.cost.note_direct
-            note(num_pieces, nbytes, time.perf_counter() - started_s)
-
-    def write_raw(self, case: Case) -> None:
-        assert case.raw is not None
-        self.transport.write(self.peer, case.raw, TIMEOUT_S)
-
-    def crcs(self, pages: Sequence[int]) -> list[int]:
-        """Of the child's pages."""
-        self._to_child.write(msgspec.json.encode(list(pages)).decode() + "\n")
-        self._to_child.flush()
-        return msgspec.json.decode(self._from_child.readline(), type=list[int])
-
-    def close(self) -> None:
-        self.transport.disconnect(self.peer)
-        self.transport.close()
-        self._to_child.close()
-        self._child.wait()
-        self._from_child.close()
 
 
 def cases(pool: KVPool, memory: RankMemory) -> list[Case]:
