@@ -43,7 +43,7 @@ def test_whole_steps_are_timed_on_the_twin(tmp_path):
     assert found.returncode == 0, found.stdout + found.stderr
     rows = json.loads(next(tmp_path.glob("gpu-*.json")).read_text())["results"]
     found_of = [row["of"] for row in rows]
-    assert {"byte floor", "executor's time", "matmul rate"} <= set(found_of)
+    assert {"byte floor", "executor's time", "turn's time", "matmul rate"} <= set(found_of)
 
 
 def test_what_cannot_be_measured_is_named_and_the_command_fails(tmp_path):
