@@ -40,6 +40,9 @@ from chitu.messages import (
     RequestMark,
     RequestsReceived,
     SamplingParams,
+    Scattered,
+    Staged,
+    StagingMemory,
     StatusAck,
     TokenBatch,
     TransferInfo,
@@ -60,7 +63,9 @@ PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 180))]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 SAMPLING = SamplingParams(max_tokens=4)
-MEMORY = RankMemory(0, (TransportSession("shm", "s", {"pid": "1"}),), 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2)
+STAGING = StagingMemory(4096, 8192, 8000, 128, 2)
+SESSIONS = (TransportSession("shm", "s", {"pid": "1"}),)
+MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2, STAGING)
 REQUESTS = [
     PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
     DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
@@ -77,6 +82,8 @@ CONTROL = [
     TransferStatus(5, 4, bytes_per_rank=(64,)),
     StatusAck(5, 4),
     AuxReady(5),
+    Staged(5, 1, 0, 0, 1, 0, 1, 64),
+    Scattered(5, 1, 0),
     AbortTransfer(5, "capacity", "x"),
     AbortAck(5),
 ]

@@ -506,6 +506,30 @@ def test_a_registration_with_impossible_segments_is_refused(segments: tuple[int,
     assert not pair.p.sender.decode_kv_args_table
 
 
+@pytest.mark.parametrize("change", ["inside a page", "inside a row", "outside", "too small", "negative"])
+def test_a_registration_with_impossible_segment_memory_is_refused(change: str) -> None:
+    pair = Pair(way="staged")
+    pair.world.publish_view()
+    (frame,) = frames_of(pair, KVArgsRegisterInfo)
+    info = peer_codec.decode(frame.payload)
+    assert isinstance(info, KVArgsRegisterInfo)
+    (memory,) = info.ranks
+    staging = memory.staging
+    assert staging is not None
+    wrong = {
+        "inside a page": {"base": memory.region_bases[-1]},
+        "inside a row": {"base": memory.aux_base},
+        "outside": {"base": staging.base + 1},
+        "too small": {"segment_bytes": memory.aux_row_bytes - 1},
+        "negative": {"num_segments": -1},
+    }[change]
+    memory = msgspec.structs.replace(memory, staging=msgspec.structs.replace(staging, **wrong))
+    pair.p.sender.on_frame(frame.room, encode(msgspec.structs.replace(info, ranks=(memory,))))
+    assert not pair.p.sender.decode_kv_args_table
+    pair.p.sender.on_frame(frame.room, frame.payload)
+    assert pair.p.sender.decode_kv_args_table
+
+
 # ------------------------------------------------------------------------------------------------------------ integrity
 
 
