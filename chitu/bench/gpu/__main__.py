@@ -12,6 +12,7 @@ HTTP. Takes at most `--minutes`; a part that cannot run is named with its reason
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from chitu.errors import ChituError, ConfigError
 if TYPE_CHECKING:
     from chitu.bench.gpu.card import Card, Row
 
-PARTS = ("attention", "steps", "transfer", "served")
+PARTS = ("attention", "steps", "transfer", "served", "flashinfer")
+"""The last one where FlashInfer is installed: its kernels may have to be built first."""
 
 
 def make_checkpoint(card: Card, folder: Path) -> Path:
@@ -62,6 +64,7 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
         "steps": of_steps,
         "transfer": lambda: scatter.rows(card, child),
         "served": lambda: served.rows(card, make_once()),
+        "flashinfer": lambda: steps.StepBench(card, make_once()).flashinfer_rows(max(0.0, end_s - time.monotonic())),
     }
     yield from kernels.ceilings(card)
     for part in parts:
@@ -75,15 +78,16 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
         card.release()
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="sizes that Triton's interpreter can do")
-    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, comma separated")
+    default = PARTS if importlib.util.find_spec("flashinfer") is not None else PARTS[:-1]
+    parser.add_argument("--only", default=",".join(default), help=f"of {', '.join(PARTS)}, comma separated")
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins after six sevenths of it")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     parts = tuple(part for part in arguments.only.split(",") if part)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")

@@ -16,8 +16,12 @@ import torch
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
 from chitu.launch.make_model import ModelShape
-from chitu.ops.select import select_ops
+from chitu.ops.flashinfer_prefill import FlashInferPrefill
+from chitu.ops.interface import Batch, HeadSpec, Ops
+from chitu.ops.select import has_triton
+from chitu.ops.torch_ops import TorchOps
 from chitu.ops.triton_ops import TritonOps
+from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS
 
 WARM_CALLS = 3
 INTERPRETED_MULTIPROCESSORS = 2
@@ -39,6 +43,7 @@ class Sizes:
     step_batches: tuple[int, ...]
     step_context: int
     prompts: tuple[int, ...]
+    last_chunk: int
     recorded_prefills: tuple[int, ...]
     copy_bytes: int
     matmul_size: int
@@ -77,7 +82,8 @@ FULL = Sizes(
     attention_context=4096,
     step_batches=(1, 8, 64),
     step_context=1024,
-    prompts=(512, 8192),
+    prompts=(512, 2048, 8192),
+    last_chunk=512,
     recorded_prefills=(512, 2048),
     copy_bytes=1 << 30,
     matmul_size=8192,
@@ -112,6 +118,7 @@ TINY = Sizes(
     step_batches=(2,),
     step_context=20,
     prompts=(9, 20),
+    last_chunk=5,
     recorded_prefills=(16,),
     copy_bytes=1 << 20,
     matmul_size=64,
@@ -166,6 +173,20 @@ class Ceilings:
     """Payload of a scattered copy within one process, counted once."""
 
 
+class InterpretedOps(TorchOps):
+    """What the twin's model computes with: interpreted attention, and products by torch, of which the interpreter would
+    take a second each."""
+
+    def __init__(self, triton: TritonOps) -> None:
+        super().__init__()
+        self._triton = triton
+
+    def attention(
+        self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
+    ) -> torch.Tensor:
+        return self._triton.attention(q_THN, heads, batch, k_PKSN, v_PKSN)
+
+
 @dataclass(slots=True)
 class Card:
     device: torch.device
@@ -184,11 +205,20 @@ class Card:
     def dtype(self) -> torch.dtype:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.sizes.dtype]
 
-    def ops(self) -> TritonOps:
-        ops = select_ops(self.device, self.dtype) if self.is_gpu else TritonOps(INTERPRETED_MULTIPROCESSORS)
-        if not isinstance(ops, TritonOps):
+    def ops(self, whole_prompt_tokens: int | None = None, flashinfer: FlashInferPrefill | None = None) -> Ops:
+        """`whole_prompt_tokens`: from so many on a prompt is torch's; by default as in an instance."""
+        if not self.is_gpu:
+            whole = max(self.sizes.prompts)
+            return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole, flashinfer))
+        if not has_triton(self.device):
             raise RuntimeError("the benchmark is of the Triton kernels, and triton is not installed")
-        return ops
+        return TritonOps(self.num_multiprocessors, whole_prompt_tokens or WHOLE_PROMPT_TOKENS, flashinfer)
+
+    @property
+    def num_multiprocessors(self) -> int:
+        if not self.is_gpu:
+            return INTERPRETED_MULTIPROCESSORS
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def recorder(self) -> Recorder:
         return CudaRecorder(self.device) if self.is_gpu else EagerRecorder()

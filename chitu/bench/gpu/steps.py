@@ -3,10 +3,14 @@
 Decode is timed three ways. The device's time is that of recorded steps one after the other. The executor's is that of
 `ModelRunner.execute`, tokens on the host included. The scheduler's is a whole instance's turn (`host_share.py`), with
 each step launched before the last one is read (overlap) and without. What lies between is the host's share.
+
+A prompt beyond the recorded steps is timed as an instance computes it, and by our own kernel alone; `flashinfer_rows`
+has it by FlashInfer, and chunks behind a prefix by both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +28,9 @@ from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
 from chitu.messages import KVLayout, SamplingParams, pack_i32
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weight_files
+from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
+from chitu.ops.interface import Ops
+from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
 
 DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
 PREFILL_AIM = 0.60
@@ -49,6 +56,24 @@ class StepBench:
                 yield from self.decode(batch)
             for tokens in self._card.sizes.prompts:
                 yield from self.prefill(tokens)
+            own = self._card.ops(NO_WHOLE_PROMPTS)
+            yield from self.prefill(max(self._card.sizes.prompts), own, ", own kernel")
+
+    def flashinfer_rows(self, limit_s: float) -> Iterator[Row | str]:
+        """The longest prompt at once and its last chunk; its kernels may be built for `limit_s` before."""
+        card, spec = self._card, self.spec
+        shape = PrefillShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, card.dtype, card.dtype)
+        library = open_flashinfer("auto", shape, card.device, limit_s) if card.is_gpu else None
+        if library is None:
+            yield "prefill by FlashInfer: it is not installed, or does not work here"
+            return
+        tokens = max(card.sizes.prompts)
+        with torch.inference_mode():
+            for name, flashinfer in ((", FlashInfer", library), (", own kernel", None)):
+                ops = card.ops(NO_WHOLE_PROMPTS, flashinfer)
+                if flashinfer is not None:
+                    yield from self.prefill(tokens, ops, name)
+                yield from self.prefill(tokens, ops, name, chunk=card.sizes.last_chunk)
 
     def decode(self, batch: int) -> Iterator[Row]:
         card, context, steps = self._card, self._card.sizes.step_context, STEPS if self._card.is_gpu else 2
@@ -90,32 +115,36 @@ class StepBench:
             yield at_least(name, turn_s * 1e3, "ms", floor_s / turn_s, "byte floor", aim if overlap else None)
             yield Row(f"{name}: host's share", (turn_s - device_s) * 1e3, "ms", 1 - device_s / turn_s, "turn's time")
 
-    def prefill(self, tokens: int) -> Iterator[Row]:
-        """One whole prompt as one chunk, first token on the host."""
-        card, spec = self._card, self.spec
+    def prefill(self, tokens: int, ops: Ops | None = None, route: str = "", chunk: int | None = None) -> Iterator[Row]:
+        """One whole prompt as one chunk, or its last `chunk` tokens behind the rest; first token on the host. `ops`: in
+        place of an instance's, named by `route`; such steps are not recorded."""
+        card, spec, rows = self._card, self.spec, chunk or tokens
+        start = tokens - rows
         pool = self._pool(-(-(tokens + 1) // PAGE_SIZE))
-        recording = Recording(self._recorder, (), card.sizes.recorded_prefills)
-        runner = self._runner(pool, 1, tokens + 1, recording)
-        admit = self._admit(0, tokens, tokens + 1, kv_len=0)
+        recorded = card.sizes.recorded_prefills if ops is None else ()
+        runner = self._runner(pool, 1, tokens + 1, Recording(self._recorder, (), recorded), ops)
+        admit = self._admit(0, tokens, tokens + 1, kv_len=start)
 
         def once() -> None:
-            plan = StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, tokens, sample=True)])
+            plan = StepPlan(admit=[admit], prefill=[PrefillChunk(0, start, rows, sample=True)])
             runner.execute(plan)
             runner.execute(StepPlan(release=[0]))
 
         once()
         seconds = card.wall_seconds(once)
-        is_recorded = tokens <= max(card.sizes.recorded_prefills)
-        what = f"prefill {tokens} tokens" + (", recorded" if is_recorded else "")
-        if tokens in SHORT_PROMPT_AIM_MS:
-            yield at_most(what, seconds * 1e3, "ms", SHORT_PROMPT_AIM_MS[tokens])
+        is_recorded = rows <= max(recorded, default=0)
+        what = f"prefill {rows} tokens" + (f" behind {start}" if start else "") + route
+        what += ", recorded" if is_recorded else ""
+        if rows in SHORT_PROMPT_AIM_MS and ops is None:
+            yield at_most(what, seconds * 1e3, "ms", SHORT_PROMPT_AIM_MS[rows])
         itemsize = pool.k[0].itemsize
         embedding = spec.vocab_size * spec.hidden_size
         weights = self._weight_bytes // itemsize - embedding * (1 if spec.tie_word_embeddings else 2)
-        flops = 2 * tokens * weights + 2 * spec.num_heads * spec.head_dim * tokens**2 * spec.num_layers
-        aim = None if is_recorded else PREFILL_AIM
+        pairs = tokens**2 - start**2  # of queries and the keys that they see, twice
+        flops = 2 * rows * weights + 2 * spec.num_heads * spec.head_dim * pairs * spec.num_layers
+        aim = None if is_recorded or ops is not None else PREFILL_AIM
         ratio = flops / seconds / card.ceilings.flops_per_s
-        yield at_least(what, tokens / seconds / 1e3, "k tok/s", ratio, "matmul rate", aim)
+        yield at_least(what, rows / seconds / 1e3, "k tok/s", ratio, "matmul rate", aim)
 
     def _pool(self, num_pages: int) -> KVPool:
         spec = self.spec
@@ -133,9 +162,12 @@ class StepBench:
             region.normal_()
         return pool
 
-    def _runner(self, pool: KVPool, num_slots: int, limit: int, recording: Recording) -> ModelRunner:
+    def _runner(
+        self, pool: KVPool, num_slots: int, limit: int, recording: Recording, ops: Ops | None = None
+    ) -> ModelRunner:
+        model = self.model if ops is None else dataclasses.replace(self.model, ops=ops)
         sampler = Sampler(num_slots, self.spec.vocab_size, pool.device, self.spec.eos_token_ids)
-        return ModelRunner(self.spec, self.model, pool, num_slots, limit, sampler, recording)
+        return ModelRunner(self.spec, model, pool, num_slots, limit, sampler, recording)
 
     def _admit(self, slot: int, tokens: int, limit: int, kv_len: int) -> Admit:
         """`tokens` token ids and pages for `limit`, which are its own and not neighbours."""
