@@ -20,6 +20,7 @@ from chitu.errors import Internal
 from chitu.lifecycle import SequenceState
 from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_service import SilenceWatch
 from chitu.token_manager import TokenManager
 
 stops = st.integers(0, 11)
@@ -295,13 +296,12 @@ class BrokenDevice(FakeExecutor):
         return super().execute(plan, on_layer)
 
 
-def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> None:
-    late = LateExecutor(BrokenDevice(INFO, 32, PAGE_SIZE))
-    scheduler = PDScheduler(
+def scheduler_on(device: FakeExecutor) -> PDScheduler:
+    return PDScheduler(
         PDSchedulerParts(
             config=SchedulerConfig(max_running_requests=8),
             deadlines=DeadlineConfig(),
-            executor=late,
+            executor=LateExecutor(device),
             cache=PagedKVCacheManager(32, PAGE_SIZE),
             tokens=TokenManager(1, lambda frame: True),
             report_failure=lambda room, error: None,
@@ -309,10 +309,38 @@ def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> No
             overlap=True,
         )
     )
+
+
+def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> None:
+    scheduler = scheduler_on(BrokenDevice(INFO, 32, PAGE_SIZE))
     scheduler.submit(unified(1, 4, SamplingParams(9)))
     for _ in range(3):
         scheduler.step()
     with pytest.raises(Internal, match="illegal memory access"):
+        scheduler.step()
+
+
+class HangingDevice(FakeExecutor):
+    """Its third step never ends; the heartbeat thread looks on."""
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        while self.steps == 2:
+            self.views += 1
+            self.watch.look(self.views, self.scheduler.turns)
+        return super().execute(plan, on_layer)
+
+    views = 0
+    watch = SilenceWatch(DeadlineConfig())
+    scheduler: PDScheduler
+
+
+def test_a_step_in_flight_that_hangs_is_seen_by_the_watchdog() -> None:
+    device = HangingDevice(INFO, 32, PAGE_SIZE)
+    scheduler = device.scheduler = scheduler_on(device)
+    scheduler.submit(unified(1, 4, SamplingParams(9)))
+    for _ in range(3):
+        assert scheduler.step()
+    with pytest.raises(Internal, match=r"the step thread has stood still for .*step_s"):
         scheduler.step()
 
 
