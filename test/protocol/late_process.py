@@ -1,5 +1,5 @@
-"""P or D with overlapping steps on a device that is late: KV is read and written, as real bytes, when a step runs, after
-its launch. What a launched, unread step may touch is looked at between any two turns."""
+"""P or D with overlapping steps on a device that is late: KV is read and written, as real bytes, when a step runs,
+after its launch. What a launched, unread step may touch is looked at between any two turns."""
 
 from __future__ import annotations
 
