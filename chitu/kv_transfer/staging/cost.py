@@ -10,9 +10,9 @@ transport elsewhere (`price_of`) and follow what is measured here: each write mo
 of its error, in proportion to their share of it, as a factor (a normalised gradient step on the logarithm). So prices
 stay positive, old writes fade, sizes that always come in the same proportion do no harm, and one write that took ever
 so long counts as `LARGEST_ERROR` at most. A decision for writes of a size changes only when the other way is better by
-`HYSTERESIS`. What is never taken is never measured: so about every `EXPLORE_EVERY`-th decision takes the other way,
-where that is not predicted to cost more than `EXPLORE_LOSS_S` or `EXPLORE_FACTOR`; small writes thus teach the prices
-of large ones.
+`HYSTERESIS`. What is never taken is never measured: so every `EXPLORE_EVERY`-th decision takes the other way (while
+little is known of it, from every `EXPLORE_FIRST`-th on), where that is not predicted to cost more than `EXPLORE_LOSS_S`
+or `EXPLORE_FACTOR`; small writes thus teach the prices of large ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 from dataclasses import dataclass, replace
 
 HYSTERESIS = 1.15
-EXPLORE_EVERY = 64
+EXPLORE_FIRST, EXPLORE_EVERY = 4, 64
 EXPLORE_LOSS_S = 2e-3
 EXPLORE_FACTOR = 1.25
 EXPLORE_AT_MOST = 4.0
@@ -62,8 +62,9 @@ PRICES = {
     # gather and D2H, H2D and scatter in 32 parts: 16.4 ms
     ("shm", "", "cuda"): Price(0.0, 1 / 29e9, 1 / 29e9, copy_s_per_byte=_PCIE),
     # On two cores, pages of 16 KiB in host memory (docs/benchmarks.md)
-    ("mooncake", "tcp", "cpu"): Price(6.1e-6, 1 / 1.3e9, 1 / 1.3e9, copy_s_per_byte=_HOST_COPY),
-    ("nixl", "", "cpu"): Price(15e-6, 1 / 0.9e9, 1 / 0.9e9, copy_s_per_byte=_HOST_COPY),
+    # (Mooncake's pieces took 60 to 80 us while others used the cores, NIXL's 11)
+    ("mooncake", "tcp", "cpu"): Price(30e-6, 1 / 1.3e9, 1 / 1.3e9, copy_s_per_byte=_HOST_COPY),
+    ("nixl", "", "cpu"): Price(10e-6, 1 / 2.4e9, 1 / 2.4e9, copy_s_per_byte=_HOST_COPY),
     ("shm", "", "cpu"): Price(0.5e-6, 1 / 4e9, 1 / 4e9, copy_s_per_byte=_HOST_COPY),
 }
 UNKNOWN = Price(6e-6, 1 / 20e9, 1 / 20e9)
@@ -115,7 +116,8 @@ class TransferCost:
             self._last[size] = chosen
             other = not chosen
             self._asked_since_noted[other] += 1
-            if self._asked_since_noted[other] >= EXPLORE_EVERY and _is_cheap(times_s[other], times_s[chosen]):
+            every = min(EXPLORE_EVERY, EXPLORE_FIRST * (1 + self._num_noted[other]))
+            if self._asked_since_noted[other] >= every and _is_cheap(times_s[other], times_s[chosen]):
                 self._asked_since_noted[other] = 0
                 return other
             return chosen
