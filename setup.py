@@ -39,6 +39,7 @@ setup(
         "mooncake-cuda13": ["mooncake-transfer-engine-cuda13>=0.3.13"],
         "nixl": ["nixl>=1.5"],
         "gpu": ["triton>=3.5"],
+        "gpu-flashinfer": ["triton>=3.5", "flashinfer-python>=0.6.12,<0.8"],
         "train": ["matplotlib>=3.8"],
         "dev": [
             "pytest>=8",

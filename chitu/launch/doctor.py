@@ -33,6 +33,7 @@ def findings(topology: Topology) -> Iterator[Finding]:
     for name in ("transformers", "tokenizers", "zmq", "msgspec", "fastapi", "uvicorn"):
         yield _importable(name, name, fatal=name != "transformers")
     yield _importable("triton", "triton", "the kernels of a GPU; without them it computes with torch's operations")
+    yield _flashinfer()
     yield _importable("mooncake", "mooncake.engine", "transport mooncake needs Debian's libibverbs1 libnuma1 libcurl4")
     yield _importable("nixl", "nixl", "the nixl extra is not installed")
     yield _shared_memory()
@@ -47,6 +48,15 @@ def _torch() -> Finding:
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     devices = [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus]
     return Finding(True, "torch", f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}")
+
+
+def _flashinfer() -> Finding:
+    """Not imported: that takes seconds."""
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(False, "flashinfer", "extra gpu-flashinfer; without it our own kernel attends to long chunks")
+    return Finding(True, "flashinfer", f"flashinfer-python {version}: FA3 kernels on Hopper (H100, H200)")
 
 
 def _importable(what: str, module: str, hint: str = "", fatal: bool = False) -> Finding:
