@@ -61,8 +61,9 @@ def expected(settings: list[str]) -> list[list[int]]:
 
 
 def broken(settings: list[str], *more: str) -> LocalCluster:
-    """A breaker would shut a broken link off, which is right, and would end the test early."""
-    faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=30"]
+    """A breaker would shut a broken link off, which is right, and would end the test early. A long prompt has a write a
+    layer, so that most of its tries fail; each of them whose logits are sound brings a token, 24 and it is done."""
+    faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=200"]
     return LocalCluster(
         load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more]),
         entries=WITHOUT_TORCHRUN,
