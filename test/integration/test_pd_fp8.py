@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
 
 from chitu.config.load import load_topology
@@ -81,6 +81,21 @@ def test_every_pair_of_sizes_gives_the_tokens_of_one_engine(
         lambda: instance_loads(cluster.url),
     )
     assert "K and V are fp8_e4m3" in cluster.logs("D1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_scales_come_through_staged_transfers_of_a_library_too(
+    model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    pytest.importorskip("mooncake.engine", reason="mooncake does not import here", exc_type=ImportError)
+    staged = [f"{PD}.transport=mooncake", f"{PD}.transfer=staged", f"{PD}.staging_mb=8", f"{PD}.staging_segment_mb=1"]
+    topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model), *staged])
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
+        cluster.wait_ready(300)
+        answers = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
+        assert [answer.token_ids for answer in answers] == expected
+        wait_until(lambda: instance_loads(cluster.url)["P0"]["bytes_staged"] > 0, 15.0, lambda: cluster.logs("P0"))
 
 
 @pytest.mark.slow
