@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from chitu.errors import BadFrame, ChituError, Integrity, ProtocolError, from_code
 from chitu.kv_transfer.checksums import read_sums
 from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.job_thread import JobThread
 from chitu.kv_transfer.kv_verifier import Arrival, KVVerifier
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
@@ -59,11 +60,12 @@ class DecodeReceiver:
         self._directory = PrefillDirectory(config, parts, self._view, self._out)
         self._rooms = ReceiveRooms(config, parts.clock, self._view, self._directory, self._out)
         self._table = self._rooms.table
-        self.verifier: KVVerifier | None = None
+        self.verifier: JobThread[Arrival] | None = None
         """None where `verify_kv` is off."""
         if config.verify_kv != "off":
             assert parts.page_sums is not None
-            self.verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
+            verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
+            self.verifier = JobThread("verify", verifier.verify)
         own = Receiver(self._lock, self._empty_outbox, self._verify_logits)
         self._staged = StagedReceiving.of(own, config, parts, self._rooms, self._directory, self._out)
         self.scatterer = self._staged.scatterer if self._staged is not None else None

@@ -5,14 +5,11 @@ Its arena is mapped once, by CUDA's interprocess handle; a write is one launch t
 stream of its own, and `write` returns when it is over. So nothing can land later and `settle` is always True. The
 peer's process is watched by pidfd: writes to a mapping whose owner has ended go nowhere that anybody reads, and are an
 error.
-
-Invariant: a mapping lives until the peer was disconnected and its last write has returned.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +17,7 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import IpcDriver
+from chitu.kv_transfer.mapped_peers import MappedPeers
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.staging.copier import LaunchedCopies
@@ -30,7 +28,7 @@ from chitu.types import Ready
 NAME = "cuda_ipc"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CudaPeer:
     session_id: str
     arena_base: int
@@ -41,8 +39,6 @@ class CudaPeer:
     """Address of its allocation in ours."""
     local_base: int
     """Where `arena_base` is in ours."""
-    writers: int = 0
-    is_closed: bool = False
 
 
 class CudaIpcTransport:
@@ -58,8 +54,7 @@ class CudaIpcTransport:
         self._host_id = host_id()
         self._ranges: list[tuple[int, int]] = []
         self._session: TransportSession | None = None
-        self._peers: list[CudaPeer] = []
-        self._lock = threading.Lock()
+        self._peers = MappedPeers(NAME, self._unmap)
 
     def register(self, base: int, nbytes: int) -> None:
         if (base, nbytes) in self._ranges:
@@ -108,8 +103,7 @@ class CudaIpcTransport:
         peer = CudaPeer(
             session.session_id, memory.arena_base, memory.arena_bytes, process, mapping, local_base=mapping + offset
         )
-        with self._lock:
-            self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
@@ -121,19 +115,11 @@ class CudaIpcTransport:
         assert isinstance(peer, CudaPeer)
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
-        with self._lock:
-            if peer.is_closed:
-                raise WriteError(f"cuda_ipc: {peer.session_id} was disconnected", settled=True)
-            peer.writers += 1
         try:
-            self._copier.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, after)
-            is_alive = peer.process.is_alive()
+            with self._peers.writing(peer):
+                self._copier.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, after)
         except RuntimeError as error:  # what torch and Triton raise for a device that fails
             raise WriteError(f"cuda_ipc: writing to {peer.session_id}: {error}", settled=True) from error
-        finally:
-            self._leave(peer)
-        if not is_alive:
-            raise WriteError(f"cuda_ipc: the process of {peer.session_id} has ended", settled=True)
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
         """Always True: a copy is over when `write` returns."""
@@ -141,26 +127,11 @@ class CudaIpcTransport:
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, CudaPeer)
-        with self._lock:
-            if peer.is_closed:
-                return
-            peer.is_closed = True
-            self._peers.remove(peer)
-            is_idle = peer.writers == 0
-        if is_idle:
-            self._unmap(peer)
+        self._peers.remove(peer)
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.disconnect(peer)
+        self._peers.remove_all()
         self._ranges.clear()
-
-    def _leave(self, peer: CudaPeer) -> None:
-        with self._lock:
-            peer.writers -= 1
-            is_last = peer.is_closed and peer.writers == 0
-        if is_last:
-            self._unmap(peer)
 
     def _unmap(self, peer: CudaPeer) -> None:
         peer.process.close()

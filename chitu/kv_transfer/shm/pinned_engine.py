@@ -3,16 +3,13 @@
 D has its segments in an anonymous shared file (`staging/host_area.py`) and scatters from there. P maps that file, pins
 its mapping too, and its GPU gathers straight into D's segment: one launch and one way over PCIe, no segment of its own
 and no copy of the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A write is over
-when `write` returns, so `settle` is always True.
-
-Invariant: a mapping stays mapped and pinned until the peer was disconnected and its last write has returned.
+when `write` returns, so `settle` is always True. A mapping is pinned as long as it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +17,8 @@ import numpy as np
 
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import PinDriver
-from chitu.kv_transfer.peer_process import host_id, own_start_time
+from chitu.kv_transfer.mapped_peers import MappedPeers
+from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.shm.transfer_engine import NAME, SharedFile, ShmPeer, find_range, open_peer, unmap
 from chitu.kv_transfer.staging.arenas import MEMORY, NOTHING, STAGING, writable_arenas
@@ -30,7 +28,7 @@ from chitu.messages import RankMemory, TransportSession
 from chitu.types import Ready
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PinnedPeer:
     """A mapped and pinned staging arena of another process."""
 
@@ -44,6 +42,10 @@ class PinnedPeer:
     @property
     def session_id(self) -> str:
         return self.mapped.session_id
+
+    @property
+    def process(self) -> PeerProcess:
+        return self.mapped.process
 
 
 class PinnedShmTransport:
@@ -59,8 +61,7 @@ class PinnedShmTransport:
         self._sources: list[tuple[int, int]] = []
         """Registered device memory."""
         self._files: list[SharedFile] = []
-        self._peers: list[PinnedPeer] = []
-        self._lock = threading.Lock()
+        self._peers = MappedPeers(NAME, self._unmap)
 
     def register(self, base: int, nbytes: int) -> None:
         """Device memory as a source; a shared file as what peers may write."""
@@ -104,8 +105,7 @@ class PinnedShmTransport:
             unmap(mapped)
             raise
         peer = PinnedPeer(mapped, device_base)
-        with self._lock:
-            self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
@@ -117,19 +117,11 @@ class PinnedShmTransport:
         mapped = peer.mapped
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         require_inside(NAME, (src_N, dst_N, length_N), (mapped.arena_base, mapped.arena_bytes), self._sources)
-        with self._lock:
-            if mapped.is_closed:
-                raise WriteError(f"shm: {peer.session_id} was disconnected", settled=True)
-            mapped.writers += 1
         try:
-            self._copier.copy(src_N, dst_N + (peer.device_base - mapped.arena_base), length_N, after)
-            is_alive = mapped.process.is_alive()
+            with self._peers.writing(peer):
+                self._copier.copy(src_N, dst_N + (peer.device_base - mapped.arena_base), length_N, after)
         except RuntimeError as error:  # what torch and Triton raise for a device that fails
             raise WriteError(f"shm: gathering for {peer.session_id}: {error}", settled=True) from error
-        finally:
-            self._leave(peer)
-        if not is_alive:
-            raise WriteError(f"shm: the process of {peer.session_id} has ended", settled=True)
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
         """Always True: a copy is over when `write` returns."""
@@ -137,29 +129,14 @@ class PinnedShmTransport:
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, PinnedPeer)
-        with self._lock:
-            if peer.mapped.is_closed:
-                return
-            peer.mapped.is_closed = True
-            self._peers.remove(peer)
-            is_idle = peer.mapped.writers == 0
-        if is_idle:
-            self._unmap(peer)
+        self._peers.remove(peer)
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.disconnect(peer)
+        self._peers.remove_all()
         for known in self._files:
             os.close(known.fd)
         self._files.clear()
         self._sources.clear()
-
-    def _leave(self, peer: PinnedPeer) -> None:
-        with self._lock:
-            peer.mapped.writers -= 1
-            is_last = peer.mapped.is_closed and peer.mapped.writers == 0
-        if is_last:
-            self._unmap(peer)
 
     def _unmap(self, peer: PinnedPeer) -> None:
         with contextlib.suppress(TransferFailed):  # a device that failed unpins nothing; the mapping goes in any case

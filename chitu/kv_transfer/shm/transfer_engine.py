@@ -4,8 +4,6 @@ A session says how to find that file: host id, pid, start time of the process, f
 `/proc/<pid>/fd/<fd>` (which needs the same user, no ptrace rights), checks that it is that very file, and maps it; a
 write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `settle`
 is always True; bytes written after the peer died go to a file that nobody reads. Nothing is ever left in /dev/shm.
-
-Invariant: a mapping lives until the peer was disconnected and its last write has returned.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import threading
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +20,7 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.host_memory import mapping_of
+from chitu.kv_transfer.mapped_peers import MappedPeers
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
@@ -48,7 +46,7 @@ class SharedFile(NamedTuple):
         return {"fd": str(self.fd), "inode": str(os.fstat(self.fd).st_ino), "offset": str(self.offset)}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ShmPeer:
     """A mapped arena of another process."""
 
@@ -60,8 +58,6 @@ class ShmPeer:
     mapping: mmap.mmap
     local_base: int
     """Where `arena_base` is in ours."""
-    writers: int = 0
-    is_closed: bool = False
 
 
 class ShmTransport:
@@ -75,8 +71,7 @@ class ShmTransport:
         self._host_id = host_id()
         self._engine = CopyEngine()
         self._ranges: list[SharedFile] = []
-        self._peers: list[ShmPeer] = []
-        self._lock = threading.Lock()
+        self._peers = MappedPeers(NAME, unmap)
 
     def register(self, base: int, nbytes: int) -> None:
         if any((known.base, known.nbytes) == (base, nbytes) for known in self._ranges):
@@ -107,8 +102,7 @@ class ShmTransport:
         if not self.can_reach(session):
             raise TransferFailed(f"shm: {session.session_id} is not a process of this host and user")
         peer = open_peer(session, memory.arena_base, memory.arena_bytes)
-        with self._lock:
-            self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
@@ -121,21 +115,13 @@ class ShmTransport:
         require_inside(
             NAME, columns, (peer.arena_base, peer.arena_bytes), [(known.base, known.nbytes) for known in self._ranges]
         )
-        with self._lock:
-            if peer.is_closed:
-                raise WriteError(f"shm: {peer.session_id} was disconnected", settled=True)
-            peer.writers += 1
         try:
-            self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
-            is_alive = peer.process.is_alive()
+            with self._peers.writing(peer):
+                self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
         except CopyFault as error:
             raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
         except CopyTimeout as error:
             raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
-        finally:
-            self._leave(peer)
-        if not is_alive:
-            raise WriteError(f"shm: the process of {peer.session_id} has ended", settled=True)
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
         """Always True: a copy is over when `write` returns."""
@@ -143,27 +129,14 @@ class ShmTransport:
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, ShmPeer)
-        with self._lock:
-            if peer.is_closed:
-                return
-            peer.is_closed = True
-            self._peers.remove(peer)
-            if peer.writers == 0:
-                unmap(peer)
+        self._peers.remove(peer)
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self.disconnect(peer)
+        self._peers.remove_all()
         for known in self._ranges:
             if known.fd >= 0:
                 os.close(known.fd)
         self._ranges.clear()
-
-    def _leave(self, peer: ShmPeer) -> None:
-        with self._lock:
-            peer.writers -= 1
-            if peer.is_closed and peer.writers == 0:
-                unmap(peer)
 
 
 def unmap(peer: ShmPeer) -> None:

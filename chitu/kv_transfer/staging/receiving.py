@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu.errors import ChituError
+from chitu.kv_transfer.job_thread import JobThread
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receive_rooms import ReceiveRoom, ReceiveRooms
@@ -36,7 +37,7 @@ class StagedReceiving:
     def __init__(self, receiver: Receiver, arrivals: StagedArrivals) -> None:
         self._receiver = receiver
         self._arrivals = arrivals
-        self.scatterer: Scatterer
+        self.scatterer: JobThread[StagedGroup]
 
     @classmethod
     def of(
@@ -54,7 +55,8 @@ class StagedReceiving:
             return None
         memory, area = parts.memory, staging.area
         receiving = cls(receiver, StagedArrivals(config, memory, area, directory.grants, rooms, directory, out))
-        receiving.scatterer = Scatterer(receiving, memory, area, staging.copier, config.layout.regions_per_layer)
+        scatterer = Scatterer(receiving, memory, area, staging.copier, config.layout.regions_per_layer)
+        receiving.scatterer = JobThread("scatter", scatterer.scatter)
         return receiving
 
     def arrived(self, room: bytes, message: Staged) -> None:

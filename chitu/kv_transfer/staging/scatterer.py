@@ -1,17 +1,13 @@
-"""D's scattering thread: copies what lies in segments to where it belongs. The comm thread only queues.
+"""D copies what lies in segments to where it belongs, on its `scatter` thread (`job_thread.py`). The comm thread only
+queues.
 
 A visit has three parts, like a write of P: `begin` (under the receiver's lock: may it still be done?), the copy
-(without it: on a GPU one launch, on a stream of its own) and `end` (under it: P is answered). Without `start`,
-`run_one()` does one in the caller's thread (tests). A device that hangs keeps the room's pages, and the silence of the
-step thread ends the process.
+(without it: on a GPU one launch, on a stream of its own) and `end` (under it: P is answered). A device that hangs
+keeps the room's pages, and the silence of the step thread ends the process.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-from collections.abc import Callable
 from typing import Protocol
 
 from chitu.errors import ChituError
@@ -20,8 +16,6 @@ from chitu.kv_transfer.staging.area import StagingArea
 from chitu.kv_transfer.staging.arrivals import Scatter, StagedGroup
 from chitu.kv_transfer.staging.copier import PieceCopier
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
-
-logger = logging.getLogger(__name__)
 
 
 class ScatterRooms(Protocol):
@@ -45,41 +39,8 @@ class Scatterer:
         self._area = area
         self._copier = copier
         self._regions_per_layer = regions_per_layer
-        self._waiting: queue.SimpleQueue[StagedGroup | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    def put(self, group: StagedGroup) -> None:
-        """Any thread; returns at once."""
-        self._waiting.put(group)
-
-    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
-        """`spawn(name, target)` makes a thread whose death must end the process."""
-        self._thread = spawn("scatter", self._loop)
-        self._thread.start()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """After the groups that wait. A thread that does not come back in time is reported."""
-        self._waiting.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                logger.warning("%s still works after %g s", self._thread.name, timeout_s)
-
-    def run_one(self) -> bool:
-        """Scatter one group in this thread; False where none waits."""
-        try:
-            group = self._waiting.get_nowait()
-        except queue.Empty:
-            return False
-        if group is not None:
-            self._scatter(group)
-        return group is not None
-
-    def _loop(self) -> None:
-        while (group := self._waiting.get()) is not None:
-            self._scatter(group)
-
-    def _scatter(self, group: StagedGroup) -> None:
+    def scatter(self, group: StagedGroup) -> None:
         scatter = self._rooms.begin_scatter(group)
         if scatter is None:
             return

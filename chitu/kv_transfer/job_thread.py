@@ -1,0 +1,58 @@
+"""A thread of its own for jobs that may take long (checksums, scatters), done one after the other in order.
+
+Owned by a transfer role; whoever puts a job in returns at once. Without `start`, `run_one` does one in the caller's
+thread (tests).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Job = TypeVar("Job")
+
+
+class JobThread(Generic[Job]):
+    """`work(job)` holds no lock when it is called; an exception of it ends the thread, and so the process."""
+
+    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
+        self._name = name
+        self._work = work
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> None:
+        """Any thread."""
+        self._waiting.put(job)
+
+    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
+        """`spawn(name, target)` makes a thread whose death must end the process."""
+        self._thread = spawn(self._name, self._loop)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """After the jobs that wait. A thread that does not come back in time is reported."""
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("%s still works after %g s", self._thread.name, timeout_s)
+
+    def run_one(self) -> bool:
+        """Do one job in this thread; False where none waits."""
+        try:
+            job = self._waiting.get_nowait()
+        except queue.Empty:
+            return False
+        if job is not None:
+            self._work(job)
+        return job is not None
+
+    def _loop(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            self._work(job)
