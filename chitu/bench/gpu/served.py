@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import statistics
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from chitu.bench.gpu.card import Card, Row
@@ -82,10 +84,20 @@ def _pauses(card: Card, unified_url: str, divided_url: str) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Stream:
-    """A running completion; `times_s`: when each event came."""
+    """Completions one after another; `times_s`: when each token came."""
 
-    times_s: list[float] = field(default_factory=list)
+    times_s: list[list[float]] = field(default_factory=list)
+    """A list for each completion: between two of them lies a prefill of the stream's own."""
     error: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.times_s))
+
+    def pauses_s(self, start_s: float, end_s: float) -> list[float]:
+        """Those between tokens of one completion that lie in a window of time, be it with a part of them only."""
+        pairs = [pair for times_s in self.times_s for pair in pairwise(times_s)]
+        return [later - earlier for earlier, later in pairs if earlier < end_s and later > start_s]
 
 
 def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
@@ -102,10 +114,13 @@ def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
     try:
         _wait_for_tokens(streams, 10)
         quiet_s = time.perf_counter()
-        _wait_for_tokens(streams, 10 + (200 if card.is_gpu else 10))
+        _wait_for_tokens(streams, 200 if card.is_gpu else 10)
         busy_s = time.perf_counter()
-        for _ in range(card.sizes.long_prompts):
+        num_sent = 0
+        while num_sent < card.sizes.long_prompts or not _pauses_s(streams, busy_s):
             token_times_s(url, [rng.randrange(*PROMPT_IDS) for _ in range(card.sizes.long_prompt)], 2)
+            num_sent += 1
+            _check(streams)
         end_s = time.perf_counter()
     finally:
         stop.set()
@@ -115,28 +130,30 @@ def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
 
 
 def _wait_for_tokens(streams: list[Stream], count: int) -> None:
-    while any(len(stream.times_s) < count for stream in streams):
-        for stream in streams:
-            if stream.error:
-                raise RuntimeError(f"a stream ended too early: {stream.error}")
+    """Until each has so many more than now."""
+    wanted = [stream.num_tokens + count for stream in streams]
+    while any(stream.num_tokens < number for stream, number in zip(streams, wanted, strict=True)):
+        _check(streams)
         time.sleep(0.01)
 
 
+def _check(streams: list[Stream]) -> None:
+    for stream in streams:
+        if stream.error:
+            raise RuntimeError(f"a stream ended too early: {stream.error}")
+
+
+def _pauses_s(streams: list[Stream], start_s: float, end_s: float = math.inf) -> list[float]:
+    return [pause for stream in streams for pause in stream.pauses_s(start_s, end_s)]
+
+
 def _p99(streams: list[Stream], start_s: float, end_s: float) -> float:
-    """Of the pauses that ended in this window."""
-    gaps = sorted(
-        later - earlier
-        for stream in streams
-        for earlier, later in zip(stream.times_s, stream.times_s[1:], strict=False)
-        if start_s <= later <= end_s
-    )
-    if not gaps:
-        raise RuntimeError("no stream had a token while the long prompts were computed")
-    return gaps[min(len(gaps) - 1, int(len(gaps) * 0.99))]
+    pauses = sorted(_pauses_s(streams, start_s, end_s))
+    return pauses[min(len(pauses) - 1, int(len(pauses) * 0.99))]
 
 
 def _follow(url: str, number: int, card: Card, stream: Stream, stop: threading.Event) -> None:
-    """Note the time of every event until told to stop, then hang up."""
+    """Note the time of every token until told to stop, then hang up."""
     host, port = url.removeprefix("http://").split(":")
     rng = random.Random(number)
     prompt = [rng.randrange(*PROMPT_IDS) for _ in range(min(STREAM_PROMPT, card.sizes.long_prompt // 4))]
@@ -145,19 +162,27 @@ def _follow(url: str, number: int, card: Card, stream: Stream, stop: threading.E
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
-        response = connection.getresponse()
-        while not stop.is_set():
-            line = response.readline()
-            if not line.startswith(b"data: {") and line.strip():
-                stream.error = line.decode(errors="replace").strip()
-                return
-            if not line:
-                stream.error = "the connection was closed"
-                return
-            if line.startswith(b"data: "):
-                stream.times_s.append(time.perf_counter())
+        while not stop.is_set() and not stream.error:
+            connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+            stream.times_s.append([])
+            stream.error = _read(connection.getresponse(), stream.times_s[-1], stop)
     except (OSError, http.client.HTTPException) as error:
         stream.error = str(error)
     finally:
         connection.close()
+
+
+def _read(response: http.client.HTTPResponse, times_s: list[float], stop: threading.Event) -> str:
+    """One completion to its end, or until told to stop; what went wrong, or nothing."""
+    while not stop.is_set():
+        line = response.readline()
+        if line.startswith(b"data: {") and not line.startswith(b'data: {"error"'):
+            times_s.append(time.perf_counter())
+        elif line.startswith(b"data: [DONE]"):
+            response.read()
+            return ""
+        elif not line:
+            return "the connection was closed"
+        elif line.strip():
+            return line.decode(errors="replace").strip()
+    return ""
