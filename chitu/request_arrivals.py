@@ -7,12 +7,24 @@ Owned by `PDScheduler`, step thread only; the `Inbox` carries the words over fro
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from chitu import log
 from chitu.decode_manager import DecodeManager
 from chitu.errors import Capacity, ChituError, InvalidRequest
-from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, UnifiedRequest
+from chitu.messages import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    CancelRequest,
+    DecodeRequest,
+    PrefillRequest,
+    SamplingParams,
+    UnifiedRequest,
+)
 from chitu.prefill_manager import PrefillManager
 from chitu.request_ends import RequestEnds
 from chitu.scheduler_parts import PDSchedulerParts
@@ -35,6 +47,7 @@ class RequestArrivals:
         self._decode = decode
         self._ends = ends
         self._max_model_len = parts.executor.info.max_model_len
+        self._vocab_size = parts.executor.info.vocab_size
         self._eos = frozenset(parts.executor.info.eos_token_ids)
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
@@ -142,6 +155,11 @@ class RequestArrivals:
         """Why a request can never run here, or not behind those that wait already."""
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
+        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._vocab_size)
+        if sequence.sampling is not None:
+            wrong = wrong or wrong_sampling(sequence.sampling, self._vocab_size)
+        if wrong:
+            return InvalidRequest(wrong)
         if not 0 <= sequence.num_continued < sequence.prompt_len:
             return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
         if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
@@ -156,3 +174,27 @@ class RequestArrivals:
         if num_waiting >= self._parts.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
+
+
+def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:
+    """Why the model cannot take these ids, each of which becomes an index of a tensor; empty where it can."""
+    values = np.asarray(ids)
+    for token in (int(values.min()), int(values.max())) if values.size else ():
+        if not 0 <= token < vocab_size:
+            return f"{what}: {token} is no token id of this model (0 to {vocab_size - 1})"
+    return ""
+
+
+def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
+    """The router has checked all of it; this is what would fail, or cost without bound, in the middle of a step."""
+    bias, stops = sampling.logit_bias, sampling.stop_token_ids
+    if len(bias) > MAX_LOGIT_BIAS or len(stops) > MAX_STOP_TOKEN_IDS:
+        return (
+            f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
+            f"{MAX_STOP_TOKEN_IDS} are taken"
+        )
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    if not all(map(math.isfinite, (*numbers, *penalties))):
+        return "a sampling parameter is not a finite number"
+    return _wrong_ids("logit_bias", tuple(bias), vocab_size) or _wrong_ids("stop_token_ids", stops, vocab_size)

@@ -51,6 +51,8 @@ from chitu.messages.peer import (
     peer_frames,
 )
 from chitu.messages.requests import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
     NO_TIMES,
     CancelRequest,
     DecodeRequest,
@@ -77,6 +79,8 @@ from chitu.messages.wire import (
 )
 
 __all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_STOP_TOKEN_IDS",
     "NO_TIMES",
     "PROTOCOL_VERSION",
     "AbortAck",

@@ -6,6 +6,10 @@ from typing import Union
 
 from chitu.messages.wire import Codec, Wire
 
+MAX_LOGIT_BIAS = 1024
+"""Entries of `logit_bias`. What they and the stop ids cost an instance is counted in its memory budget."""
+MAX_STOP_TOKEN_IDS = 1024
+
 
 class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
@@ -31,7 +35,9 @@ class SamplingParams(Wire, frozen=True):
     repetition_penalty: float = 1.0
     """Multiplicative, over prompt and emitted tokens (transformers)."""
     logit_bias: dict[int, float] = {}
+    """At most MAX_LOGIT_BIAS."""
     stop_token_ids: tuple[int, ...] = ()
+    """At most MAX_STOP_TOKEN_IDS."""
     ignore_eos: bool = False
 
 
