@@ -1,7 +1,12 @@
-"""Log set-up and the anchors: lines that tests, operators and the topology check search for (S3)."""
+"""Log set-up and the anchors: lines that tests, operators and the topology check search for (S3).
+
+Invariant: whoever logs is not hurt by a log that cannot be written (a full disk, a reader that is gone). The line is
+lost, and the next one is tried again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -18,14 +23,16 @@ RECEIVED_KV = "received kv cache for %s"
 
 
 class _Formatter(logging.Formatter):
-    """`time process level name: message`. The time of day is formatted once a second, and a line without a traceback
-    in one go: the router writes one for every request."""
+    """`date time process level name: message`. Date and time are formatted once a second, and a line without a
+    traceback in one go: the router writes one for every request."""
 
     _second = -1
     _text = ""
 
     def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"
+        )
         self._process = process
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
@@ -37,8 +44,8 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        time_of_day, level = self.formatTime(record, self.datefmt), record.levelname[:1]
-        return f"{time_of_day}.{int(record.msecs):03d} {self._process} {level} {record.name}: {record.getMessage()}"
+        when, level = self.formatTime(record, self.datefmt), record.levelname[:1]
+        return f"{when}.{int(record.msecs):03d} {self._process} {level} {record.name}: {record.getMessage()}"
 
 
 class _LeanRecord(logging.LogRecord):
@@ -67,7 +74,19 @@ class _LeanRecord(logging.LogRecord):
         self.msecs = int((self.created % 1) * 1000) + 0.0
 
 
-class DeferredHandler(logging.StreamHandler[TextIO]):
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes each line at once. Neither a line nor `flush` raises where the stream takes nothing."""
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # stderr, which would be told, is what cannot be written
+            super().handleError(record)
+
+
+class DeferredHandler(LogHandler):
     """Leaves INFO and DEBUG lines in the stream's buffer until `flush`: whoever uses it calls that from a timer. From
     WARNING on a line is written at once, with all that wait before it; at exit `logging` flushes."""
 
@@ -86,7 +105,7 @@ def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> 
     # What no line here shows need not be found out: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    handler: logging.StreamHandler[TextIO]
+    handler: LogHandler
     if deferred:
         stream = open(  # noqa: SIM115 - as long as the process
             sys.stderr.fileno(), "w", 1 << 16, sys.stderr.encoding, "backslashreplace", closefd=False
@@ -94,7 +113,7 @@ def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> 
         handler = DeferredHandler(stream)
         logging.setLogRecordFactory(_LeanRecord)
     else:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = LogHandler(sys.stderr)
     handler.setFormatter(_Formatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     return handler

@@ -1,11 +1,13 @@
 """What `chitu serve` shows while the cluster starts: a line a process, with a bar while its weights load.
 
 On a terminal the lines are redrawn (rich); elsewhere one plain line is written per change of state. Everything goes to
-stderr. Used by `serve.py` and `node.py`, each from its one thread.
+stderr. Used by `serve.py` and `node.py`, each from its one thread. What nobody can read any more is lost, and the
+cluster goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ class PlainDisplay:
                 self.say(f"{name}: {text}")
 
     def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", file=self._stream, flush=True)
+        tell(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", self._stream)
 
     def close(self) -> None:
         pass
@@ -70,10 +72,18 @@ class RichDisplay:
             self._bars.update(self._tasks[name], completed=done, total=total, state=progress.state)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False)
 
     def close(self) -> None:
-        self._bars.stop()
+        with contextlib.suppress(OSError):
+            self._bars.stop()
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print to stderr."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stderr, flush=True)
 
 
 def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:

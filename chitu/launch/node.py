@@ -13,7 +13,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from itertools import chain
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import check, host_names, instances
 from chitu.errors import ConfigError
-from chitu.launch.display import greeting, make_display
+from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
 from chitu.launch.leave import send_leaves
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
@@ -203,7 +202,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             if dead := node.supervisor.dead():
                 node.report_deaths()
                 raise StartFailed(f"node {options.index} ends because {dead[0].name} ended")
-        print(f"node {options.index} ends: running requests finish first", file=sys.stderr, flush=True)
+        tell(f"node {options.index} ends: running requests finish first")
         return 0
     except StartFailed as error:
         display.close()
@@ -212,7 +211,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         # From here on a signal, such as that of `on_failure`, changes nothing: this node ends, with its own code.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        print(f"chitu node: {error.message}", file=sys.stderr, flush=True)
+        tell(f"chitu node: {error.message}")
         _tell_others(options.on_failure)
         return 1
     finally:
@@ -225,9 +224,9 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
 def _say_ready(node: Node, index: int) -> None:
     if node.has_router:
         names = [instance.name for instance in instances(node.topology)]
-        print(greeting(node.topology.model, names, node.url, node.log_dir), file=sys.stderr, flush=True)
+        tell(greeting(node.topology.model, names, node.url, node.log_dir))
     else:
-        print(f"node {index} is ready: {' '.join(node.names)} joined {node.url}", file=sys.stderr, flush=True)
+        tell(f"node {index} is ready: {' '.join(node.names)} joined {node.url}")
 
 
 def _tell_others(command: str | None) -> None:

@@ -8,7 +8,6 @@ Exit codes: 0 after a signal, 1 where the start failed or the router died for go
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import msgspec
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, is_loopback
-from chitu.launch.display import greeting, make_display
+from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
 
@@ -64,9 +63,7 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             display.close()
             if not stop.is_set():
                 names = [name for name in cluster.members if name != ROUTER]
-                print(
-                    greeting(cluster.topology.model, names, cluster.url, cluster.log_dir), file=sys.stderr, flush=True
-                )
+                tell(greeting(cluster.topology.model, names, cluster.url, cluster.log_dir))
                 if on_ready is not None and on_ready(cluster):
                     stop.set()
             while not stop.is_set():
@@ -74,13 +71,13 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
                 if not cluster.alive(ROUTER) and not options.restart:
                     return 1
                 stop.wait(POLL_S)
-            print("ending: running requests finish first", file=sys.stderr, flush=True)
+            tell("ending: running requests finish first")
             return 0
         except StartFailed as error:
             if stop.is_set():
                 return 0
             display.close()
-            print(error.message, file=sys.stderr, flush=True)
+            tell(error.message)
             return 1
         finally:
             cluster.stop()

@@ -26,10 +26,12 @@ class ServiceThread(threading.Thread):
         try:
             self._run_target()
         except BaseException:
-            logger.critical("thread %s died; ending the process", self.name, exc_info=True)
-            for handler in logging.getLogger().handlers:
-                handler.flush()
-            os._exit(EXIT_DEAD_THREAD)
+            try:
+                logger.critical("thread %s died; ending the process", self.name, exc_info=True)
+                for handler in logging.getLogger().handlers:
+                    handler.flush()
+            finally:
+                os._exit(EXIT_DEAD_THREAD)
 
 
 def _name_os_thread(name: str) -> None:

@@ -80,7 +80,8 @@ class RouterProcess:
 
     async def start(self) -> None:
         self._api.start()
-        keep_ticking(self._tick, self._flush_log)
+        # Leases and the view's repetition; request time-outs.
+        keep_ticking(self._membership.tick, self._api.tick, self._flush_log)
         await self._membership.start()
         await self._http.start()
 
@@ -97,11 +98,6 @@ class RouterProcess:
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         log.info("ended")
-
-    def _tick(self) -> None:
-        """Leases, request time-outs, the view's repetition."""
-        self._membership.tick()
-        self._api.tick()
 
 
 def _make_router(topology: Topology, flush_log: Callable[[], None]) -> RouterLike:

@@ -101,7 +101,7 @@ class Coordinator:
         self._ending = Ending()
 
     async def start(self) -> None:
-        keep_ticking(self._tick, self._flush_log)
+        keep_ticking(self._membership.tick, self._pool.tick, self._answer_late, self._flush_log)
         await self._membership.start()
         await self._pool.start()
 
@@ -129,9 +129,8 @@ class Coordinator:
         await self._membership.stop(1.0)
         log.info("ended")
 
-    def _tick(self) -> None:
-        self._membership.tick()
-        self._pool.tick()
+    def _answer_late(self) -> None:
+        """Questions that somebody has not answered in time: without his share."""
         now_s = time.monotonic()
         for question in [q for q in self._questions.items() if q[1].due_s <= now_s]:
             self._answer(*question)

@@ -27,16 +27,19 @@ class Ending:
         self.is_due.set()
 
 
-def keep_ticking(tick: Callable[[], None], flush_log: Callable[[], None]) -> None:
-    """Call both now and every `TICK_S`, as long as the loop runs. A tick that fails does not end the process."""
+def keep_ticking(*ticks: Callable[[], None]) -> None:
+    """Call all of them now and every `TICK_S`, as long as the loop runs. One that fails keeps neither the others nor
+    the next turn from coming, and does not end the process."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:
         try:
-            tick()
-        except Exception:
-            log.exception("a tick failed")
-        flush_log()
-        loop.call_later(TICK_S, run)
+            for tick in ticks:
+                try:
+                    tick()
+                except Exception:
+                    log.exception("a tick failed")
+        finally:
+            loop.call_later(TICK_S, run)
 
     run()

@@ -251,10 +251,12 @@ def _build_transfer(
 
 def end_process(code: int) -> NoReturn:
     """End now. Everything was closed; the interpreter would take a second of CPU time to take torch apart."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class WorkerProcess:
     async def run(self) -> None:
         """Serve until told to end; then drain and close."""
         self._api.start()
-        keep_ticking(self._tick, self._flush_log)
+        keep_ticking(self._api.tick, self._report, self._flush_log)
         await self._http.start()
         self._intake.start()
         settle_memory()
@@ -198,8 +198,7 @@ class WorkerProcess:
         else:
             self.cluster.take(message)
 
-    def _tick(self) -> None:
-        self._api.tick()
+    def _report(self) -> None:
         now_s = self._loop.time()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + REPORT_S

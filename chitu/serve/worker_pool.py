@@ -176,13 +176,14 @@ class WorkerPool:
 
     async def _start(self, index: int) -> None:
         slot = self._slots[index]
-        feed_here, feed_there = socket.socketpair()
-        channel_here, channel_there = socket.socketpair()
-        descriptors = (feed_there.fileno(), channel_there.fileno())
-        argv = [sys.executable, "-m", "chitu.serve.worker", str(os.getpid()), *map(str, descriptors)]
-        with feed_there, channel_there:
-            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=descriptors)
-        channel_here.setblocking(False)
+        try:
+            process, feed_here, channel_here = _spawn()
+        except OSError as error:
+            if not self._has_started:
+                raise ConfigError(f"API process {index} cannot be started: {error}") from error
+            log.error("API process %d cannot be started (%s); it is tried again", index, error)
+            self._start_later(slot)
+            return
         now_s = time.monotonic()
         slot.last_incarnation = incarnation = max(time.time_ns(), slot.last_incarnation + 1)
         worker = slot.worker = Worker(index, incarnation, process, channel_here, now_s, now_s)
@@ -208,14 +209,18 @@ class WorkerPool:
         worker.channel.close()
         if worker.feed is not None:
             worker.feed.close()
-        life_s = time.monotonic() - worker.started_s
-        slot.failures = 1 if life_s > STABLE_S else slot.failures + 1
-        if not self._is_ending:
-            slot.restart_at_s = time.monotonic() + min(10.0, 0.25 * 2 ** (slot.failures - 1))
+        if time.monotonic() - worker.started_s > STABLE_S:
+            slot.failures = 0
+        self._start_later(slot)
         self._choose_takers(time.monotonic())
         if worker.is_ready:
             self.events.on_incarnations(self.incarnations)
         self.events.on_ended(worker)
+
+    def _start_later(self, slot: _Slot) -> None:
+        slot.failures += 1
+        if not self._is_ending:
+            slot.restart_at_s = time.monotonic() + min(10.0, 0.25 * 2 ** (slot.failures - 1))
 
     def _bury(self, worker: Worker) -> None:
         code = worker.process.returncode
@@ -274,6 +279,24 @@ class WorkerPool:
                 log.warning("%s said nothing for %g s; others get the new connections", _name(worker), SILENT_S)
             worker.is_silent = is_silent
         self.gate.set_takers([worker for worker in ready if not worker.is_silent] or ready)
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+    """A new API process, and this side of its feed and its channel. OSError where the system gives no process or
+    descriptor; nothing of it is left then."""
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        feed_here, feed_there = socket.socketpair()
+        ours.enter_context(feed_here)
+        theirs.enter_context(feed_there)
+        channel_here, channel_there = socket.socketpair()
+        ours.enter_context(channel_here)
+        theirs.enter_context(channel_there)
+        descriptors = (feed_there.fileno(), channel_there.fileno())
+        argv = [sys.executable, "-m", "chitu.serve.worker", str(os.getpid()), *map(str, descriptors)]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+        channel_here.setblocking(False)
+        ours.pop_all()
+        return process, feed_here, channel_here
 
 
 def _name(worker: Worker) -> str:

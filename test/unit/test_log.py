@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import re
 import sys
@@ -9,7 +11,7 @@ import uuid
 
 import pytest
 
-from chitu.log import _Formatter
+from chitu.log import DeferredHandler, LogHandler, _Formatter
 from chitu.types import new_room, room_text
 
 
@@ -29,7 +31,7 @@ def test_a_line_is_what_logging_would_have_made_of_the_format(line: logging.LogR
     formatter = _Formatter("router")
     expected = logging.Formatter(formatter._fmt, formatter.datefmt).format(line)
     assert formatter.format(line) == expected
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} router [IWD] chitu\.attempts: .+", expected)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} router [IWD] chitu\.attempts: .+", expected)
 
 
 def test_an_exception_comes_with_its_traceback() -> None:
@@ -38,6 +40,27 @@ def test_an_exception_comes_with_its_traceback() -> None:
     except ValueError:
         text = _Formatter("P0").format(record(logging.ERROR, "it died", exc_info=sys.exc_info()))
     assert " P0 E chitu.attempts: it died\nTraceback" in text and text.endswith("ValueError: odd")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", [LogHandler, DeferredHandler])
+def test_a_line_that_cannot_be_written_is_lost_and_hurts_nobody(
+    kind: type[LogHandler], capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = kind(FullDisk())
+    handler.handle(record(logging.INFO, "nobody reads this"))
+    handler.handle(record(logging.ERROR, "nor this"))
+    handler.flush()
+    assert capsys.readouterr().err == ""
+    handler.handle(record(logging.INFO, "%d", "not a number"))
+    assert "TypeError" in capsys.readouterr().err, "a mistake of ours is told"
 
 
 def test_rooms_are_random_version_4_uuids_and_printed_as_such() -> None:

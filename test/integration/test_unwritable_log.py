@@ -1,0 +1,69 @@
+"""A log that cannot be written costs its lines and nothing else: leases and time-outs go on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from chitu.bench.router_process import RouterUnderTest, wait_until
+from chitu.launch.make_model import make_model
+
+PATIENCE_S = 20.0
+LEASE = "dp_config.router.pd_disaggregation.deadlines.lease_s=1"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def fill(router: RouterUnderTest, folder: Path) -> None:
+    """Not a byte more fits into any file, as on a full disk (EFBIG where that says ENOSPC)."""
+    for pid in router.pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+
+
+Break = Callable[[RouterUnderTest, Path], None]
+
+
+@pytest.fixture(params=["full disk", "reader gone"])
+def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Break]]:
+    """A folder for the router, and what makes its log fail for good."""
+    if request.param == "full disk":
+        yield tmp_path, fill
+        return
+    os.mkfifo(tmp_path / "router.log")
+    reader = os.open(tmp_path / "router.log", os.O_RDONLY | os.O_NONBLOCK)
+    yield tmp_path, lambda router, folder: os.close(reader)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_leases_and_time_outs_end_though_the_log_cannot_be_written(
+    model: Path, broken: tuple[Path, Break], num_workers: int
+) -> None:
+    folder, break_log = broken
+    with RouterUnderTest(folder, model, [LEASE, f"dp_config.router.workers={num_workers}"]) as router:
+        worker = router.start_worker("P0,D0", "--step-s", "3600")
+        break_log(router, folder)
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
+        for _ in range(3):  # the log has lines to write, and fails more than once
+            answer = httpx.post(
+                f"{router.url}/v1/completions",
+                json=body,
+                headers={"x-request-timeout": "0.5"},
+                timeout=PATIENCE_S,
+                trust_env=False,
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+        worker.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not router.members(), PATIENCE_S, "the leases to end")
+        worker.send_signal(signal.SIGCONT)
+        wait_until(lambda: router.members() == {"P0", "D0"}, PATIENCE_S, "them to join again")
+        os.kill(router.pid, signal.SIGTERM)
+        assert router.process is not None and router.process.wait(PATIENCE_S) == 0
