@@ -3,7 +3,8 @@
 # installation, only the libraries below (as in `pip download` for this Python, unpacked into one folder on PYTHONPATH):
 #   torch, triton, numpy, safetensors, tokenizers, transformers, and
 #   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvicorn, uvloop,
-#   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, pytest, pytest-timeout, hypothesis
+#   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, opentelemetry-api (newer FastAPIs import it),
+#   typing-extensions, pytest, pytest-timeout, hypothesis
 #   and, for the rows of their transports, mooncake-transfer-engine-cuda13 and nixl-cu13
 #   and, for FlashInfer's, flashinfer-python and apache-tvm-ffi; kernels that are not built yet (100 s on 10 cores) are
 #   built beside the first tests, for which nvcc and ninja must be there
@@ -23,6 +24,10 @@ bench=(--json-dir "$OUT")
 [ "${CHITU_GPU_TWIN:-}" = 1 ] && bench+=(--device cpu --tiny)
 
 status=0
+if ! "$PYTHON" -c 'import chitu.serve.api_server, chitu.serve.scheduler, chitu.bench.gpu.__main__, pytest, hypothesis' 2>"$OUT/imports.log"; then
+    echo "gpu_check: a library is missing: $(tail -n 1 "$OUT/imports.log")" >&2
+    exit 1
+fi
 "$PYTHON" - 2>&1 <<'PY' | tee "$OUT/doctor.log"
 from chitu.config.load import load_topology
 from chitu.launch.doctor import findings

@@ -59,7 +59,9 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    scales = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
+    # By a tensor: CUDA multiplies with the reciprocal of a number, which is another division's last bit.
+    quotients = largest / torch.full_like(largest, LARGEST)
+    scales = torch.where(largest == 0, 1.0, quotients.clamp(min=SMALLEST_SCALE))
     values = torch.where(is_finite.unsqueeze(-1), wide / scales.unsqueeze(-1), 0.0).to(E4M3)
     return values, torch.where(is_finite, scales, torch.nan)
 

@@ -129,11 +129,12 @@ class GreedySampler:
     """argmax, and a record of who is admitted: these tests are about logits, not about sampling."""
 
     def __init__(self) -> None:
-        self.admitted: dict[int, tuple[list[int], int]] = {}
+        self.admitted: dict[int, tuple[torch.Tensor, int]] = {}
+        """Token ids stay on their device: to admit must not wait for it."""
 
     def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None:
         assert slot not in self.admitted
-        self.admitted[slot] = token_ids.tolist(), prompt_len
+        self.admitted[slot] = token_ids, prompt_len
 
     def release(self, slot: int) -> None:
         del self.admitted[slot]

@@ -99,7 +99,8 @@ def test_offload_and_restore_lose_no_token(checkpoint):
     outputs[1] += decode(engine, [1], 3)[0]
     assert outputs == expected
     assert engine.sampler.admitted.keys() == {1, 3}
-    assert engine.sampler.admitted[3] == (tokens, 45)
+    token_ids, prompt_len = engine.sampler.admitted[3]
+    assert (token_ids.tolist(), prompt_len) == (tokens, 45)
 
 
 def test_a_dropped_copy_cannot_be_restored(checkpoint):
