@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from chitu.clock import Clock
-from chitu.errors import BadFrame, ConfigError, UnknownKind
+from chitu.errors import BadFrame, Capacity, ConfigError, UnknownKind
 from chitu.kv_transfer.events import CommSide
 from chitu.messages import (
     PROTOCOL_VERSION,
@@ -192,6 +192,8 @@ class CommLoop:
             except BadFrame as error:  # the address came in a message
                 self.bad_frames += 1
                 logger.warning("no way to a peer: %s", error)
+            except Capacity as error:
+                logger.warning("message dropped: %s", error)  # it is repeated until it is answered
             except zmq.Again:
                 # Protocol messages are repeated until answered; this peer has not read for 100,000 messages.
                 logger.warning("queue to %s:%d is full, message dropped", host, port)

@@ -20,7 +20,7 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, ChituError, ConfigError, IncompatibleLayout
+from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout
 from chitu.messages import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -63,7 +63,8 @@ class _Member:
 
 @dataclass(slots=True)
 class CoordinationEvents:
-    """Who is told what. `on_lost` runs after the instance left the view, `on_change` after every change of it."""
+    """Who is told what. `on_joined` may raise: then the instance is not taken. `on_lost` runs after the instance left
+    the view, `on_change` after every change of it."""
 
     on_joined: Callable[[InstanceInfo], None]
     on_lost: Callable[[InstanceInfo, str], None]
@@ -91,6 +92,9 @@ class PDCoordination:
         if isinstance(message, Join):
             try:
                 self._join(message, identity)
+            except Capacity as error:  # of this process: no word against the instance, which asks again
+                log.warning("%s cannot join now: %s", _name(message.instance), error)
+                return None
             except ChituError as error:
                 log.warning("refused %s: %s", _name(message.instance), error)
                 return JoinReply(message.instance.incarnation, code=error.code, message=error.message)
@@ -210,9 +214,9 @@ class PDCoordination:
             return
         if present is not None:
             self._remove(present, "a newer process took its place")
+        self._events.on_joined(info)  # raises where it cannot be sent anything: then it is no member
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
-        self._events.on_joined(info)
         self._publish()
 
     def _require_compatible(self, info: InstanceInfo) -> None:

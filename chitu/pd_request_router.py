@@ -261,9 +261,9 @@ class PDRequestRouter:
 
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
+        self._dispatcher.open(key, instance.host, instance.port)  # raises where there is no socket, before all else
         self._selector.on_joined(key)
         self._token_numbers.on_joined(key)
-        self._dispatcher.open(key, instance.host, instance.port)
 
     def on_lost(self, instance: InstanceInfo, reason: str) -> None:
         """An instance died. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried

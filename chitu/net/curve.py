@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import resource
 from dataclasses import dataclass, field
 
 import zmq
@@ -34,6 +35,10 @@ TOKEN_LABEL = b"token"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"chitu"
 ZAP_VERSION = b"1.0"
+MAX_SOCKETS = 65_535
+"""Of one context: what libzmq can number. Its default, 1023, would be 1019 instances."""
+MAX_DESCRIPTORS = 1 << 20
+"""Taken at most, where the system would give more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,17 @@ def _labelled(master: bytes, label: bytes) -> bytes:
 
 
 def make_context(secrets: ClusterSecrets | None) -> zmq.Context[zmq.Socket[bytes]]:
-    """The ZMQ context of a process. `context.term()` ends its `zap` thread too."""
+    """The ZMQ context of a process. `context.term()` ends its `zap` thread too.
+
+    The process gets all descriptors that the system gives it, since every connection of a stranger takes one until its
+    handshake is overdue (`HANDSHAKE_MS` of net/sockets.py).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     if secrets is None:
         return context
     # Through a shadow, so that `context.destroy()`, in another thread, does not close the thread's socket under it.

@@ -9,7 +9,7 @@ import re
 
 import zmq
 
-from chitu.errors import BadFrame
+from chitu.errors import BadFrame, Capacity
 from chitu.net.curve import is_secret, require_curve, serve_curve
 
 TCP_SILENCE_MS = 10_000
@@ -17,6 +17,14 @@ TCP_SILENCE_MS = 10_000
 anew, where TCP by itself would try for a quarter of an hour."""
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
+HANDSHAKE_MS = 3_000
+"""Whoever connected and has not shown by then that he speaks ZMTP, and with a cluster key that he has it, is cut off:
+until then he takes a descriptor."""
+MAX_FRAME_BYTES = 64 << 20
+"""A sender of a larger frame is cut off: the token ids of the longest prompt fit."""
+MAX_SMALL_FRAME_BYTES = 1 << 20
+"""Where only heartbeats, joins and their like are expected. libzmq holds all frames of a message until the last came,
+and counts them only in bytes a frame."""
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,255}")
 
@@ -32,16 +40,20 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_SILENCE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return socket
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int, max_frame_bytes: int = MAX_FRAME_BYTES
+) -> tuple[zmq.Socket[bytes], int]:
     """Bind a socket; port 0 lets the OS pick. Returns it with its port. zmq.ZMQError where the port is taken."""
     socket = _open(context, kind)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     if is_secret(context):
         serve_curve(socket)
         require_curve(socket)
@@ -58,13 +70,14 @@ def connect(
 ) -> zmq.Socket[bytes]:
     """Connect a socket; reconnects by itself for as long as it lives.
 
-    BadFrame where no socket can be opened to such an address: it came with a message.
+    BadFrame where no socket can be opened to such an address: it came with a message. Capacity where this process has
+    no socket or descriptor left: later there may be one.
     """
     check_address(host, port)
     try:
         socket = _open(context, kind)
     except zmq.ZMQError as error:
-        raise BadFrame(f"no socket to {host!r}:{port}: {error.strerror}") from error
+        raise Capacity(f"no socket to {host}:{port} now: {error.strerror}") from error
     if is_secret(context):
         require_curve(socket)
     if identity:

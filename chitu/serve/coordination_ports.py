@@ -28,7 +28,7 @@ from chitu.messages import (
 from chitu.metrics import CoordinationMetrics
 from chitu.net.aio import FrameReader
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
-from chitu.net.sockets import bind
+from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
 from chitu.pd_coordination import PDCoordination
 from chitu.types import Role
 
@@ -54,9 +54,9 @@ class CoordinationPorts:
         self._on_request_failed = on_request_failed
         self._core: PDCoordination | None = None
         self._loop = loop
-        self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0])
-        self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1])
-        self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2])
+        self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0], MAX_SMALL_FRAME_BYTES)
+        self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1], MAX_SMALL_FRAME_BYTES)
+        self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2], MAX_SMALL_FRAME_BYTES)
         self._readers: list[FrameReader] = []
         self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(loop, self._on_death)
 

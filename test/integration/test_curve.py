@@ -171,6 +171,14 @@ def test_the_end_of_a_context_ends_its_thread(cluster: Cluster) -> None:
     context.term()
 
 
+def test_a_context_has_sockets_for_thousands_of_peers() -> None:
+    context = make_context(None)
+    sockets = [context.socket(zmq.PUSH) for _ in range(2000)]
+    for socket in sockets:
+        socket.close(0)
+    context.term()
+
+
 def test_without_a_key_everything_is_plain() -> None:
     context = make_context(derive(""))
     server, port = bind(context, zmq.PULL, "127.0.0.1", 0)

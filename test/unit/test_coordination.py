@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig
+from chitu.errors import BadFrame, Capacity
 from chitu.messages import (
     ClusterView,
     Drain,
@@ -33,8 +36,9 @@ class World:
         self.clock = FakeClock()
         self.lost: list[tuple[int, str]] = []
         self.views: list[ClusterView] = []
+        self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
         events = CoordinationEvents(
-            on_joined=lambda instance: None,
+            on_joined=lambda instance: self.on_joined(instance),
             on_lost=lambda instance, reason: self.lost.append((instance.incarnation, reason)),
             on_change=self.views.append,
             on_heartbeat=lambda heartbeat: None,
@@ -68,6 +72,33 @@ def test_a_join_is_accepted_once_and_published() -> None:
     assert [view.version for view in world.views] == [1]
     assert world.views[0].router_incarnation == 7
     assert world.members == {(Role.PREFILL, 0, 1)}
+
+
+def test_a_router_without_a_descriptor_says_nothing_and_takes_the_instance_later() -> None:
+    """Any answer but a welcome is final, and ends the instance."""
+    world = World()
+
+    def full(instance: InstanceInfo) -> None:
+        raise Capacity("Too many open files")
+
+    world.on_joined = full
+    assert world.core.on_message(Join(1, info())) is None
+    assert (world.members, world.views) == (set(), [])
+    assert not world.beat(info())
+    world.on_joined = lambda instance: None
+    assert world.join(info()) == JoinReply(1, lease_s=3.0)
+    assert world.members == {(Role.PREFILL, 0, 1)}
+
+
+def test_an_instance_that_cannot_be_sent_anything_is_refused_and_no_member() -> None:
+    world = World()
+
+    def nowhere(instance: InstanceInfo) -> None:
+        raise BadFrame("no address")
+
+    world.on_joined = nowhere
+    assert world.join(info()).code == "bad_frame"
+    assert (world.members, world.views) == (set(), [])
 
 
 def test_heartbeats_renew_and_silence_ends_the_lease() -> None:
