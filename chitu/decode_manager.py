@@ -12,8 +12,9 @@ cancel), its surplus row writes into a page that it still holds, and the token o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
@@ -23,6 +24,18 @@ from chitu.lifecycle import SequenceState
 from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
 from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
+
+
+def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
+    """It in its slot, with the pages and the KV that it has."""
+    return Admit(
+        sequence.slot,
+        sequence.token_ids(),
+        sequence.client_prompt_len,
+        sequence.kv_len,
+        tuple(cache.get_page_indices(sequence.room)),
+        sequence.sampling,
+    )
 
 
 class DecodeManager:
@@ -106,6 +119,11 @@ class DecodeManager:
             sequence.capacity_tokens += len(pages) * self._cache.page_size
             plan.append.append(AppendPages(sequence.slot, tuple(pages)))
 
+    def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
+        """Of these saved copies, with the next plan."""
+        wanted = {sequence.offload_key for sequence in self.retracted.values()}
+        self._dropped_keys = [key for key in saved_keys if key not in wanted]
+
     def _needy(self) -> set[Sequence]:
         """Whose next step writes beyond its pages."""
         running = self.running.values()
@@ -173,18 +191,8 @@ class DecodeManager:
         sequence.capacity_tokens = len(self._cache.get_page_indices(sequence.room)) * self._cache.page_size
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
-        pages = tuple(self._cache.get_page_indices(sequence.room))
         sequence.admitted = True
-        plan.admit.append(
-            Admit(
-                sequence.slot,
-                sequence.token_ids(),
-                sequence.client_prompt_len,
-                sequence.kv_len,
-                pages,
-                sequence.sampling,
-            )
-        )
+        plan.admit.append(admission(sequence, self._cache))
 
     # --------------------------------------------------------------------------------------------------------- events
 

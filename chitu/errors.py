@@ -12,7 +12,7 @@ ChituError
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
-|   `-- Internal
+|   `-- Internal  StepFailed
 |-- RequestCancelled               the client is gone
 `-- ProtocolError                  a bad frame from a peer; costs its own room at most
     |-- BadFrame  UnknownKind
@@ -213,6 +213,15 @@ class Integrity(ServiceError):
 
 class Internal(ServiceError):
     code = "internal"
+    http_status = 500
+    retryable = False
+
+
+class StepFailed(ServiceError):
+    """An instance could not compute this one request, alone and on a sound device: the same is to be expected of every
+    other. The instance goes on, and is not to blame."""
+
+    code = "step_failed"
     http_status = 500
     retryable = False
 

@@ -31,23 +31,10 @@ from chitu.scheduling.inbox import Inbox, RouterReplaced, RouterSilent, WorkerGo
 from chitu.scheduling.prefill import Chunk
 from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
+from chitu.step_faults import Step, StepFaults
 from chitu.types import Ready, Role
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class _Step:
-    """A plan, and who takes part in it, each in the plan's order."""
-
-    plan: StepPlan
-    first_tokens: list[Sequence]
-    chunks: list[Chunk]
-    decoding: list[Sequence]
-
-    @property
-    def has_work(self) -> bool:
-        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,6 +66,7 @@ class PDScheduler:
         self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, may_start)
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
+        self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
         sources = LoadSources(
             role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots
         )
@@ -162,14 +150,14 @@ class PDScheduler:
         except Internal as error:
             logger.error("page accounting: %s", error.message)
 
-    def _schedule(self) -> _Step:
+    def _schedule(self) -> Step:
         plan = StepPlan()
         first_tokens, decoding = self._decode.schedule(plan)
         chunks = self._prefill.schedule(plan)
         is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
         self._load.note_backlog(self._clock.monotonic(), is_full)
         plan.release.extend(self._resources.slots.take_releases())
-        return _Step(plan, first_tokens, chunks, decoding)
+        return Step(plan, first_tokens, chunks, decoding)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """A unified instance's admission: like D's, with the prompts that are being computed counted in."""
@@ -179,14 +167,21 @@ class PDScheduler:
 
     # ------------------------------------------------------------------------------------------------- launch and read
 
-    def _launch(self, step: _Step) -> None:
-        """Launch a step, account for it as if it were done, and read the one before."""
+    def _launch(self, step: Step) -> None:
+        """Launch a step, account for it as if it were done, and read the one before. Where it raises, those that it
+        raises for have failed then, and the step is that of the others."""
+        self._resources.launched()
+        handle: StepHandle
+        try:
+            handle = self._executor.launch(step.plan, self._on_layer(self._pending) if step.chunks else None)
+        except Internal:
+            raise
+        except Exception as error:
+            step, handle = self._faults.repeat(step, error)
         chunks = step.chunks
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
         sequences = [*step.first_tokens, *sampled, *step.decoding]
         slots = [sequence.slot for sequence in sequences]
-        self._resources.launched()
-        handle = self._executor.launch(step.plan, self._on_layer(self._pending) if chunks else None)
         launched = _LaunchedStep(handle, chunks, slots, sequences)
         self._decode.after_launch(step.first_tokens, step.decoding)
         for sequence in self._prefill.after_launch(chunks):

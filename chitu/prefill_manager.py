@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.decode_manager import admission
+from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.lifecycle import SequenceState
@@ -121,9 +122,7 @@ class PrefillManager:
             sequence.state = SequenceState.COMPUTING
             sequence.admitted = True
             self.computing[sequence.room] = sequence
-            plan.admit.append(
-                Admit(sequence.slot, sequence.prompt, sequence.client_prompt_len, 0, tuple(pages), sequence.sampling)
-            )
+            plan.admit.append(admission(sequence, self._cache))
 
     def _fits(self, sequence: Sequence) -> bool:
         """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""

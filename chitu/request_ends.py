@@ -111,7 +111,7 @@ class RequestEnds:
             sequence.router_worker,
         )
 
-    def _give_up(self, sequence: Sequence, error: ChituError) -> None:
+    def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request here, and say so."""
         logger.warning("request %s failed: %s", sequence.request_id, error.message)
         if self._rules.is_prefill:
@@ -147,7 +147,7 @@ class RequestEnds:
         then."""
         lost = PrefillLost if self._rules.is_prefill else DecodeLost
         for sequence in self.open():
-            self._give_up(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
+            self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
 
@@ -159,13 +159,13 @@ class RequestEnds:
         for queue in (self._prefill.waiting, self._decode.waiting):
             for sequence in [s for s in queue.values() if s.arrival_s < oldest_s]:
                 what = SEQUENCE_AWAITS[sequence.state]
-                self._give_up(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
             oldest_s = now_s - self._rules.request_timeout_s
             for sequence in [s for s in self.open() if s.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
-                self._give_up(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
         return waited_text(self._rules.name, waited_s, sequence.state, what)

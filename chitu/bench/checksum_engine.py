@@ -17,7 +17,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -151,6 +151,14 @@ class ChecksumExecutor:
 
     def warmup(self) -> None:
         """Nothing to run once."""
+
+    def forget(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return frozenset(self._saved)
 
     def close(self) -> None:
         self._pool.close()

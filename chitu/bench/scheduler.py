@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
+from collections.abc import Collection
 from pathlib import Path
 
 import zmq
@@ -46,6 +47,12 @@ class IdleExecutor:
         result = StepResult(slots, [7] * len(slots))
         self.cpu_s += time.thread_time() - start_s
         return DoneStep(result)
+
+    def forget(self, slots: Collection[int]) -> None: ...
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return frozenset()
 
     def warmup(self) -> None: ...
 

@@ -104,6 +104,10 @@ class SlotTable:
         self._sequences[slot] = None
         return sequence
 
+    def forget(self, slot: int) -> None:
+        """As `release`, also of a slot that holds nothing."""
+        self._sequences[slot] = None
+
     def append_pages(self, appends: Sequence[AppendPages]) -> None:
         """Those of a whole plan by one copy to the device."""
         slots: list[int] = []

@@ -13,6 +13,7 @@ slots holds from its launch on, so the next plan may be launched before the toke
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,8 +158,18 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         """Begin one step, with at most `MAX_UNREAD_STEPS` unread. When it returns, `on_layer` was called for every
-        layer, and what the plan offloads is in host memory. Raises only for a bug or a broken device; the process then
-        ends with a non-zero code."""
+        layer, and what the plan offloads is in host memory. Where it raises, the slots of the plan may be in any state,
+        and the caller has them forgotten. Internal: what the plan says is impossible."""
+        ...
+
+    def forget(self, slots: Collection[int]) -> None:
+        """After a launch that raised: what these slots hold, if anything, is gone. All else stays: other slots, the
+        pages with their KV, and what is saved. With no step in flight. Raises Internal where that cannot be."""
+        ...
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        """Under which KV is saved."""
         ...
 
     def warmup(self) -> None:

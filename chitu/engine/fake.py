@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chitu.engine.executor import (
@@ -117,6 +117,8 @@ class FakeExecutor:
         self._slots: dict[int, _Slot] = {}
         self._owner: dict[int, int] = {}
         self._saved: dict[int, _Saved] = {}
+        self._left: dict[int, list[int]] = {}
+        """Tokens whose KV a forgotten slot left behind, by its first page."""
         self.steps = 0
         self.closed = False
         _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
@@ -174,6 +176,16 @@ class FakeExecutor:
             self._decode(slot, result)
         return result
 
+    def forget(self, slots: Collection[int]) -> None:
+        """KV of these slots stays in their pages: who is admitted with them again goes on with it."""
+        for slot in slots:
+            state = self._slots.get(slot)
+            if state is None:
+                continue
+            if state.pages and not state.lacks_restore:
+                self._left[state.pages[0]] = state.tokens[: state.kv_len]
+            self._release(slot)
+
     def warmup(self) -> None:
         """Nothing to run once."""
 
@@ -198,6 +210,7 @@ class FakeExecutor:
         _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
         bad = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
         _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
+        left = self._left.get(admit.pages[0], []) if admit.pages else []
         state = self._slots[slot] = _Slot(
             tokens=tokens,
             prompt_len=admit.prompt_len,
@@ -205,7 +218,7 @@ class FakeExecutor:
             kv_len=admit.kv_len,
             pages=[],
             sampling=admit.sampling,
-            lacks_restore=0 < admit.kv_len < len(tokens),
+            lacks_restore=0 < admit.kv_len < len(tokens) and left[: admit.kv_len] != tokens[: admit.kv_len],
         )
         self._take_pages(slot, state, admit.pages)
         self._require_pages(slot, state, admit.kv_len)
@@ -220,6 +233,7 @@ class FakeExecutor:
             if page in self._owner:
                 raise InvariantViolation(f"page {page} for slot {slot} belongs to slot {self._owner[page]}")
             self._owner[page] = slot
+            self._left.pop(page, None)
             state.pages.append(page)
 
     def _require_pages(self, slot: int, state: _Slot, tokens: int) -> None:

@@ -10,6 +10,7 @@ finds wrong with a plan it says when the step runs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,11 @@ class EagerExecutor(Protocol):
     def info(self) -> ExecutorInfo: ...
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult: ...
+
+    def forget(self, slots: Collection[int]) -> None: ...
+
+    @property
+    def saved_keys(self) -> frozenset[int]: ...
 
     def close(self) -> None: ...
 
@@ -103,6 +109,17 @@ class LateExecutor:
         aux_slots = {first.aux_slot for first in plan.first_tokens} | {chunk.aux_slot for chunk in plan.prefill}
         pages = frozenset(page for slot in slots for page in self._tables.get(slot, ()))
         return LateStep(self, plan, frozenset(slots), pages, frozenset(aux_slots - {-1}))
+
+    def forget(self, slots: Collection[int]) -> None:
+        if self.unread:
+            raise InvariantViolation("slots are forgotten with a step in flight")
+        for slot in slots:
+            self._tables.pop(slot, None)
+        self.inner.forget(slots)
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return self.inner.saved_keys
 
     def run_next(self) -> bool:
         """The device does one step; False where it has none, or is in the middle of one."""

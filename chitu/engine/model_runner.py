@@ -7,7 +7,7 @@ offloads): what the host knows of a step, lengths above all, it knows without as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -119,6 +119,18 @@ class ModelRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.record_all(self.samples)
+
+    def forget(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.forget(slot)
+            if self._sampler is not None:
+                self._sampler.release(slot)
+        if self._graphs is not None:
+            self._graphs.forget_rows()
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return frozenset(self._saved)
 
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """On a tensor-parallel follower: what the main rank sampled for these slots in the last step."""
@@ -256,13 +268,14 @@ class ModelRunner:
     def _restore(self, slot: int, key: int) -> None:
         if key not in self._saved:
             raise Internal(f"key {key} holds no saved sequence")
-        kv_len, saved = self._saved.pop(key)
+        kv_len, saved = self._saved[key]
         if kv_len != self._slots[slot].kv_len:
             raise Internal(f"slot {slot}: admitted with kv_len {self._slots[slot].kv_len}, {kv_len} tokens were saved")
         pages = self._slots.pages_of(slot, kv_len)
         on_device = saved.to(self._device, non_blocking=True)
         for index, region in enumerate(self._pool.regions):
             region[pages] = on_device[index]
+        del self._saved[key]
 
     def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:
         """On a device with its own queue the callback gets an event behind the writes that it speaks of: the host goes

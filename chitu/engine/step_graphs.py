@@ -143,6 +143,11 @@ class StepGraphs:
         recording.positions = [position + 1 for position in positions]
         return recording.logits_BV[: len(slots)], recording.tokens_B[: len(slots)]
 
+    def forget_rows(self) -> None:
+        """A replay raised: what the rows on the device say now is not known."""
+        for recording in self._decodes.values():
+            recording.slots = []
+
     def _record_decode(self, size: int) -> _Decode:
         table = self._table
         rows_2B = torch.zeros(2, size, dtype=torch.int64, device=table.device)

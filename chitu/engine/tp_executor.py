@@ -7,6 +7,7 @@ the first and the last call (`warmup`, `close`) come from the main thread while 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
@@ -74,6 +75,13 @@ class TensorParallelExecutor:
             # The pages may be announced next, and a peer would write over what a slower rank has not copied yet.
             self._group.barrier()
         return self._last
+
+    def forget(self, slots: Collection[int]) -> None:
+        raise Internal("a step raised on the main rank, and the other ranks are in the middle of it")
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return self._runner.saved_keys
 
     def warmup(self) -> None:
         run_warmup(self, self._runner.num_pages, self._runner.page_size, samples=self._runner.samples)

@@ -57,9 +57,11 @@ class Served:
         return True
 
 
-def serve(folder, requests: list[tuple[list[int], SamplingParams]], overlap: bool, recording: Recording | None):
+def serve(
+    folder, requests: list[tuple[list[int], SamplingParams]], overlap: bool, recording: Recording | None, sampler=None
+):
     """One request more a turn, on a pool in which not all of them can grow; the last one is cancelled."""
-    sampler = Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
+    sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
     engine = Engine(
         folder,
         ops=TorchOps(),
@@ -165,3 +167,48 @@ def test_tokens_of_two_steps_wait_in_two_buffers_and_a_third_is_refused():
     assert second.result() == StepResult([1], [11])
     assert third.result() == StepResult([2, 0], [22, 2])
     assert [each.waits for each in marks] == [1, 1, 1, 1]
+
+
+class FaultySampler(Sampler):
+    """Raises for one seed, when the tokens of the whole batch are drawn, counted and remembered."""
+
+    raised = 0
+
+    def admit(self, slot, token_ids, prompt_len, params):
+        super().admit(slot, token_ids, prompt_len, params)
+        self.seeds = {**getattr(self, "seeds", {}), slot: params.seed}
+
+    def sample(self, logits, slots):
+        tokens = super().sample(logits, slots)
+        if any(self.seeds[slot] == POISON_SEED for slot in slots):
+            self.raised += 1
+            raise RuntimeError("a tensor that does not fit")
+        return tokens
+
+
+POISON_SEED = 666
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("recording", [None, DECODES], ids=["eager", "recorded"])
+def test_a_request_that_raises_fails_alone_and_no_token_of_others_counts_twice(checkpoint, recording, overlap):
+    folder, _ = checkpoint
+    prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9)]
+    params = [
+        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.9, logit_bias={5: 2.0}, seed=11),
+        SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=3),
+        SamplingParams(max_tokens=36, temperature=0.0, presence_penalty=1.0, ignore_eos=True),
+        SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True),
+    ]
+    good = list(zip(prompts, params, strict=False))
+    last = (prompts[5], SamplingParams(max_tokens=30, temperature=0.0))
+    bad = (prompts[4], SamplingParams(max_tokens=30, temperature=1.0, seed=POISON_SEED))
+    alone = serve(folder, [*good, last], overlap, recording)
+    sampler = FaultySampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
+    beside = serve(folder, [*good[:2], bad, *good[2:], last], overlap, recording, sampler)
+    assert sampler.raised > 1
+    assert (beside.reasons.pop(2), beside.tokens.pop(2, [])) == ("error", [])
+    order = [0, 1, 3, 4, 5]
+    assert [beside.tokens[index] for index in order] == [alone.tokens[index] for index in range(5)]
+    assert [beside.reasons[index] for index in order] == [alone.reasons[index] for index in range(5)]

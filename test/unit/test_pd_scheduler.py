@@ -71,6 +71,8 @@ class Instance:
         clock: FakeClock | None = None,
         config: SchedulerConfig | None = None,
         overlap: bool = False,
+        executor: type[FakeExecutor] = FakeExecutor,
+        late: type[LateExecutor] = LateExecutor,
     ) -> None:
         """`overlap`: on a device that is late."""
         self.clock = clock or FakeClock()
@@ -82,8 +84,8 @@ class Instance:
         self.open_ports: list[int] = []
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE)
         self.aux = Slots(aux_slots)
-        self.executor = FakeExecutor(INFO, num_pages, PAGE_SIZE, aux_slots)
-        self.late = LateExecutor(self.executor)
+        self.executor = executor(INFO, num_pages, PAGE_SIZE, aux_slots)
+        self.late = late(self.executor)
         self.scheduler = PDScheduler(
             PDSchedulerParts(
                 config=config
