@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -28,6 +29,7 @@ from chitu.routing import InstanceKey, make_selector
 from chitu.serve.access import Access
 from chitu.serve.admin_routes import add_admin_routes
 from chitu.serve.app import RouterApp
+from chitu.serve.body_threads import BodyThreads
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cluster_source import ClusterSource
 from chitu.serve.cold_routes import make_cold_app
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 20_000
 """Container objects between two young collections; a request makes some hundred that all die by counting."""
+SWITCH_S = 0.0005
+"""After which a thread that works on a body lets the loop have the GIL; the loop wants it several times a token."""
 
 
 class ApiEndpoint:
@@ -69,10 +73,11 @@ class ApiEndpoint:
             index, reply = worker[0], ReplyAddress(worker[1], self.token_port)
         self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply)
         cluster = make_cluster(self.router)
-        self._routes = GenerationRoutes(model, self.router, config.max_body_bytes)
+        self._threads = BodyThreads()
+        self._routes = GenerationRoutes(model, self.router, self._threads, config.max_body_bytes)
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
-        cold = make_cold_app(model, self.router, cluster, self._snapshots, chitu.__version__)
+        cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, chitu.__version__)
         add_admin_routes(cold, cluster)
         self.app = RouterApp(hot, cold, Access(config, secrets, clock), config.max_body_bytes)
         self._token_reader: BulkReader | None = None
@@ -108,6 +113,7 @@ class ApiEndpoint:
         if self._token_reader is not None:
             self._token_reader.close()
         self._outbox.close()
+        self._threads.close()
 
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:
@@ -125,3 +131,4 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
+    sys.setswitchinterval(SWITCH_S)

@@ -7,8 +7,10 @@ answered beside it (`generate.py`) and only appear in its OpenAPI document. Ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -17,11 +19,13 @@ from starlette.exceptions import HTTPException
 from chitu.errors import ChituError, Internal, InvalidRequest
 from chitu.net.http import error_headers, error_object
 from chitu.pd_request_router import PDRequestRouter
+from chitu.serve.body_threads import BodyThreads
 from chitu.serve.cluster_snapshot import SnapshotSource
 from chitu.serve.cluster_source import ClusterSource
+from chitu.serve.exchange import EXCHANGE
 from chitu.serve.metrics_text import MetricsReport, render_metrics
 from chitu.serve.openapi_document import openapi_document
-from chitu.serve.request_bodies import decode_body, detokenize_decoder, tokenize_decoder
+from chitu.serve.request_bodies import MAX_TOKENS, decode_body, detokenize_decoder, tokenize_decoder
 from chitu.serve.request_checks import chat_messages
 from chitu.serve.served_model import ServedModel
 from chitu.serve.web_routes import add_web_routes
@@ -43,11 +47,17 @@ class _HTTPError(ChituError):
 
 
 def make_cold_app(
-    model: ServedModel, router: PDRequestRouter, cluster: ClusterSource, source: SnapshotSource, version: str
+    model: ServedModel,
+    router: PDRequestRouter,
+    cluster: ClusterSource,
+    source: SnapshotSource,
+    threads: BodyThreads,
+    version: str,
 ) -> FastAPI:
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
+    _add_tokenizer_routes(app, model, router, threads)
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
@@ -105,32 +115,51 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         model.require_name(name)
         return card()
 
+
+def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter, threads: BodyThreads) -> None:
+    async def answer(request: Request, work: Callable[[bytes], Any]) -> Response:
+        """`work` makes the answer of the body. Its JSON is made there too: it can be as large."""
+        raw = await request.body()
+        body = await threads.run(request.scope[EXCHANGE], len(raw), lambda: msgspec.json.encode(work(raw)))
+        return Response(body, media_type="application/json")
+
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        body = decode_body(tokenize_decoder, await request.body())
-        if body.model is not None:
-            model.require_name(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
-        if body.prompt is not None:
-            ids = await model.encode(body.prompt, body.add_special_tokens is not False)
-        else:
-            text = model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
-            ids = await model.encode(text, bool(body.add_special_tokens))
+    async def tokenize(request: Request) -> Response:
         limits = model.limits(router.candidates)
         max_len = limits.max_model_len if limits is not None else None
-        return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+
+        def work(raw: bytes) -> dict[str, Any]:
+            body = decode_body(tokenize_decoder, raw)
+            if body.model is not None:
+                model.require_name(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+            if body.prompt is not None:
+                text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
+            else:
+                text = model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
+                param, add_special_tokens = "messages", bool(body.add_special_tokens)
+            if model.tokenizer.exceeds(text, max(max_len or 0, MAX_TOKENS), bytes_per_token=1):
+                raise InvalidRequest(f"{param}: at most {max(max_len or 0, MAX_TOKENS)} tokens are counted", param)
+            ids = model.tokenizer.encode(text, add_special_tokens)
+            return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+
+        return await answer(request, work)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        body = decode_body(detokenize_decoder, await request.body())
-        if body.model is not None:
-            model.require_name(body.model)
+    async def detokenize(request: Request) -> Response:
         vocab_size = model.vocab_size(router.candidates)
-        for token in body.tokens:
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
-        return {"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+        def work(raw: bytes) -> dict[str, Any]:
+            body = decode_body(detokenize_decoder, raw)
+            if body.model is not None:
+                model.require_name(body.model)
+            for token in body.tokens:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
+            return {"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+
+        return await answer(request, work)
 
 
 def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSource) -> None:

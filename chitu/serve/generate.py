@@ -15,9 +15,9 @@ from functools import partial
 
 from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.generation import GenerateRequest, Generation
-from chitu.messages import pack_i32
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
+from chitu.serve.body_threads import BodyThreads
 from chitu.serve.choice import ChoiceDecoder
 from chitu.serve.exchange import Exchange
 from chitu.serve.jobs import Job, JobParser, Prompt, client_timeout_s
@@ -33,6 +33,9 @@ from chitu.serve.sse import (
     error_event,
 )
 from chitu.tokenizer import StopScanner
+
+CHOICES_A_TURN = 16
+"""Of one request, sent on their way before others have a turn of the loop."""
 
 
 class Wakeup:
@@ -70,10 +73,10 @@ class Choice:
 class GenerationRoutes:
     """Handlers of the two routes."""
 
-    def __init__(self, model: ServedModel, router: PDRequestRouter, max_body_bytes: int) -> None:
+    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, max_body_bytes: int) -> None:
         self._model = model
         self._router = router
-        self._parser = JobParser(model, router)
+        self._parser = JobParser(model, router, threads)
         self._max_body_bytes = max_body_bytes
         self.draining = False
         """True: the process is ending and takes nothing new."""
@@ -89,7 +92,7 @@ class GenerationRoutes:
         exchange: Exchange,
         scope: Scope,
         request_id: str,
-        parse: Callable[[bytes], Awaitable[Job]],
+        parse: Callable[[bytes, Exchange], Awaitable[Job]],
         make_format: type[CompletionFormat] | type[ChatFormat],
     ) -> None:
         choices: list[Choice] = []
@@ -99,13 +102,15 @@ class GenerationRoutes:
             if self.draining:
                 raise self._router.rejected(NoInstance("the server is shutting down"))
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
-            job = await parse(raw)
-            job.timeout_s = client_timeout_s(scope)
-            self._start(job, request_id, wakeup, choices)
-            form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
+            timeout_s = client_timeout_s(scope)
+            job = await parse(raw, exchange)
+            del raw
+            job.timeout_s = timeout_s
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
+            await self._start(job, request_id, wakeup, choices, exchange)
+            form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
             if job.options.stream:
                 await self._stream(exchange, job, choices, wakeup, form)
             else:
@@ -126,21 +131,27 @@ class GenerationRoutes:
 
     # -------------------------------------------------------------------------------------------------------- choices
 
-    def _start(self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice]) -> None:
-        """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them."""
+    async def _start(
+        self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice], exchange: Exchange
+    ) -> None:
+        """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them.
+        Others have their turn in between."""
         options, model = job.options, self._model
         total = len(job.prompts) * options.n
         if total > 1:  # of one `add_request` asks the same
             self._router.require_room_for(total)
         per_token = options.stream or bool(options.stops)
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
-            packed = pack_i32(prompt.token_ids)
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
             ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
             for i in range(options.n):
                 label = request_id if total == 1 else f"{request_id}-{len(choices)}"
+                if len(choices) % CHOICES_A_TURN == CHOICES_A_TURN - 1:
+                    await asyncio.sleep(0)
+                    if exchange.is_client_gone:
+                        raise ClientGone
                 request = GenerateRequest(
-                    label, packed, len(prompt.token_ids), with_seed(sampling, i), per_token, ends, job.timeout_s
+                    label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends, job.timeout_s
                 )
                 generation = self._router.add_request(request, wakeup.set)
                 decoder = ChoiceDecoder(
@@ -152,15 +163,8 @@ class GenerationRoutes:
                 choices.append(Choice(generation, decoder, prompt))
 
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
-        prompt_tokens = sum([len(prompt.token_ids) for prompt in job.prompts])
+        prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
         return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]))
-
-    def _echo(self, choice: Choice, options: OutputOptions) -> str:
-        if not options.echo:
-            return ""
-        if choice.prompt.text is not None:
-            return choice.prompt.text
-        return self._model.tokenizer.decode(choice.prompt.token_ids, options.skip_special_tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -189,7 +193,7 @@ class GenerationRoutes:
             open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
         finished = [
             FinishedChoice(
-                self._echo(choice, options) + text,
+                choice.prompt.echo + text,
                 choice.decoder.finish_reason or "stop",
                 token_ids if options.return_token_ids else None,
             )
@@ -242,9 +246,8 @@ class GenerationRoutes:
         if not choice.is_open:
             choice.is_open = True
             events.append(form.opening(index))
-            echo = self._echo(choice, options)
-            if echo:
-                events.append(form.delta(index, echo, [] if with_ids else None))
+            if choice.prompt.echo:
+                events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None))
         ending = deltas.pop() if decoder.finish_reason is not None else None
         for text, token_ids in deltas:
             events.append(form.delta(index, text, token_ids if with_ids else None))

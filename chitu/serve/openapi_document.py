@@ -106,8 +106,8 @@ MORE: dict[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 504),
     "/v1/chat/completions": (404, 429, 504),
     "/v1/models/{name}": (404,),
-    "/tokenize": (404,),
-    "/detokenize": (404,),
+    "/tokenize": (404, 429),
+    "/detokenize": (404, 429),
     "/cluster/events": (429,),
     "/admin/drain": (403, 404, 409),
 }

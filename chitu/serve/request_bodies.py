@@ -1,8 +1,8 @@
 """The bodies of the generation routes, `/tokenize` and `/detokenize` as they come: their fields and types. Pure.
 
-Decoded by the routes on the loop thread; read by `request_checks.py`, `sampling_fields.py` and the OpenAPI document.
-JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error here. Fields that nobody knows
-are accepted, as OpenAI does (and logged at debug level).
+Decoded by the routes, on the loop or in a thread; read by `request_checks.py`, `sampling_fields.py` and the OpenAPI
+document. JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error here. Fields that
+nobody knows are accepted, as OpenAI does (and logged at debug level).
 """
 
 from __future__ import annotations
@@ -19,8 +19,22 @@ log = logging.getLogger(__name__)
 
 MAX_N = 128
 MAX_STOPS = 16
-MAX_DETOKENIZE = 1 << 20
-"""Token ids in one body."""
+MAX_STOP_CHARS = 256
+"""Of one stop string."""
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+"""Of one message's content."""
+MAX_ROLE_CHARS = 64
+MAX_PROMPTS = 1024
+"""Prompts in one body, and choices: each is a request of its own."""
+MAX_TOKENS = 1 << 18
+"""Token ids that `/detokenize` takes; what `/tokenize` gives, unless requests may have more."""
+LARGE_BODY_BYTES = 16 << 10
+"""Beyond it a body is looked over before anything is made of it, and is worked on in a thread (`body_threads.py`)."""
+MAX_FIELD_BYTES = 64 << 10
+"""In a large body, the JSON of every field that holds neither text nor tokens."""
 
 
 def _documented(**schema: Any) -> msgspec.Meta:
@@ -31,9 +45,10 @@ def _documented(**schema: Any) -> msgspec.Meta:
 _Count = Annotated[int, _documented(minimum=1)]
 _Penalty = Annotated[float, _documented(minimum=-2, maximum=2)]
 _Share = Annotated[float, _documented(minimum=0, maximum=1)]
-_StopText = Annotated[str, _documented(minLength=1)]
+_StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _TokenIdText = Annotated[str, _documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, _documented(minimum=0)]
+_Bias = Annotated[float, _documented(minimum=-100, maximum=100)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -50,20 +65,20 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, _documented(minimum=0, maximum=2)] | None = None
     top_p: Annotated[float, _documented(exclusiveMinimum=0, maximum=1)] | None = None
     n: Annotated[int, _documented(minimum=1, maximum=MAX_N)] | None = None
-    stop: _StopText | Annotated[list[_StopText], _documented(maxItems=MAX_STOPS)] | None = None
+    stop: _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, _documented(minimum=-(1 << 63), maximum=(1 << 63) - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[_TokenIdText, Annotated[float, _documented(minimum=-100, maximum=100)]] | None = None
+    logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     user: str | None = None
     # extensions (names as vLLM and SGLang have them)
     top_k: Annotated[int, _documented(minimum=-1)] | None = None
     min_p: _Share | None = None
     repetition_penalty: Annotated[float, _documented(exclusiveMinimum=0, maximum=10)] | None = None
     min_tokens: Annotated[int, _documented(minimum=0)] | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -99,8 +114,9 @@ _PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[Any, _documented(anyOf=_PROMPTS)] = None
-    """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`."""
+    prompt: Annotated[msgspec.Raw, _documented(anyOf=_PROMPTS)] = msgspec.field(default_factory=msgspec.Raw)
+    """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`. As JSON, because it can be
+    as large as the body, and what it is made into depends on how it begins."""
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -112,16 +128,19 @@ class TextPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    role: str
-    content: str | list[TextPart] | None = None
+    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
+    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     name: str | None = None
     tool_calls: Any = None
     function_call: Any = None
     audio: Any = None
 
 
+_Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
+
+
 class ChatBody(GenerationBody, kw_only=True):
-    messages: Annotated[list[ChatMessage], _documented(minItems=1)] | None = None
+    messages: _Messages | None = None
     max_completion_tokens: _Count | None = None
     modalities: list[str] | None = None
     audio: Any = None
@@ -138,19 +157,20 @@ class ChatBody(GenerationBody, kw_only=True):
 class TokenizeBody(msgspec.Struct):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages (the template writes them)."""
 
 
 class DetokenizeBody(msgspec.Struct):
-    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_DETOKENIZE)]
+    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
     model: str | None = None
     skip_special_tokens: bool = False
 
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _PARAM = re.compile(r"`\$\.?([^`]*)`")
+_TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
 
 completion_decoder = msgspec.json.Decoder(CompletionBody)
 chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -158,16 +178,29 @@ tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
+_CONTENT = ("prompt", "messages", "tokens")
+"""What a body may be large by."""
+
+
+def _outline(body: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """For the body's fields as pieces of JSON, of which nothing is made yet."""
+    names = [name for name in body.__struct_fields__ if name not in _CONTENT]
+    return msgspec.json.Decoder(msgspec.defstruct("Outline", [(name, msgspec.Raw, msgspec.Raw()) for name in names]))
+
+
+_OUTLINES: dict[type[msgspec.Struct], msgspec.json.Decoder[msgspec.Struct]] = {
+    body: _outline(body) for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+}
+
+
 def decode_body(decoder: msgspec.json.Decoder[_BodyT], raw: bytes) -> _BodyT:
-    """A body as its struct. InvalidRequest with the field's name where a type is wrong or the JSON is broken."""
+    """A body as its struct. InvalidRequest with the field's name where a type or length is wrong or the JSON broken."""
     try:
+        if len(raw) > LARGE_BODY_BYTES:
+            _look_over(_OUTLINES[decoder.type].decode(raw))
         body = decoder.decode(raw)
     except msgspec.ValidationError as error:
-        text = str(error)
-        found = _PARAM.search(text)
-        param = found.group(1) if found else ""
-        what = text.split(" - at ")[0]
-        raise InvalidRequest(f"{param or 'the body'}: {what}", param or None) from error
+        raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if log.isEnabledFor(logging.DEBUG):
@@ -175,3 +208,21 @@ def decode_body(decoder: msgspec.json.Decoder[_BodyT], raw: bytes) -> _BodyT:
         if unknown:
             log.debug("fields that are not known and have no effect: %s", ", ".join(unknown))
     return body
+
+
+def _look_over(outline: msgspec.Struct) -> None:
+    """Objects cost many times their JSON, and decoding cannot be interrupted: refuse what would make too many."""
+    for name in outline.__struct_fields__:
+        num_bytes = len(getattr(outline, name))
+        if num_bytes > MAX_FIELD_BYTES:
+            raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {MAX_FIELD_BYTES} are taken", name)
+
+
+def _invalid(text: str) -> InvalidRequest:
+    """The error that says what msgspec says, of the field that it names."""
+    what, found = text.split(" - at ")[0], _PARAM.search(text)
+    param = found.group(1) if found else ""
+    if length := _TOO_LONG.match(what):
+        unit = "characters" if length.group(1) == "str" else "entries"
+        what = f"at most {length.group(2)} {unit} are taken"
+    return InvalidRequest(f"{param or 'the body'}: {what}", param or None)

@@ -1,19 +1,25 @@
 """What a generation route takes of a body: refusals of what the service does not do, the shapes of prompts. Pure.
 
-Called by `jobs.py` (and by `/tokenize`, for messages) on the loop thread. Everything that the service does not do yet
-is refused by name, never ignored; a field at its neutral value is taken.
+Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thread. Everything that the service does not
+do yet is refused by name, never ignored; a field at its neutral value is taken.
 """
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.serve.request_bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
-
-MAX_PROMPTS = 1024
-"""Prompts in one body; each is a request of its own."""
+from chitu.serve.request_bodies import (
+    MAX_PROMPTS,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+)
 
 
 def _refuse(body: GenerationBody, name: str, neutral: tuple[Any, ...] = ()) -> None:
@@ -95,33 +101,38 @@ def check_chat(body: ChatBody) -> None:
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
+_SHAPE = "prompt must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
+_Several = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
+_Ids = Annotated[list[int], msgspec.Meta(min_length=1)]
+_text = msgspec.json.Decoder(str)
+_texts: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(Annotated[list[str], _Several])
+_ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(_Ids)
+_ids_of_several: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(Annotated[list[_Ids], _Several])
+_TEXTS = re.compile(rb'\[\s*"')
+_LISTS = re.compile(rb"\[\s*\[")
+
+
 def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     """The prompts of a body, all texts or all token ids. InvalidRequest for any other shape."""
-    prompt: Any = body.prompt
-    if prompt is None:
+    given = bytes(body.prompt)
+    if given in (b"", b"null"):
         raise InvalidRequest("prompt is required", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids, or a list of those", "prompt"
-        )
-    if _all_ints(prompt):
-        return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are taken", "prompt")
-    if all(isinstance(entry, str) for entry in prompt):
-        return prompt
-    if all(isinstance(entry, list) and entry and _all_ints(entry) for entry in prompt):
-        return prompt
-    raise InvalidRequest(
-        "prompt must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)",
-        "prompt",
-    )
-
-
-def _all_ints(values: list[Any]) -> bool:
-    return set(map(type, values)) == {int}
+    try:
+        if given[:1] != b"[":
+            return [_text.decode(given)]
+        if _TEXTS.match(given):
+            return _texts.decode(given)
+        if not _LISTS.match(given):
+            return [_ids.decode(given)]
+        # Before they are made: a list costs many times the three bytes that it takes here.
+        if given.count(b"[") <= MAX_PROMPTS + 1:
+            return _ids_of_several.decode(given)
+    except msgspec.ValidationError as error:
+        if "length <=" not in str(error):
+            raise InvalidRequest(_SHAPE, "prompt") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"prompt is not valid JSON: {error}", "prompt") from error
+    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
 
 
 def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:

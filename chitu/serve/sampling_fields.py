@@ -1,6 +1,6 @@
 """From the fields of a body to sampling parameters and to what HTTP does with the tokens: defaults and ranges. Pure.
 
-Called by `jobs.py` on the loop thread, once for each request. Every error names its field.
+Called by `jobs.py`, on the loop or in a thread, once for each request. Every error names its field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.messages import SamplingParams
-from chitu.serve.request_bodies import MAX_N, MAX_STOPS, ChatBody, CompletionBody, GenerationBody
+from chitu.serve.request_bodies import MAX_N, ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat has the rest of the context."""
@@ -50,7 +50,7 @@ def _token_ids(values: list[int] | None, vocab_size: int, name: str) -> tuple[in
     for token in values:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(f"{name}: {token} is no token id (0 to {vocab_size - 1})", name)
-    return tuple(values)
+    return tuple(dict.fromkeys(values))
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
@@ -74,8 +74,6 @@ def output_options(body: GenerationBody) -> OutputOptions:
     if body.stream_options is not None and not stream:
         raise InvalidRequest("stream_options is allowed only with stream: true", "stream_options")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are taken", "stop")
     if "" in stops:
         raise InvalidRequest("stop must not hold an empty string", "stop")
     return OutputOptions(

@@ -1,8 +1,11 @@
-"""The model as the HTTP layer sees it: names, tokenizer, limits. Loop thread; torch-free."""
+"""The model as the HTTP layer sees it: names, tokenizer, limits. Torch-free.
+
+Loop thread, except `require_name`, `encode` and `require_known`, which any thread may call.
+"""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +15,8 @@ from chitu.models.config import ModelSpec, read_model_spec
 from chitu.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
-LONG_TEXT_CHARS = 32_768
-"""Longer prompts are tokenised in a thread (the tokenizer releases the GIL): one client cannot stall the rest."""
+NAMED_CHARS = 100
+"""Of a client's text in an error."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +47,7 @@ class ServedModel:
         if name is None:
             raise InvalidRequest("model is required", "model")
         if name != self.name and name != self.path:
-            raise ModelNotFound(f"the model {name!r} does not exist; this server has {self.name!r}")
+            raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
         """None while no instance can serve. Computed once per view."""
@@ -63,11 +66,29 @@ class ServedModel:
         limits = self.limits(candidates)
         return limits.vocab_size if limits is not None else self._spec_vocab_size
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self.tokenizer.encode, text, add_special_tokens)
+    def encode(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
+        """Token ids. ContextLengthExceeded, before it is tokenised, where they are certainly more than a request may
+        have; the caller counts the others."""
+        if self.tokenizer.exceeds(text, limits.max_model_len):
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {limits.max_model_len} tokens and a prompt of {len(text)} "
+                "characters has more; shorten the prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
+        """InvalidRequest where the model has no embedding for one of the ids (not empty), whoever made them: tokenizers
+        may know tokens that were added behind the model's vocabulary."""
+        if is_text and self.tokenizer.vocab_size <= limits.vocab_size:
+            return
+        largest = max(ids)
+        if largest < limits.vocab_size and min(ids) >= 0:
+            return
+        known = f"from 0 to {limits.vocab_size - 1}"
+        if is_text:
+            token = self.tokenizer.decode([largest], skip_special_tokens=False)
+            raise InvalidRequest(f"{param}: the text has the token {token!r} ({largest}); the model has {known}", param)
+        raise InvalidRequest(f"{param}: token ids must be {known}", param)
 
 
 def output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:

@@ -19,6 +19,14 @@ from chitu.tokenizer.words import WordEncoder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+SURE_BYTES = 4
+"""Of UTF-8 a token: English and Chinese have about so many."""
+SURVEY_CHARS = 32_768
+"""A piece of a long text that is tokenised to see how many tokens that has."""
+SURVEY_SLACK = 64
+"""Tokens that such a piece has because it was cut off."""
+MOST_COMPOSED = 4
+"""Characters that NFC makes one of at most."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -40,6 +48,7 @@ class Tokenizer:
         """All ids that end a text, by tokenizer_config.json, generation_config.json and config.json."""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest token id; a model's logits row may be longer."""
+        self._longest_chars = _longest_chars(backend)
         self._words = WordEncoder.of(backend)
         self._make_skipping = detokenizer_factory(backend, skip_special_tokens=True)
         self._make_keeping = detokenizer_factory(backend, skip_special_tokens=False)
@@ -67,6 +76,23 @@ class Tokenizer:
         ids = None if self._words is None else self._words.encode(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0] if ids is None else ids
 
+    def exceeds(self, text: str, max_tokens: int, bytes_per_token: int = SURE_BYTES) -> bool:
+        """Whether the text certainly has more tokens than `max_tokens`, at the cost of tokenising these at most; texts
+        of `bytes_per_token` for each of them are not looked at. Tokenising takes some hundred bytes a token, and cannot
+        be stopped."""
+        if self._longest_chars is not None and len(text) > max_tokens * self._longest_chars:
+            return True
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+        if num_bytes <= max(SURVEY_CHARS, max_tokens * bytes_per_token):
+            return False
+        num_tokens = 0
+        for at in range(0, len(text), SURVEY_CHARS):
+            piece = text[at : at + SURVEY_CHARS]
+            num_tokens += max(0, len(self.encode_batch([piece], add_special_tokens=False)[0]) - SURVEY_SLACK)
+            if num_tokens > max_tokens:
+                return True
+        return False
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Many texts at once, on several threads."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -93,6 +119,34 @@ class Tokenizer:
         the template refuses the messages.
         """
         return self._chat_template.render(messages, tools, add_generation_prompt, variables)
+
+
+def _longest_chars(backend: Backend) -> int | None:
+    """Characters of a text that a token stands for at most; None where that has no bound (unknown characters, spaces
+    that a token takes with it, a normalizer that leaves characters out)."""
+    is_complete = "ByteLevel" in {step["type"] for step in _steps(backend.pre_tokenizer)}
+    is_complete = is_complete or getattr(backend.model, "byte_fallback", False)
+    if not is_complete or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    factor = 1
+    for step in _steps(backend.normalizer):
+        pattern = step.get("pattern", {}).get("String")
+        if step["type"] == "NFC":
+            factor = MOST_COMPOSED
+        elif step["type"] != "Prepend" and not (pattern and len(step["content"]) >= len(pattern)):
+            return None
+    return factor * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """A part of a tokenizer as the flat list of what it does."""
+
+    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+        if step["type"] != "Sequence":
+            return [step]
+        return [leaf for inner in step.get("pretokenizers") or step["normalizers"] for leaf in flatten(inner)]
+
+    return [] if part is None else flatten(json.loads(part.__getstate__()))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

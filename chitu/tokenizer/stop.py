@@ -14,7 +14,7 @@ from chitu.errors import InvalidRequest
 class StopScanner:
     """Holds back the longest end of the text that may become a stop string, and nothing more."""
 
-    __slots__ = ("_held", "_include_stop", "_prefixes", "_stopped", "_stops")
+    __slots__ = ("_heads", "_held", "_include_stop", "_stopped", "_stops")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it. InvalidRequest on an empty one."""
@@ -22,8 +22,7 @@ class StopScanner:
             raise InvalidRequest("a stop string must not be empty", param="stop")
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        # Longest first: the first one that fits is the longest.
-        self._prefixes = tuple(sorted({s[:n] for s in stops for n in range(1, len(s))}, key=len, reverse=True))
+        self._heads = frozenset(stop[0] for stop in stops)
         self._held = ""
         self._stopped = False
 
@@ -35,12 +34,16 @@ class StopScanner:
         for stop in self._stops:
             if stop in text:
                 return self._cut(text), True
-        if not text.endswith(self._prefixes):
-            self._held = ""
-            return text, False
-        held = next(len(prefix) for prefix in self._prefixes if text.endswith(prefix))
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        # The first place from which all the rest may begin a stop string. What is passed over here is never looked at
+        # again, so the whole text costs no more than its length, whatever the stop strings are.
+        for at, character in enumerate(text):
+            if character in self._heads:
+                rest = text[at:]
+                if any(stop.startswith(rest) for stop in self._stops):
+                    self._held = rest
+                    return text[:at], False
+        self._held = ""
+        return text, False
 
     def _cut(self, text: str) -> str:
         """The text up to its hit; it holds a stop string."""

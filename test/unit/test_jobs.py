@@ -1,0 +1,181 @@
+"""From a body to a job: which prompts are refused before anything is sent, what is not tokenised, what is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.schema import ModelConfig
+from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
+from chitu.net.http import ClientGone
+from chitu.pd_request_router import PDRequestRouter
+from chitu.serve.body_threads import HUGE_BODY_BYTES, BodyThreads
+from chitu.serve.exchange import Exchange
+from chitu.serve.jobs import Job, JobParser
+from chitu.serve.request_bodies import LARGE_BODY_BYTES
+from chitu.serve.served_model import ServedModel
+
+MAX_LEN = 64
+
+
+class Client:
+    """Stands for an `Exchange`."""
+
+    def __init__(self) -> None:
+        self.is_client_gone = False
+        self._on_gone: Callable[[], None] | None = None
+
+    def call_when_gone(self, on_gone: Callable[[], None] | None) -> None:
+        self._on_gone = on_gone
+
+    def leave(self) -> None:
+        self.is_client_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    @property
+    def exchange(self) -> Exchange:
+        return cast(Exchange, self)
+
+
+class World:
+    """A parser, with as many embeddings as said, and what it had tokenised."""
+
+    def __init__(self, vocab_size: int = 100_000, serving: bool = True) -> None:
+        self.model = ServedModel.load(ModelConfig(path=str(TINY_MODEL_DIR), served_name="m"), 0)
+        instance = SimpleNamespace(max_model_len=MAX_LEN, layout=SimpleNamespace(vocab_size=vocab_size))
+        candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
+        self.rejected: list[ChituError] = []
+        router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
+        self.threads = BodyThreads()
+        self.parser = JobParser(self.model, cast(PDRequestRouter, router), self.threads)
+        self.client = Client()
+        self.tokenized: list[str] = []
+        self.on_tokenized: Callable[[], None] = lambda: None
+        tokenizer = self.model.tokenizer
+        encode_batch, encode = tokenizer.encode_batch, tokenizer.encode
+
+        def counting_batch(texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+            self.tokenized += texts
+            return encode_batch(texts, add_special_tokens)
+
+        def counting(text: str, add_special_tokens: bool = True) -> list[int]:
+            self.tokenized.append(text)
+            ids = encode(text, add_special_tokens)
+            self.on_tokenized()
+            return ids
+
+        tokenizer.encode_batch = counting_batch  # type: ignore[method-assign,assignment]
+        tokenizer.encode = counting  # type: ignore[method-assign]
+
+    def completion(self, prompt: Any, **fields: Any) -> Job:
+        raw = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+        return asyncio.run(self.parser.completion(raw, self.client.exchange))
+
+    def chat(self, text: str) -> Job:
+        raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
+        return asyncio.run(self.parser.chat(raw, self.client.exchange))
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_whoever_made_it() -> None:
+    world = World()
+    tokenizer = world.model.tokenizer
+    last = max(tokenizer.encode("what does <|pad|> mean?<|im_end|>"))
+    for enough in (World(last + 1), World(tokenizer.vocab_size)):
+        assert enough.completion("what does <|pad|> mean?<|im_end|>").prompts
+    too_small = World(last)
+    for body, param in (
+        (lambda: too_small.completion("what does <|pad|> mean?<|im_end|>"), "prompt"),
+        (lambda: too_small.completion(["a fine one", "<|pad|><|im_end|>"]), "prompt"),
+        (lambda: too_small.completion([1, last]), "prompt"),
+        (lambda: too_small.completion([[1], [1, last]]), "prompt"),
+        (lambda: too_small.completion([1, -1]), "prompt"),
+        (lambda: too_small.chat("what does <|pad|> mean?<|im_end|>"), "messages"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"0 to {last - 1}") as raised:
+            body()
+        assert raised.value.param == param
+
+
+def test_what_cannot_fit_the_context_is_refused_before_it_is_tokenized() -> None:
+    world = World()
+    with pytest.raises(ContextLengthExceeded):
+        world.completion("a" * 1_000_000)
+    assert world.tokenized == []
+
+
+def test_of_a_text_that_might_fit_no_more_is_tokenized_than_shows_that_it_does_not() -> None:
+    world = World()
+    world.model.tokenizer._longest_chars = None  # as of a tokenizer whose tokens have no longest one
+    with pytest.raises(ContextLengthExceeded):
+        world.completion("1 " * 500_000)
+    assert 0 < sum(map(len, world.tokenized)) < 50_000
+
+
+def test_a_text_of_few_long_tokens_is_taken_however_many_bytes_it_has() -> None:
+    world = World()
+    ids = world.model.tokenizer.encode
+    world.model.tokenizer._longest_chars = None
+    text = "a" * 40_000
+    length = len(ids(text))
+    assert world.model.tokenizer.exceeds(text, length, bytes_per_token=1) is False
+    assert world.model.tokenizer.exceeds(text, length // 2, bytes_per_token=1) is True
+
+
+def test_without_an_instance_nothing_is_tokenized_and_a_wrong_body_is_still_wrong() -> None:
+    world = World(serving=False)
+    with pytest.raises(NoInstance, match="nobody is there"):
+        world.completion(["a"] * 100)
+    assert world.tokenized == [] and len(world.rejected) == 1
+    with pytest.raises(InvalidRequest):
+        world.completion("a", n=0)
+
+
+def test_the_rest_of_the_prompts_of_a_client_that_left_is_not_tokenized() -> None:
+    world = World()
+    world.on_tokenized = world.client.leave
+    with pytest.raises(ClientGone):
+        world.completion(["a", "b", "c"])
+    assert world.tokenized == ["a"]
+
+
+def test_a_large_body_is_worked_on_in_a_thread_and_a_small_one_at_once() -> None:
+    async def where(num_bytes: int) -> threading.Thread:
+        return await BodyThreads().run(Client().exchange, num_bytes, threading.current_thread)
+
+    async def both() -> None:
+        assert await where(LARGE_BODY_BYTES) is threading.current_thread()
+        assert await where(LARGE_BODY_BYTES + 1) is not threading.current_thread()
+
+    asyncio.run(both())
+
+
+def test_work_that_waits_for_a_client_that_left_is_dropped_and_huge_bodies_hold_up_no_other() -> None:
+    async def scenario() -> None:
+        threads, may_end, done = BodyThreads(), threading.Event(), []
+        first = asyncio.ensure_future(threads.run(Client().exchange, HUGE_BODY_BYTES + 1, may_end.wait))
+        gone = Client()
+        second = asyncio.ensure_future(
+            threads.run(gone.exchange, HUGE_BODY_BYTES + 1, lambda: done.append("by a client that left"))
+        )
+        third = asyncio.ensure_future(
+            threads.run(Client().exchange, HUGE_BODY_BYTES + 1, lambda: done.append("the third"))
+        )
+        await threads.run(Client().exchange, HUGE_BODY_BYTES, lambda: done.append("a smaller one"))
+        assert done == ["a smaller one"]
+        gone.leave()
+        with pytest.raises(ClientGone):
+            await second
+        may_end.set()
+        await asyncio.gather(first, third)
+        assert done == ["a smaller one", "the third"]
+        threads.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,176 @@
+"""Every list and length of a body has a bound, and the largest body that passes costs no more than its size."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from chitu.errors import InvalidRequest
+from chitu.serve.request_bodies import (
+    LARGE_BODY_BYTES,
+    MAX_FIELD_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_ROLE_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    chat_decoder,
+    completion_decoder,
+    decode_body,
+    detokenize_decoder,
+    tokenize_decoder,
+)
+from chitu.serve.request_checks import chat_messages, completion_prompts
+from chitu.serve.sampling_fields import output_options, sampling_params
+from chitu.tokenizer import StopScanner
+
+USER = {"role": "user", "content": "a"}
+PART = {"type": "text", "text": "a"}
+VOCAB = 100_000
+
+
+def read(decoder: Any, body: Any) -> Any:
+    """All that is made of a body's fields before anything is tokenised."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    decoded = decode_body(decoder, raw)
+    if decoder is completion_decoder:
+        completion_prompts(decoded)
+    if getattr(decoded, "messages", None) is not None:
+        chat_messages(decoded.messages)
+    if decoder in (completion_decoder, chat_decoder):
+        output_options(decoded)
+        sampling_params(decoded, 1, VOCAB)
+    return decoded
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "a", **fields}
+
+
+BOUNDS = {
+    # name: (which body, a body with so much of it, the bound, the field that the error names)
+    "stops": (completion_decoder, lambda n: completion(stop=["ab"] * n), MAX_STOPS, "stop"),
+    "one stop": (completion_decoder, lambda n: completion(stop="a" * n), MAX_STOP_CHARS, "stop"),
+    "a stop of several": (completion_decoder, lambda n: completion(stop=["b", "é" * n]), MAX_STOP_CHARS, "stop[1]"),
+    "stop ids": (
+        completion_decoder,
+        lambda n: completion(stop_token_ids=[5] * n),
+        MAX_STOP_TOKEN_IDS,
+        "stop_token_ids",
+    ),
+    "biases": (
+        completion_decoder,
+        lambda n: completion(logit_bias={str(i): -100 for i in range(n)}),
+        MAX_LOGIT_BIAS,
+        "logit_bias",
+    ),
+    "choices": (completion_decoder, lambda n: completion(n=n), MAX_N, "n"),
+    "texts": (completion_decoder, lambda n: {"prompt": ["a"] * n}, MAX_PROMPTS, "prompt"),
+    "lists of ids": (completion_decoder, lambda n: {"prompt": [[1]] * n}, MAX_PROMPTS, "prompt"),
+    "messages": (chat_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
+    "parts": (
+        chat_decoder,
+        lambda n: {"messages": [USER, {"role": "user", "content": [PART] * n}]},
+        MAX_PARTS,
+        "messages[1].content",
+    ),
+    "a role": (
+        chat_decoder,
+        lambda n: {"messages": [{"role": "x" * n, "content": ""}]},
+        MAX_ROLE_CHARS,
+        "messages[0].role",
+    ),
+    "messages to tokenize": (tokenize_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
+    "tokens": (detokenize_decoder, lambda n: {"tokens": [1] * n}, MAX_TOKENS, "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_list_or_length_is_taken_at_its_bound_and_refused_beyond(name: str) -> None:
+    decoder, body_of, bound, param = BOUNDS[name]
+    read(decoder, body_of(bound))
+    for beyond in (bound + 1, 3 * bound):
+        with pytest.raises(InvalidRequest) as raised:
+            read(decoder, body_of(beyond))
+        assert raised.value.param == param
+        assert str(bound) in raised.value.message
+
+
+@pytest.mark.parametrize("decoder", [completion_decoder, chat_decoder, tokenize_decoder, detokenize_decoder])
+def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> None:
+    content = {"prompt", "messages", "tokens"}
+    fields = [name for name in decoder.type.__struct_fields__ if name not in content]
+    padding = {"unheard_of": "x" * LARGE_BODY_BYTES}
+    for name in fields:
+        with pytest.raises(InvalidRequest) as raised:
+            decode_body(decoder, json.dumps({name: "x" * (MAX_FIELD_BYTES - 1), **padding}).encode())
+        assert raised.value.param == name
+        assert str(MAX_FIELD_BYTES) in raised.value.message
+        try:
+            decode_body(decoder, json.dumps({name: "x" * (MAX_FIELD_BYTES - 2), **padding}).encode())
+        except InvalidRequest as error:
+            assert "bytes of JSON" not in error.message
+
+
+def test_stop_ids_that_come_twice_are_one() -> None:
+    body = decode_body(completion_decoder, b'{"stop_token_ids":[7,3,7,7,3]}')
+    assert sampling_params(body, 1, VOCAB).stop_token_ids == (7, 3)
+
+
+COSTLY = {
+    "lists in prompt": (completion_decoder, '{"prompt":[[],%s[]]}', "[],"),
+    "a text, then lists": (completion_decoder, '{"prompt":["a",%s[]]}', "[],"),
+    "ids, then lists": (completion_decoder, '{"prompt":[1,%s[]]}', "[],"),
+    "objects in prompt": (completion_decoder, '{"prompt":[%s{}]}', "{},"),
+    "objects where none are known": (completion_decoder, '{"guided_json":[%s{}]}', "{},"),
+    "objects in an unknown field": (completion_decoder, '{"unheard_of":[%s{}]}', "{},"),
+    "biases": (completion_decoder, '{"logit_bias":{%s"1":1}}', '"2":1,'),
+    "stop ids": (completion_decoder, '{"stop_token_ids":[%s1]}', "1,"),
+    "stops": (completion_decoder, '{"stop":[%s"a"]}', '"",'),
+    "fields": (completion_decoder, "{%s}", '"n":1,'),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_no_json_becomes_much_larger_than_it_is(name: str) -> None:
+    decoder, form, piece = COSTLY[name]
+    body = (form % (piece * (600_000 // len(piece)))).replace(",}", "}").encode()
+    tracemalloc.start()
+    try:
+        read(decoder, body)
+    except InvalidRequest:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 3 * len(body)
+
+
+def test_a_stop_scanner_keeps_no_more_than_its_stop_strings_and_looks_at_each_character_once() -> None:
+    class Counted(str):
+        """Counts what is compared with it."""
+
+        compared = 0
+
+        def startswith(self, *args: Any) -> bool:
+            Counted.compared += 1
+            return super().startswith(*args)
+
+    stops = [Counted("ab" * (MAX_STOP_CHARS // 2 - 1) + f"c{i:x}"[:2]) for i in range(MAX_STOPS)]
+    tracemalloc.start()
+    scanner = StopScanner(stops)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert size < 10_000
+    text = ("ab" * MAX_STOP_CHARS + "aab") * 20
+    emitted = "".join(scanner.push(character)[0] for character in text)
+    assert text.startswith(emitted) and len(text) - len(emitted) < MAX_STOP_CHARS
+    assert 0 < Counted.compared <= 2 * len(text) * MAX_STOPS
