@@ -7,6 +7,7 @@ that return at once. A bad frame is counted and costs nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from chitu.clock import Clock
+from chitu.clock import Clock, Silence
 from chitu.errors import BadFrame, Capacity, ConfigError, UnknownKind
 from chitu.kv_transfer.events import CommSide
 from chitu.messages import (
@@ -89,13 +90,15 @@ class CommLoop:
         secrets: ClusterSecrets | None = None,
     ) -> None:
         self._role = role
+        self._router = router
         self._clock = clock
         self._context = make_context(secrets)
         self._requests, self.port = bind(self._context, zmq.PULL, bind_host, port)
         self._control, self.control_port = bind(self._context, zmq.PULL, bind_host, 0)
-        self._coordination = connect(self._context, zmq.DEALER, router.host, router.coordination_port)
-        self._view = connect(self._context, zmq.SUB, router.host, router.metadata_sync_port)
-        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        self._coordination = connect(
+            self._context, zmq.DEALER, router.host, router.coordination_port, queues_unconnected=False
+        )
+        self._view = self._open_view()
         self._stats = connect(self._context, zmq.PUSH, router.host, router.stats_port)
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
@@ -151,18 +154,30 @@ class CommLoop:
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def run(
-        self, instance: InstanceInfo, kv: CommSide | None, callbacks: CommCallbacks, join_interval_s: float
+        self,
+        instance: InstanceInfo,
+        kv: CommSide | None,
+        callbacks: CommCallbacks,
+        join_interval_s: float,
+        lease_s: float,
     ) -> None:
+        """Joins, and joins again (by a connection made anew) where no view came for `lease_s`: by then the router may
+        have given this instance up, and its word of it may be lost on a connection that has only this end."""
         self._instance = instance
+        silence = Silence(join_interval_s)
         poller = zmq.Poller()
         for socket in (self._requests, self._control, self._coordination, self._view):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping or self._outbox:
             now_s = self._clock.monotonic()
-            if not self._joined and now_s >= self._next_join_s and not self._stopping:
+            if now_s >= self._next_join_s and not self._stopping:
                 self._next_join_s = now_s + join_interval_s
-                self._coordination.send(encode(Join(PROTOCOL_VERSION, self._instance)), zmq.NOBLOCK)
+                if silence.seconds(self.num_views) >= lease_s:
+                    silence = Silence(join_interval_s)
+                    self._renew_view(poller)
+                if not self._joined:
+                    self._join()
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -180,6 +195,28 @@ class CommLoop:
                 self._flush_outbox()
         self._close()
 
+    def _open_view(self) -> zmq.Socket[bytes]:
+        socket = connect(self._context, zmq.SUB, self._router.host, self._router.metadata_sync_port)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        return socket
+
+    def _renew_view(self, poller: zmq.Poller) -> None:
+        self._joined = False
+        try:
+            socket = self._open_view()
+        except Capacity as error:  # no descriptor is left; the old one may still come back by itself
+            logger.warning("no views of the router, and no new connection for them: %s", error.message)
+            return
+        poller.unregister(self._view)
+        self._view.close(0)
+        self._view = socket
+        poller.register(socket, zmq.POLLIN)
+
+    def _join(self) -> None:
+        assert self._instance is not None
+        with contextlib.suppress(zmq.Again):  # there is no connection; it is sent again
+            self._coordination.send(encode(Join(PROTOCOL_VERSION, self._instance)), zmq.NOBLOCK)
+
     def _flush_outbox(self) -> None:
         while self._outbox:
             host, port, frames = self._outbox.popleft()
@@ -195,8 +232,9 @@ class CommLoop:
             except Capacity as error:
                 logger.warning("message dropped: %s", error)  # it is repeated until it is answered
             except zmq.Again:
-                # Protocol messages are repeated until answered; this peer has not read for 100,000 messages.
-                logger.warning("queue to %s:%d is full, message dropped", host, port)
+                # Protocol messages are repeated until answered; this peer has not read for 100,000 messages, or it is
+                # the router's coordination port and not there.
+                logger.warning("%s:%d takes no message, one is dropped", host, port)
 
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))
@@ -272,6 +310,8 @@ class CommLoop:
         assert self._instance is not None
         incarnation = self._instance.incarnation
         own = next((member for member in view.instances if member.incarnation == incarnation), None)
+        if self._joined and own is None:
+            self._next_join_s = 0.0
         self._joined = own is not None
         if own is not None and own.draining:
             self._start_draining(callbacks)
@@ -295,8 +335,8 @@ class CommLoop:
 
     def _forget_peers(self, view: ClusterView) -> None:
         """Close sockets to control ports that no member has any more."""
-        ports = {member.control_port for member in view.instances}
-        for address in [a for a in self._peers if a[1] not in ports]:
+        present = {(member.host, member.control_port) for member in view.instances}
+        for address in self._peers.keys() - present:
             self._peers.pop(address).close()
 
     def _close(self) -> None:

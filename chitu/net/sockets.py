@@ -13,8 +13,15 @@ from chitu.errors import BadFrame, Capacity
 from chitu.net.curve import is_secret, require_curve, serve_curve
 
 TCP_SILENCE_MS = 10_000
-"""A connection whose other end acknowledges nothing for so long (a pulled cable; a stopped process still does) is made
-anew, where TCP by itself would try for a quarter of an hour."""
+"""A connection whose other end acknowledges nothing for so long (a pulled cable; a stopped process still does) is
+closed and made anew, where TCP by itself would try for a quarter of an hour, or for ever where nothing is sent: each
+end asks by keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its
+connections, which it would lose with ZMQ's own heartbeats."""
+KEEPALIVE_S = 2
+"""After so long without a word an end asks for one, and again. Once packets pass again, an end whose other end is gone
+hears so (a reset) by its next question."""
+CONNECT_TIMEOUT_MS = 2_000
+"""A connection that does not come about within it is tried anew: TCP's own next try may be a minute away."""
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
 HANDSHAKE_MS = 3_000
@@ -42,6 +49,11 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.TCP_MAXRT, TCP_SILENCE_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, TCP_SILENCE_MS // 1000 // KEEPALIVE_S)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     return socket
@@ -66,9 +78,18 @@ def bind(
 
 
 def connect(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int, identity: bytes = b""
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    host: str,
+    port: int,
+    identity: bytes = b"",
+    *,
+    queues_unconnected: bool = True,
 ) -> zmq.Socket[bytes]:
     """Connect a socket; reconnects by itself for as long as it lives.
+
+    Without `queues_unconnected` a send while there is no connection is zmq.Again, and what is queued is lost with its
+    connection: for what is repeated anyway and says nothing new the hundredth time.
 
     BadFrame where no socket can be opened to such an address: it came with a message. Capacity where this process has
     no socket or descriptor left: later there may be one.
@@ -80,6 +101,7 @@ def connect(
         raise Capacity(f"no socket to {host}:{port} now: {error.strerror}") from error
     if is_secret(context):
         require_curve(socket)
+    socket.setsockopt(zmq.IMMEDIATE, not queues_unconnected)
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
     try:

@@ -34,16 +34,20 @@ LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
 """Of no importance here."""
 
 
+JOIN_S = 0.05
+LEASE_S = 1.0
+
+
 class Router:
     """Bare sockets of a router, and what the comm loop handed on."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.stats, stats = bind(self.context, zmq.PULL, "127.0.0.1", 0)
-        self.coordination, coordination = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
+        self.coordination, self.coordination_port = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
         self.view, view = bind(self.context, zmq.PUB, "127.0.0.1", 0)
         self.loop = CommLoop(
-            Role.DECODE, "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, coordination, view), RealClock()
+            Role.DECODE, "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
         )
         self.requests: list[SchedulerMessage] = []
         self.views: list[ClusterView] = []
@@ -65,7 +69,7 @@ class Router:
             self._on_worker_gone,
             self._on_missing,
         )
-        self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, 0.05))
+        self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, JOIN_S, LEASE_S))
         self.thread.start()
 
     def _on_worker_gone(self, incarnation: int) -> None:
@@ -137,6 +141,38 @@ def test_it_joins_until_the_view_has_it(router: Router) -> None:
     assert not router.loop.joined
     router.publish(1, 1)
     assert router.loop.joined
+
+
+def test_joins_are_not_kept_for_a_router_that_is_not_there(router: Router) -> None:
+    router.joins(1)
+    router.coordination.close()
+    wait_for_turns(router, 30)  # of the loop; about each of them was a join
+    router.coordination, _ = bind(router.context, zmq.ROUTER, "127.0.0.1", router.coordination_port)
+    before = router.loop.num_reads
+    router.joins(1)
+    waiting = 0
+    while router.coordination.poll(0):
+        router.joins(1)
+        waiting += 1
+    assert waiting <= router.loop.num_reads - before
+    assert router.thread.is_alive()
+
+
+def test_without_a_view_for_a_lease_it_joins_again_and_hears_the_next_view(router: Router) -> None:
+    router.publish(1, 1)
+    while router.coordination.poll(2 * 1000 * JOIN_S):
+        router.coordination.recv_multipart()  # those from before
+    assert router.loop.joined
+    router.joins(1)
+    assert not router.loop.joined
+    router.publish(1, 2)
+    assert router.loop.joined
+
+
+def wait_for_turns(router: Router, count: int) -> None:
+    end = router.loop.num_reads + count
+    while router.loop.num_reads < end:
+        router.happened.wait(0.01)
 
 
 def test_a_router_with_another_incarnation_is_reported_once(router: Router) -> None:
