@@ -22,6 +22,7 @@ from chitu.errors import (
     DecodeLost,
     Internal,
     NoInstance,
+    PoisonRequest,
     PrefillLost,
     RequestCancelled,
     RequestTimeout,
@@ -36,7 +37,7 @@ from chitu.messages import Finish, Heartbeat, StageTimes
 from chitu.metrics import Counts, RouterMetrics
 from chitu.request_dispatch import Dispatcher
 from chitu.request_journal import RequestJournal, RequestState
-from chitu.retry import Failure, failure_of, may_retry
+from chitu.retry import MAX_DEATHS, Failure, failure_of, may_retry
 from chitu.routing import Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
 from chitu.types import instance_name, new_room, room_text
 
@@ -106,17 +107,19 @@ class Attempts:
         self._dispatcher.cancel(attempt)
         self._end(attempt, "finished" if is_complete else "cancelled", is_news=False)
 
-    def on_lost(self, key: InstanceKey, reason: str) -> None:
-        """An instance died, and is a candidate no more."""
-        name = instance_name(key.role, key.engine_rank)
+    def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
+        """An instance is gone, and a candidate no more."""
+        name, dead = instance_name(key.role, key.engine_rank), key if has_died else None
         self._breakers.forget(key)
         for attempt in list(self.rooms.values()):
             if attempt.decode == key:
                 error = DecodeLost(f"{name} is gone ({reason}) and took this request with it")
-                self.on_failure(attempt, error, key)
+                self._fail(attempt, failure_of(error, key, attempt.prefill, key, dead))
             elif attempt.prefill == key and attempt.first_token_s is None:
                 lost = PrefillLost(f"{name} is gone ({reason})")
-                self._try_again(attempt, failure_of(lost, key, key, attempt.decode))
+                self._try_again(attempt, failure_of(lost, key, key, attempt.decode, dead))
+            elif attempt.prefill == key:
+                attempt.has_dead_prefill = has_died
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
         """So many token messages of an instance did not come. Whose tokens they had nobody knows, so everything that
@@ -168,16 +171,8 @@ class Attempts:
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
         """The attempt is over. Its request goes on with another one, or ends with this error."""
-        failure = failure_of(error, reporter, attempt.prefill, attempt.decode)
-        if failure.is_fault:
-            now_s = self._clock.monotonic()
-            for key in failure.suspects:
-                if self._breakers.on_failure(key, now_s):
-                    name = instance_name(key.role, key.engine_rank)
-                    log.warning("%s gets no requests for now: it failed too often, last by %s", name, error.code)
-                    self.counters.count(self.counters.breaker_openings, name)
-        if not self._try_again(attempt, failure):
-            self.give_up(attempt, error)
+        dead = self._dead_by_report(attempt, error, reporter)
+        self._fail(attempt, failure_of(error, reporter, attempt.prefill, attempt.decode, dead))
 
     def give_up(self, attempt: Attempt, error: ChituError) -> None:
         """End its request with this error. The instances may still compute or hold pages for it."""
@@ -230,10 +225,29 @@ class Attempts:
             name = instance_name(full.role, full.engine_rank)
             self.on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
 
+    def _dead_by_report(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> InstanceKey | None:
+        """Whose death the other half of its pair reports: it saw the process end. Of a loss that the router knew before
+        it remembers itself whether that was a death."""
+        prefill, decode, is_open = attempt.prefill, attempt.decode, self._dispatcher.is_open
+        if isinstance(error, PrefillLost) and prefill is not None and reporter == decode:
+            return prefill if attempt.has_dead_prefill or is_open(prefill) else None
+        return decode if isinstance(error, DecodeLost) and reporter == prefill and is_open(decode) else None
+
+    def _fail(self, attempt: Attempt, failure: Failure) -> None:
+        if failure.is_fault:
+            now_s = self._clock.monotonic()
+            for key in filter(self._dispatcher.is_open, failure.suspects):  # who is gone has no breaker
+                if self._breakers.on_failure(key, now_s):
+                    name, code = instance_name(key.role, key.engine_rank), failure.error.code
+                    log.warning("%s gets no requests for now: it failed too often, last by %s", name, code)
+                    self.counters.count(self.counters.breaker_openings, name)
+        if not self._try_again(attempt, failure):
+            self.give_up(attempt, failure.error)
+
     def _try_again(self, attempt: Attempt, failure: Failure) -> bool:
         """Another attempt in place of this one: a new room, where possible on others. False where there is none.
 
-        A request of which every token came is finished instead."""
+        A request of which every token came is finished instead, and one that instances die of ends."""
         generation, now_s = attempt.generation, self._clock.monotonic()
         left_s = generation.deadline_s - now_s
         if reason := generation.end_reason():  # nothing is missing but the end itself
@@ -242,17 +256,27 @@ class Attempts:
             generation.finish = Finish(attempt.room, reason)
             self._end(attempt, "finished")
             return True
-        if not may_retry(failure, self._retry, generation.num_attempts, generation.num_emitted, left_s):
+        record = generation.record
+        if failure.dead is not None:
+            record.note_death(failure.dead, (attempt.prefill, attempt.decode))
+            if record.deaths >= MAX_DEATHS:
+                last = instance_name(failure.dead.role, failure.dead.engine_rank)
+                text = f"{record.deaths} instances died one after the other while they had this request, {last} last"
+                self.give_up(attempt, PoisonRequest(f"{text}: it is not sent to another"))
+                return True
+        has_progressed = attempt.has_progressed
+        if not may_retry(failure, self._retry, record, generation.num_emitted, has_progressed, left_s):
             return False
-        generation.avoid |= failure.suspects
         token_ids = generation.request.token_ids + generation.output.tobytes()
+        avoid = record.avoid | failure.suspects
         try:
-            target = self._selector.select(token_ids, generation.avoid, self._breakers.blocked(now_s))
+            target = self._selector.select(token_ids, avoid, self._breakers.blocked(now_s))
         except NoInstance:
             return False
         chosen = {instance_key(instance) for instance in (target.prefill, target.decode) if instance is not None}
         if failure.needs_others and chosen & failure.suspects:
             return False
+        record.note(failure, has_progressed)
         self._dispatcher.cancel(attempt)
         attempt.error = failure.error
         self._release(attempt, "retried")

@@ -12,7 +12,7 @@ ChituError
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
-|   `-- Internal  StepFailed
+|   `-- Internal  StepFailed  PoisonRequest
 |-- RequestCancelled               the client is gone
 `-- ProtocolError                  a bad frame from a peer; costs its own room at most
     |-- BadFrame  UnknownKind
@@ -222,6 +222,14 @@ class StepFailed(ServiceError):
     other. The instance goes on, and is not to blame."""
 
     code = "step_failed"
+    http_status = 500
+    retryable = False
+
+
+class PoisonRequest(ServiceError):
+    """Instances died under it, one after the other: another one shall not. Not for the client to send again either."""
+
+    code = "poison_request"
     http_status = 500
     retryable = False
 

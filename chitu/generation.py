@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from chitu.errors import ChituError
 from chitu.messages import Finish, SamplingParams
 from chitu.request_journal import RequestSnapshot, RequestState
+from chitu.retry import Record
 from chitu.routing import InstanceKey, Target
 from chitu.types import instance_name, room_text
 
@@ -53,8 +54,15 @@ class Attempt:
     num_continued: int = 0
     """Tokens of that output."""
     first_token_s: float | None = None
+    has_dead_prefill: bool = False
+    """P died behind the first token: D knows whether all KV had landed, and says so if not."""
     error: ChituError | None = None
     """Why it failed; its generation may go on with another attempt."""
+
+    @property
+    def has_progressed(self) -> bool:
+        """A token came that no attempt before had brought."""
+        return self.generation.num_emitted > self.num_continued
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +119,8 @@ class Generation:
     attempt: Attempt | None = None
     """The present one; None once it is over."""
     num_attempts: int = 0
-    avoid: frozenset[InstanceKey] = frozenset()
-    """Who failed it so far."""
+    record: Record = field(default_factory=Record)
+    """What became of those that failed."""
     dirty: bool = False
     """`wake` is due at the next `flush`."""
     noted: bool = False

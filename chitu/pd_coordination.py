@@ -67,7 +67,8 @@ class CoordinationEvents:
     the view, `on_change` after every change of it."""
 
     on_joined: Callable[[InstanceInfo], None]
-    on_lost: Callable[[InstanceInfo, str], None]
+    on_lost: Callable[[InstanceInfo, str, bool], None]
+    """Whom, why, and whether its process is known to have died: not where it was silent or said goodbye itself."""
     on_change: Callable[[ClusterView], None]
     on_heartbeat: Callable[[Heartbeat], None]
     """A live incarnation renewed its lease."""
@@ -105,7 +106,8 @@ class PDCoordination:
         if isinstance(message, Leave):
             if _proves_death(message, member.info):
                 self._note_ended(member.info)
-            self._remove(member, f"it left ({message.reason})" if message.reason else "it left")
+            reason = f"it left ({message.reason})" if message.reason else "it left"
+            self._remove(member, reason, has_died=bool(message.dead_pids))
         else:
             self._drain(member)
         return None
@@ -146,7 +148,7 @@ class PDCoordination:
             self._metrics.count(self._metrics.deaths, _name(member.info))
             if not member.info.follower_pids:  # which write, too, and end a little later
                 self._note_ended(member.info)
-            self._remove(member, f"its process (pid {member.info.pid}) has ended")
+            self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
 
     def metrics(self) -> CoordinationMetrics:
         """What it counted since its start, and how old members and their loads are."""
@@ -213,7 +215,7 @@ class PDCoordination:
                 self._publish()
             return
         if present is not None:
-            self._remove(present, "a newer process took its place")
+            self._remove(present, "a newer process took its place", has_died=True)
         self._events.on_joined(info)  # raises where it cannot be sent anything: then it is no member
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
@@ -240,11 +242,11 @@ class PDCoordination:
     def _note_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
 
-    def _remove(self, member: _Member, reason: str) -> None:
+    def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
         log.warning("%s is gone: %s", _name(member.info), reason)
         self._publish()
-        self._events.on_lost(member.info, reason)
+        self._events.on_lost(member.info, reason, has_died)
 
     def _publish(self) -> None:
         instances = tuple(member.info for _, member in sorted(self._members.items()))

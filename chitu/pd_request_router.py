@@ -265,13 +265,13 @@ class PDRequestRouter:
         self._selector.on_joined(key)
         self._token_numbers.on_joined(key)
 
-    def on_lost(self, instance: InstanceInfo, reason: str) -> None:
-        """An instance died. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        """An instance is gone. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried
         elsewhere where no token came yet; else only D knows whether the KV had landed, and says so if not."""
         key = instance_key(instance)
         self._dispatcher.close(key)
         self._selector.on_lost(key)
-        self._attempts.on_lost(key, reason)
+        self._attempts.on_lost(key, reason, has_died)
         self.flush()
 
     def tick(self) -> None:

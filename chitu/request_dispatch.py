@@ -75,6 +75,10 @@ class Dispatcher:
         self._outbox.close_peer(key)
         self._sent.pop(key, None)
 
+    def is_open(self, key: InstanceKey) -> bool:
+        """The instance is there."""
+        return key in self._sent
+
     def send(self, attempt: Attempt) -> InstanceKey | None:
         """D first, so that it can announce while P's half is on the way; neither is waited for. None, or the instance
         whose queue is full."""

@@ -94,7 +94,8 @@ class RetryConfig(Section, frozen=True):
     """What the router does with a request that its pair failed."""
 
     max_attempts: Positive = 3
-    """Tries of one request at most, the first one included; 1: a failure reaches the client at once."""
+    """Tries of one request at most, the first one included, and those aside that a broken connection ended; 1: a
+    failure reaches the client at once."""
     continue_streams: bool = True
     """Also after the first token: another pair computes prompt and emitted tokens again, and D goes on behind them."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from chitu.errors import ChituError, InvalidRequest, PayloadTooLarge, ServiceError
+from chitu.errors import ChituError, InvalidRequest, PayloadTooLarge, PoisonRequest, ServiceError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -81,7 +81,10 @@ def error_body(error: ChituError) -> bytes:
 
 
 def error_headers(error: ChituError) -> Headers:
-    """`Retry-After` where another try can help: whole seconds, at least one."""
+    """`Retry-After` where another try can help: whole seconds, at least one. Where another try would kill more
+    instances, what keeps OpenAI's clients from it: they try again after any 5xx by themselves."""
+    if isinstance(error, PoisonRequest):
+        return [(b"x-should-retry", b"false")]
     if isinstance(error, ServiceError) and error.retryable:
         seconds = RETRY_AFTER_S if error.retry_after_s is None else max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
         return [(b"retry-after", b"%d" % seconds)]

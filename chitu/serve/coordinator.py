@@ -209,8 +209,8 @@ class _ToAll:
     def on_joined(self, instance: InstanceInfo) -> None:
         self._broadcast(InstanceJoined(instance))
 
-    def on_lost(self, instance: InstanceInfo, reason: str) -> None:
-        self._broadcast(InstanceLost(instance, reason))
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        self._broadcast(InstanceLost(instance, reason, has_died))
 
     def on_view(self, view: ClusterView) -> None:
         self._broadcast(view)

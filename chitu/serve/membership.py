@@ -31,8 +31,8 @@ class MembershipListener(Protocol):
     def on_joined(self, instance: InstanceInfo) -> None:
         """Before the view that has it."""
 
-    def on_lost(self, instance: InstanceInfo, reason: str) -> None:
-        """After the view that has it no more."""
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        """After the view that has it no more. `has_died`: as `CoordinationEvents` says."""
 
     def on_view(self, view: ClusterView) -> None: ...
 
@@ -115,10 +115,10 @@ class Membership:
         self._listener.on_view(view)
         self._publish(view)
 
-    def _on_lost(self, instance: InstanceInfo, reason: str) -> None:
+    def _on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         if instance.role is Role.PREFILL:
             self._bootstrap.forget(instance.engine_rank, instance.incarnation)
-        self._listener.on_lost(instance, reason)
+        self._listener.on_lost(instance, reason, has_died)
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self._listener.on_heartbeat(heartbeat)

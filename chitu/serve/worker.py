@@ -121,7 +121,7 @@ class RemoteCluster:
         elif isinstance(message, InstanceJoined):
             router.on_joined(message.instance)
         elif isinstance(message, InstanceLost):
-            router.on_lost(message.instance, message.reason)
+            router.on_lost(message.instance, message.reason, message.has_died)
         elif isinstance(message, ReportAsked):
             self._feed.send(report_of(router, self._index, message.number))
         elif isinstance(message, RecordReply | DrainReply):

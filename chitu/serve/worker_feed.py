@@ -50,6 +50,7 @@ class InstanceLost(Wire, frozen=True, tag="instance_lost"):
 
     instance: InstanceInfo
     reason: str
+    has_died: bool
 
 
 class ReportAsked(Wire, frozen=True, tag="report_asked"):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
 
 from chitu.bench.steady_load import Ask
+from chitu.config.schema import RetryConfig
+
+EACH_S = 1.0
+FROZEN_S = 0.1
+"""Of it nothing passes, so that there is something on the way when the connections break."""
 
 
 def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_path: Path) -> None:
@@ -29,4 +35,35 @@ def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_pat
         answers = [future.result(PATIENCE_S) for future in futures]
         assert [answer.outcome for answer in answers] == ["right"] * len(asks), answers
         assert "(tokens_lost: " in cluster.processes.logs("router"), "no token was lost, so nothing was shown"
+        wait_for(lambda: not cluster.not_whole(), 20.0, lambda: str(cluster.not_whole()))
+
+
+def test_connections_that_all_break_each_second_cost_no_request(tmp_path: Path) -> None:
+    """Nobody is to blame and every pair is alive: more tries than `retry.max_attempts` go by, each behind the last."""
+    rng = random.Random(6)
+    asks = [
+        Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(40)), 600, seed, stream=seed % 2 == 0)
+        for seed in range(6)
+    ]
+    everybody = ("router", "P0", "P1")  # each connection has one of them at an end
+    with ChaosCluster(tmp_path, clients=2) as cluster:
+        cluster.load.resume()
+        futures = cluster.load.send(asks)
+        num_breaks = 0
+        while not all(future.done() for future in futures):
+            threading.Event().wait(EACH_S - FROZEN_S)
+            for name in everybody:
+                cluster.wires.freeze(name)
+            threading.Event().wait(FROZEN_S)
+            for name in everybody:
+                cluster.wires.cut(name)
+                cluster.wires.heal(name)
+            num_breaks += 1
+            assert num_breaks * EACH_S < PATIENCE_S
+        cluster.load.pause(PATIENCE_S)
+        answers = cluster.load.take_answers()
+        most = max(request.attempt for request in cluster.snapshot().requests)
+        print(f"\n{num_breaks} breaks, {len(answers)} requests, up to {most} attempts")
+        assert {answer.outcome for answer in answers} == {"right"}, [a for a in answers if a.outcome != "right"]
+        assert most > RetryConfig().max_attempts, "no request was cut often enough, so nothing was shown"
         wait_for(lambda: not cluster.not_whole(), 20.0, lambda: str(cluster.not_whole()))

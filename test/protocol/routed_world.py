@@ -172,7 +172,7 @@ class RoutedWorld(Cluster):
                 self.router.on_joined(info)
             self.router.on_view(self._view())
             for info in lost:
-                self.router.on_lost(info, "silent")
+                self.router.on_lost(info, "silent", has_died=False)
         self.router.tick()
         for process in self.processes:
             if not process.is_frozen and not process.is_deaf:

@@ -86,6 +86,7 @@ class World:
             InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512)
             for place, (role, rank) in enumerate(zip(roles, ranks, strict=True))
         ]
+        self._gone: list[InstanceInfo] = []
         for instance in self.instances:
             self.router.on_joined(instance)
         self.router.on_view(ClusterView(1, 1, tuple(self.instances)))
@@ -137,11 +138,20 @@ class World:
     def instance(self, name: str) -> InstanceInfo:
         return next(i for i in self.instances if f"{i.role.letter}{i.engine_rank}" == name)
 
-    def lose(self, role: Role, rank: int = 0) -> None:
+    def lose(self, role: Role, rank: int = 0, has_died: bool = True) -> None:
         gone = next(i for i in self.instances if i.role is role and i.engine_rank == rank)
         self.instances.remove(gone)
+        self._gone.append(gone)
         self.router.on_view(ClusterView(1, 2, tuple(self.instances)))
-        self.router.on_lost(gone, "killed")
+        self.router.on_lost(gone, "killed", has_died)
+
+    def join(self, role: Role, rank: int) -> None:
+        """A new process of an instance that was lost, or a further one."""
+        incarnation = 1 + max(i.incarnation for i in (*self.instances, *self._gone))
+        new = InstanceInfo(role, rank, incarnation, "127.0.0.1", 1, 2, LAYOUT, 512)
+        self.instances.append(new)
+        self.router.on_joined(new)
+        self.router.on_view(ClusterView(1, 3, tuple(self.instances)))
 
     def cancelled(self) -> list[str]:
         return [name for name, message in self.outbox.sent if isinstance(message, CancelRequest)]

@@ -35,15 +35,21 @@ class World:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.lost: list[tuple[int, str]] = []
+        self.died: list[int] = []
+        """Of `lost`, those of which it was said."""
         self.views: list[ClusterView] = []
         self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
         events = CoordinationEvents(
             on_joined=lambda instance: self.on_joined(instance),
-            on_lost=lambda instance, reason: self.lost.append((instance.incarnation, reason)),
+            on_lost=self._on_lost,
             on_change=self.views.append,
             on_heartbeat=lambda heartbeat: None,
         )
         self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, events)
+
+    def _on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        self.lost.append((instance.incarnation, reason))
+        self.died += [instance.incarnation] if has_died else []
 
     def join(self, instance: InstanceInfo, version: int = 1) -> JoinReply:
         reply = self.core.on_message(Join(version, instance))
@@ -227,6 +233,24 @@ def test_only_who_has_no_process_left_for_certain_is_called_dead_and_not_at_once
     world.pass_time(60)
     assert world.core.view.dead == ((1,) if case in PROOFS else ())
     assert world.views[-1] == world.core.view
+
+
+@pytest.mark.parametrize(
+    ("how", "is_death"),
+    [
+        (lambda world: world.core.on_death(Role.PREFILL, 0, 1), True),
+        (lambda world: world.core.on_message(Leave(Role.PREFILL, 0, 1, "its launcher saw it end", (5,), "n")), True),
+        (lambda world: world.join(info(incarnation=2)), True),
+        (lambda world: world.core.on_message(Leave(Role.PREFILL, 0, 1, "stopped")), False),
+        (lambda world: world.pass_time(3.2), False),
+    ],
+    ids=["its process ended", "its launcher says so", "replaced", "goodbye", "silence"],
+)
+def test_who_is_lost_is_told_as_dead_where_its_process_is(how: Callable[[World], object], is_death: bool) -> None:
+    world = World()
+    world.join(info())
+    how(world)
+    assert len(world.lost) == 1 and world.died == [1] * is_death
 
 
 def test_a_death_on_this_machine_is_told_and_silence_is_none() -> None:

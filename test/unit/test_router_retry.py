@@ -52,7 +52,7 @@ def test_a_failure_before_the_first_token_moves_to_others_with_a_new_room(code: 
     suspects = FAILURES[code][reporter == "P0"]
     assert not suspects & set(world.pair(client.generation).split("-"))
     assert client.generation is not None
-    assert {f"{key.role.letter}{key.engine_rank}" for key in client.generation.avoid} == suspects
+    assert {f"{key.role.letter}{key.engine_rank}" for key in client.generation.record.avoid} == suspects
     assert sorted(world.cancelled()) == ["D0", "P0"], "the old pair is told that it is over"
     world.emit(old, 90, 91)
     world.decode_fails(old, "capacity")

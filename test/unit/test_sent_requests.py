@@ -299,7 +299,7 @@ def test_who_comes_back_is_counted_for_anew_and_words_of_before_are_nobodys() ->
     d0 = world.instance("D0")
     instances.deliver("D0")
     old = [m for name, m in world.outbox.sent if name == "D0"]
-    world.router.on_lost(d0, "silent")
+    world.router.on_lost(d0, "silent", has_died=False)
     world.router.on_joined(d0)
     client = [world.add_client() for _ in range(2)]
     new = [m for name, m in world.outbox.sent if name == "D0" and m not in old]

@@ -206,18 +206,6 @@ def test_the_only_d_goes_on_itself_and_one_cut_opens_no_breaker(role: Role) -> N
     assert metrics.retries == {"tokens_lost": 4} and not metrics.breaker_openings
 
 
-def test_a_cut_at_every_attempt_is_an_error_with_a_name() -> None:
-    world = two_pairs()
-    client = world.add_client()
-    numbers = {"D0": 0, "D1": 0}
-    for _ in range(3):
-        name = world.pair(client.generation)[-2:]
-        numbers[name] += 2
-        send(world, numbers[name], world.room(client.generation), 10, name=name)
-    assert client.tokens == [] and client.generation is not None
-    assert client.generation.error is not None and client.generation.error.code == "tokens_lost"
-
-
 def test_who_comes_back_after_its_lease_ended_is_checked_from_the_first_message_on() -> None:
     for number, is_whole in ((2, True), (3, False)):
         world = World(Role.PREFILL, Role.DECODE)

@@ -74,7 +74,7 @@ def report(number: int = 0, requests: int = 3, in_flight: int = 1) -> WorkerRepo
 TO_WORKER: list[ToWorker] = [
     Welcome(Topology(), 2, 77, 1_700_000_000),
     InstanceJoined(D0),
-    InstanceLost(D0, "it left"),
+    InstanceLost(D0, "it left", False),
     ClusterView(1, 2, (D0,), (77,)),
     Heartbeat(Role.DECODE, 0, 7, LoadReport(running=3)),
     RequestFailed(Role.PREFILL, 0, 7, bytes(16), "capacity", "full"),
