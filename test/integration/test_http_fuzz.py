@@ -11,11 +11,10 @@ import gzip
 import json
 import os
 import random
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
@@ -24,6 +23,7 @@ import schemathesis
 from completions import complete_all, instance_loads, is_whole, wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from raw_http import RawClient, Reply, http_request
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -199,83 +199,6 @@ def broken_json(rng: random.Random, body: Any) -> bytes:
     if kind == 2:
         return b'{"%s":0,' % name.encode("ascii", "replace") + with_value(body, name, odd)[1:]  # a key that comes twice
     return with_value(body, name, odd)
-
-
-class Reply(NamedTuple):
-    status: int
-    content_type: str
-    body: bytes
-
-
-class RawClient:
-    """A connection that sends any bytes and reads one answer to them. A new one where the server closed the last."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._socket: socket.socket | None = None
-        self._buffer = b""
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._buffer = None, b""
-
-    def exchange(self, request: bytes) -> Reply:
-        """`request` is sent as it is."""
-        if self._socket is None:
-            self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=60)
-        self._socket.sendall(request)
-        status, headers = self._head()
-        while status == 100:
-            status, headers = self._head()
-        if headers.get(b"transfer-encoding") == b"chunked":
-            body = b""
-            while size := int(self._until(b"\r\n"), 16):
-                body += self._take(size + 2)[:-2]
-            self._take(2)
-        else:
-            body = self._take(int(headers[b"content-length"]))
-        if headers.get(b"connection") == b"close":
-            self.close()
-        return Reply(status, headers[b"content-type"].partition(b";")[0].decode(), body)
-
-    def _head(self) -> tuple[int, dict[bytes, bytes]]:
-        status_line, *lines = self._until(b"\r\n\r\n").split(b"\r\n")
-        return int(status_line.split(b" ")[1]), {
-            name.lower(): value for name, _, value in (x.partition(b": ") for x in lines)
-        }
-
-    def _until(self, end: bytes) -> bytes:
-        while (at := self._buffer.find(end)) < 0:
-            self._read()
-        found, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
-        return found
-
-    def _take(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            self._read()
-        found, self._buffer = self._buffer[:size], self._buffer[size:]
-        return found
-
-    def _read(self) -> None:
-        assert self._socket is not None
-        data = self._socket.recv(1 << 16)
-        assert data, f"the server closed the connection within an answer: {self._buffer[-500:]!r}"
-        self._buffer += data
-
-
-def http_request(method: str, path: str, raw: bytes, headers: dict[str, bytes], in_chunks: bool = False) -> bytes:
-    """With `in_chunks` in pieces of 7 bytes."""
-    lines = {"host": b"fuzz", **headers}
-    body = raw
-    if in_chunks:
-        chunks = [raw[i : i + 7] for i in range(0, min(len(raw), 399), 7)] + [raw[399:]]
-        body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk) + b"0\r\n\r\n"
-        lines["transfer-encoding"] = b"chunked"
-    else:
-        lines["content-length"] = b"%d" % len(raw)
-    head = b"".join(b"%b: %b\r\n" % (name.encode(), value) for name, value in lines.items())
-    return b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method.encode(), path.encode(), head, body)
 
 
 class Broken:

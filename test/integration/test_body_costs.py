@@ -1,0 +1,307 @@
+"""Costly and odd bodies at a real cluster while others' streams run: nobody's token waits for them, and the router's
+memory stays bounded.
+
+What is held against the bound is how long the router's loop did not answer *of its own doing*. The time in which it,
+its other threads or the one who asks were ready and got no core (the kernel counts it) is the machine's; and what only
+disturbs now and then is not there in every one of several tries, as what a body costs is.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from completions import complete_all, instance_loads, is_whole, wait_until
+from raw_http import RawClient, http_request
+
+from chitu.bench.checksum_engine import expected_tokens
+from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.models.config import read_model_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MAX_STALL_S = 0.05
+MAX_GROWTH_BYTES = 256 << 20
+"""Of the router's largest resident size, by all bodies together."""
+TRIES = 6
+SIZE = (2 << 20) - 4096
+"""Of a body: just what is taken."""
+NUM_RANDOM = int(os.environ.get("CHITU_FUZZ_COSTLY_BODIES", "15"))
+NUM_STREAMS = 4
+MAX_LEN = 4096
+GREEDY = {"model": "m", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    model = make_checksum_model(tmp_path_factory.mktemp("models") / "checksum", EngineConfig(step_s=0.004))
+    overrides = [f"model.path={model}", "model.served_name=m", f"model.max_model_len={MAX_LEN}", "cache.num_pages=2000"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides), entries=ENTRIES) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def filled(form: str, piece: str, size: int = SIZE) -> bytes:
+    """A body of about that size: `form` with the piece so often in the place of its `@`."""
+    head, tail = form.encode().split(b"@")
+    one = piece.encode()
+    return head + one * ((size - len(head) - len(tail)) // len(one)) + tail
+
+
+def costly_bodies() -> list[tuple[str, str, bytes]]:
+    """What it is, path, body."""
+    chat, plain, tokenize, detokenize = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+    stop = json.dumps("ab" * 60_000)
+    fits = json.dumps("wörd à 你好 " * 300)
+    text = '{"model":"m","max_tokens":1,"prompt":"@"}'
+    bodies = [
+        ("one long stop", plain, b'{"model":"m","prompt":"a","stop":%s}' % stop.encode()),
+        ("long stops", plain, b'{"model":"m","prompt":"a","n":16,"stop":[%s]}' % b",".join([stop.encode()] * 16)),
+        ("many stops", plain, filled('{"model":"m","prompt":"a","stop":[@"b"]}', '"ab",')),
+        ("stop ids", plain, filled('{"model":"m","prompt":"a","n":128,"stop_token_ids":[@5]}', "5,")),
+        ("biases", plain, filled('{"model":"m","prompt":"a","logit_bias":{@"5":1}}', '"5":1,')),
+        ("objects", plain, filled('{"model":"m","prompt":"a","guided_json":[@{}]}', "{},")),
+        ("unknown fields", plain, filled('{@"model":"m","prompt":"a","max_tokens":1}', '"a":0,')),
+        ("digits", plain, filled(text, "1 ")),
+        ("one word", plain, filled(text, "a")),
+        ("one odd word", plain, filled(text, "\U0001f469\u200d")),
+        ("escaped", plain, filled(text, "\\u4f60\\ud83d\\ude00")),
+        ("spaces", plain, filled(text, " ")),
+        (
+            "prompts that fit, then one that does not",
+            plain,
+            filled('{"model":"m","max_tokens":1,"prompt":[@' + json.dumps("é " * 9000) + "]}", fits + ","),
+        ),
+        ("prompts", plain, filled('{"model":"m","max_tokens":1,"prompt":[@"a"]}', '"a",')),
+        ("ids", plain, filled('{"model":"m","max_tokens":1,"prompt":[@20]}', "20,")),
+        ("lists of ids", plain, filled('{"model":"m","max_tokens":1,"prompt":[@[20]]}', "[20],")),
+        ("one list of ids among others", plain, filled('{"model":"m","max_tokens":1,"prompt":[[20],[@20]]}', "20,")),
+        (
+            "choices",
+            plain,
+            b'{"model":"m","max_tokens":1,"n":32,"echo":true,"prompt":[%s]}' % b",".join([b'"a b"'] * 8),
+        ),
+        (
+            "empty messages",
+            chat,
+            filled('{"model":"m","messages":[@{"role":"user","content":""}]}', '{"role":"user","content":""},'),
+        ),
+        (
+            "as many messages as are taken",
+            chat,
+            b'{"model":"m","max_tokens":1,"messages":[%s]}'
+            % b",".join([b'{"role":"user","content":"%s"}' % (b"a b " * 240)] * 2000),
+        ),
+        (
+            "parts",
+            chat,
+            filled(
+                '{"model":"m","messages":[{"role":"user","content":[@{"type":"text","text":""}]}]}',
+                '{"type":"text","text":"a"},',
+            ),
+        ),
+        ("one message", chat, filled('{"model":"m","messages":[{"role":"user","content":"@"}]}', "x1 ")),
+        ("digits to count", tokenize, filled('{"prompt":"@"}', "1 ")),
+        ("odd words to count", tokenize, filled('{"prompt":"@"}', "\u00fc\u4f60 x")),
+        (
+            "messages to count",
+            tokenize,
+            filled('{"messages":[@{"role":"user","content":""}]}', '{"role":"user","content":""},'),
+        ),
+        ("tokens", detokenize, filled('{"tokens":[@20]}', "300,", 4 * 262_000)),
+        ("too many tokens", detokenize, filled('{"tokens":[@20]}', "9,")),
+    ]
+    rng = random.Random(7)
+    pieces = ["[],", '"",', "1,", "{},", '"a b",', "[1],", '{"role":"user","content":"a"},', "null,", "[[1],[2]],"]
+    fields = ["prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tools", "user", "xyz", "tokens"]
+    for number in range(NUM_RANDOM):
+        path, field, piece = rng.choice([chat, plain, tokenize, detokenize]), rng.choice(fields), rng.choice(pieces)
+        beside = rng.choice(['"prompt":"a"', '"messages":[{"role":"user","content":"a"}]', '"tokens":[1]', '"n":128'])
+        form = f'{{"model":"m","max_tokens":1,{beside},"{field}":[@{piece[:-1]}]}}'
+        bodies.append(
+            (
+                f"random {number}: {field} of {piece} beside {beside}",
+                path,
+                filled(form, piece, rng.randint(20_000, SIZE)),
+            )
+        )
+    return bodies
+
+
+def waited_s(process: int | str, thread: int | None = None) -> float:
+    """How long its threads (or that one) were ready to run and had no core."""
+    tasks = Path(f"/proc/{process}/task")
+    total_ns = 0
+    for task in [tasks / str(thread)] if thread is not None else list(tasks.iterdir()):
+        try:
+            total_ns += int((task / "schedstat").read_text().split()[1])
+        except FileNotFoundError:
+            continue
+    return total_ns / 1e9
+
+
+def peak_bytes(pid: int) -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found.group(1)) << 10
+
+
+class Prober:
+    """Asks the router's loop over and over, in a thread of its own, and keeps the longest wait for an answer."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._client = RawClient(cluster.ports["port"])
+        self._pid = cluster.pid("router")
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._worst_s = 0.0
+        self._num_probes = 0
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Prober:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._client.close()
+
+    def take(self) -> float:
+        """The longest wait since the last call, what the machine took not counted. A probe that runs counts for the
+        call in which it ends, so wait for two."""
+        begun = self._num_probes
+        while self._num_probes < begun + 2 and self._thread.is_alive():
+            self._is_over.wait(0.001)
+        with self._lock:
+            worst_s, self._worst_s = self._worst_s, 0.0
+        return worst_s
+
+    def _run(self) -> None:
+        me = threading.get_native_id()
+        request = http_request("GET", "/livez", b"", {})
+        while not self._is_over.is_set():
+            before_s = waited_s(self._pid) + waited_s("self", me)
+            began_s = time.monotonic()
+            assert self._client.exchange(request).status == 200
+            took_s = time.monotonic() - began_s
+            taken_s = waited_s(self._pid) + waited_s("self", me) - before_s
+            with self._lock:
+                self._worst_s = max(self._worst_s, took_s - taken_s)
+            self._num_probes += 1
+            self._is_over.wait(0.002)
+
+
+class Streams:
+    """Streams that run all the time, each token of which is right and comes."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._port = cluster.ports["port"]
+        self._vocab_size = read_model_spec(Path(cluster.topology.model.path)).vocab_size
+        self._is_over = threading.Event()
+        self.failures: list[str] = []
+        self.gaps_s: list[float] = []
+        self._threads = [threading.Thread(target=self._guarded, args=(i,)) for i in range(NUM_STREAMS)]
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, index: int) -> None:
+        try:
+            while not self._is_over.is_set():
+                self._stream([20 + index, 30, 40])
+        except Exception as error:
+            self.failures.append(f"stream {index}: {error!r}")
+
+    def _stream(self, prompt: list[int]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        body = {**GREEDY, "prompt": prompt, "max_tokens": 1500, "stream": True, "return_token_ids": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        ids: list[int] = []
+        last_s = time.monotonic()
+        while not self._is_over.is_set() and (line := response.readline()) != b"data: [DONE]\n":
+            if line.startswith(b"data: "):
+                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+                now_s = time.monotonic()
+                self.gaps_s.append(now_s - last_s)
+                last_s = now_s
+            assert line, "the stream ended early"
+        connection.close()
+        assert ids == expected_tokens(prompt, len(ids), self._vocab_size)
+
+
+def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster: LocalCluster) -> None:
+    pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
+    router = pids["router"]
+    client = RawClient(cluster.ports["port"])
+    bodies = costly_bodies()
+    # Whatever is loaded at its first use.
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        client.exchange(http_request("POST", path, b"{}", {}))
+    before_bytes = peak_bytes(router)
+    stalls: dict[str, float] = {}
+    statuses: dict[int, int] = {}
+    with Streams(cluster) as streams, Prober(cluster) as prober:
+        for name, path, body in bodies:
+            request = http_request("POST", path, body, {"content-type": b"application/json"})
+            for _ in range(TRIES):
+                prober.take()
+                reply = client.exchange(request)
+                assert reply.status in (200, 400), (name, reply)
+                if reply.status == 400:
+                    assert b'"param":' in reply.body
+                stalls[name] = min(stalls.get(name, 60.0), prober.take())
+                if stalls[name] < MAX_STALL_S:
+                    break
+            statuses[reply.status] = statuses.get(reply.status, 0) + 1
+        leave_early(cluster, bodies)
+    client.close()
+    grown_bytes = peak_bytes(router) - before_bytes
+    gaps_s = sorted(streams.gaps_s)
+    worst = sorted(stalls.items(), key=lambda item: -item[1])[:5]
+    print(f"statuses {statuses}; largest stalls of the loop: {[(name, f'{s * 1e3:.0f} ms') for name, s in worst]}")
+    print(f"{len(gaps_s)} tokens, largest age {gaps_s[-1] * 1e3:.0f} ms; the router grew by {grown_bytes >> 20} MiB")
+    assert not streams.failures, streams.failures
+    assert {name: s for name, s in stalls.items() if s >= MAX_STALL_S} == {}
+    assert grown_bytes <= MAX_GROWTH_BYTES
+    assert {name: cluster.pid(name) for name in pids} == pids, "nobody died"
+
+    def is_idle() -> bool:
+        return all(is_whole(load) for load in instance_loads(cluster.url).values())
+
+    wait_until(is_idle, 30.0, lambda: instance_loads(cluster.url))
+    [answer] = complete_all(cluster.url, [[20, 30]], [{**GREEDY, "max_tokens": 8}])
+    assert len(answer.token_ids) == 8
+
+
+def leave_early(cluster: LocalCluster, bodies: list[tuple[str, str, bytes]]) -> None:
+    """Clients that send a body and leave: what waits in the router for them is dropped."""
+    for name, path, body in bodies:
+        if name.startswith(("prompts that fit", "as many messages", "digits to count")):
+            for _ in range(5):
+                client = RawClient(cluster.ports["port"])
+                client.send(http_request("POST", path, body, {"content-type": b"application/json"}))
+                client.close()
+    client = RawClient(cluster.ports["port"])
+    _, path, body = bodies[-1]
+    assert client.exchange(http_request("POST", path, body, {})).status in (200, 400)
+    client.close()
