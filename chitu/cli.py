@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("chat", help="talk to a running router, here or with one question in a pipe")
     command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")
     command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", metavar="KEY", help="over CHITU_API_KEY, where the router asks for one")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
     command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
     command.add_argument("--system", metavar="TEXT", help="the system message")
     command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
     command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
     command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", metavar="KEY", help="over CHITU_CLUSTER_KEY and CHITU_API_KEY, where it asks")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
     command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
     command.set_defaults(run=_drain)
@@ -124,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.set_defaults(run=_doctor)
     return parser
+
+
+def _refuse_key(_key: str) -> str:
+    raise argparse.ArgumentTypeError(
+        "`ps` shows command lines to everybody: put the key into the environment as CHITU_API_KEY"
+    )
 
 
 def _add_topology(command: argparse.ArgumentParser) -> None:
@@ -172,7 +178,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     return chat(
         ChatArguments(
             url=arguments.url,
-            api_key=arguments.api_key or api_key(),
+            api_key=api_key(),
             model=arguments.model,
             system=arguments.system,
             max_tokens=arguments.max_tokens,
@@ -186,7 +192,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     from chitu.chat.client import RouterClient
     from chitu.launch.drain import credential, drain
 
-    client = RouterClient(arguments.url, credential(arguments.api_key))
+    client = RouterClient(arguments.url, credential(arguments.url))
     say = functools.partial(print, flush=True)
     drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
     return 0

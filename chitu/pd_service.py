@@ -132,6 +132,8 @@ class PDSchedulerService:
         """`run` goes on to its end: after a signal, a refusal, or a drain."""
         self._signalled = threading.Event()
         self._skip_drain = threading.Event()
+        self.was_drained = False
+        """An operator wanted this instance to leave, before any signal."""
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._bootstrap_wake = Waker()
@@ -221,7 +223,7 @@ class PDSchedulerService:
         however long it takes (each request has its own deadlines)."""
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
-        logger.info("draining")
+        logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "an operator asked for it")
         identity = self._identity
         self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
         clock = RealClock()
@@ -275,7 +277,7 @@ class PDSchedulerService:
             self._on_view,
             self._on_new_router,
             self._on_refused,
-            on_drain=self._stop.set,
+            on_drain=self._on_drain,
             on_worker_gone=self._on_worker_gone,
             on_missing=self._beat_wake.wake,
         )
@@ -297,6 +299,10 @@ class PDSchedulerService:
     def _on_worker_gone(self, incarnation: int) -> None:
         self._scheduler.cancel_worker(incarnation)
         self._wake.wake()
+
+    def _on_drain(self) -> None:
+        self.was_drained = not self._signalled.is_set()  # else it is our own Drain that comes back in the view
+        self._stop.set()
 
     def _on_refused(self, error: ConfigError) -> None:
         logger.error("%s", error.message)

@@ -19,6 +19,12 @@ addresses_of() { # NAME...: their IPv4 addresses, with commas between
     printf '%s' "$all"
 }
 
+make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environment, unless one is given here or there
+    local code="import sys; from chitu.config.cluster_key import cluster_key_of, with_own_key
+from chitu.config.load import load_topology; print(cluster_key_of(with_own_key(load_topology(sys.argv[1]))))"
+    export CHITU_CLUSTER_KEY=${CHITU_CLUSTER_KEY:-$("$PYTHON" -c "$code" "$1")}
+}
+
 run_node() { # TOPOLOGY ADDRESS,... INDEX [argument...]: this node's processes, in place of the script
     [ -n "$2" ] || exit 2
     export PD_MASTER_ADDR=${2%%,*}

@@ -41,6 +41,7 @@ done
 if [ -z "${SLURM_STEP_ID:-}" ] || [ "${SLURM_STEP_ID}" = 4294967291 ]; then # no step, or that of the batch script
     command -v srun >/dev/null || fail "there is no srun here; without Slurm: script/start_pd_separation.sh"
     if [ -n "${SLURM_JOB_ID:-}" ]; then nodes=$SLURM_JOB_NUM_NODES srun_options=(); fi
+    make_key "$topology"
     exec srun "${srun_options[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
         bash "$here/srun_pd_disagg.sh" "${all[@]}"
 fi

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,8 @@ class RouterUnderTest:
     """For the ready file, logs and traces."""
     model: Path
     overrides: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Over this process's, for the router and the workers: keys, which no command line takes."""
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -81,7 +83,7 @@ class RouterUnderTest:
         argv = [sys.executable, "-m", "chitu.serve.api_server", "--ready-file", str(ready), *self._port_overrides()]
         argv += [f"model.path={self.model}", *self.overrides]
         with (self.folder / "router.log").open("ab") as log:
-            self.process = subprocess.Popen(argv, stderr=log, env=_environment())
+            self.process = subprocess.Popen(argv, stderr=log, env=self._environment())
         process = self.process
         wait_until(lambda: ready.exists() or process.poll() is not None, 30, "the router's ready file")
         if not ready.exists():
@@ -101,12 +103,15 @@ class RouterUnderTest:
         for name in names:
             argv += ["--" + name.replace("_", "-"), str(self.ports[name])]
         with (self.folder / "worker.log").open("ab") as log:
-            worker = subprocess.Popen([*argv, *options], stderr=log, env=_environment())
+            worker = subprocess.Popen([*argv, *options], stderr=log, env=self._environment())
         self.workers.append(worker)
         if wait:
             wanted = set(instances.split(","))
             wait_until(lambda: wanted <= self.members(), 20, f"{instances} to join")
         return worker
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", **self.env}
 
     def members(self) -> set[str]:
         """Names in the cluster view."""
@@ -146,7 +151,3 @@ def _reap(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}

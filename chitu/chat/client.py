@@ -159,7 +159,7 @@ class RouterClient:
             return Internal(f"{self.url} is no chitu router: {path} answers with status {status}")
         error = from_code(refusal.code or "internal", refusal.message)
         if isinstance(error, Unauthorized):
-            return Unauthorized(f"{error.message} (--api-key KEY, or CHITU_API_KEY in the environment)")
+            return Unauthorized(f"{error.message} (CHITU_API_KEY in the environment)")
         return error
 
     @contextlib.contextmanager

@@ -1,9 +1,13 @@
 """`pd_disaggregation.cluster_key` as a secret: where it may stand, how long it must be, and how a topology loses it.
 
-Pure. Called by `load.py`, `topology.py`, `net/curve.py` and the launchers. Invariant: no sentence has the key in it.
+Pure, but for `with_own_key`. Called by `load.py`, `topology.py`, `net/curve.py` and the launchers. Invariant: no
+sentence has the key in it.
 """
 
 from __future__ import annotations
+
+import secrets
+from typing import Any
 
 import msgspec
 
@@ -11,6 +15,9 @@ from chitu.config.schema import Topology
 
 KEY_PATH = "dp_config.router.pd_disaggregation.cluster_key"
 ENVIRONMENT_KEY = "CHITU_CLUSTER_KEY"
+API_KEYS = "CHITU_API_KEYS"
+SECRETS = {KEY_PATH: ENVIRONMENT_KEY, "dp_config.router.api_keys": API_KEYS}
+"""Key paths that no command line may set, and where they go instead."""
 MIN_CHARS = 16
 
 
@@ -24,6 +31,18 @@ def why_refused(cluster_key: str) -> str | None:
     return None
 
 
+def secrets_in(data: Any) -> dict[str, Any]:
+    """What plain YAML data has at the key paths of `SECRETS`, where it has anything."""
+    found = {}
+    for path in SECRETS:
+        node = data
+        for part in path.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node:
+            found[path] = node
+    return found
+
+
 def cluster_key_of(topology: Topology) -> str:
     return topology.dp_config.router.pd_disaggregation.cluster_key
 
@@ -34,3 +53,15 @@ def with_cluster_key(topology: Topology, cluster_key: str) -> Topology:
     pd = msgspec.structs.replace(router.pd_disaggregation, cluster_key=cluster_key)
     router = msgspec.structs.replace(router, pd_disaggregation=pd)
     return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+
+
+def with_api_keys(topology: Topology, api_keys: tuple[str, ...]) -> Topology:
+    """The same topology with these keys of clients."""
+    router = msgspec.structs.replace(topology.dp_config.router, api_keys=api_keys)
+    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+
+
+def with_own_key(topology: Topology) -> Topology:
+    """For a launcher that starts all processes of a cluster: where nobody gave a key it makes one, so that no other
+    user of the machine takes part."""
+    return topology if cluster_key_of(topology) else with_cluster_key(topology, secrets.token_hex(32))

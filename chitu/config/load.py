@@ -7,6 +7,7 @@ one. What the values mean together is checked by `topology.py`.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from typing import Any
 import msgspec
 import yaml
 
-from chitu.config.cluster_key import ENVIRONMENT_KEY, KEY_PATH, cluster_key_of, why_refused, with_cluster_key
+from chitu.config.cluster_key import (
+    API_KEYS,
+    ENVIRONMENT_KEY,
+    SECRETS,
+    cluster_key_of,
+    secrets_in,
+    why_refused,
+    with_api_keys,
+    with_cluster_key,
+)
 from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys
 from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
@@ -48,7 +58,8 @@ def find_topology(name: str | None) -> Path:
 def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
     """Read `path` (None: the default 1P1D), put `a.b=c` overrides over it, check keys, types and ranges.
 
-    The cluster's key comes from the environment before the file, and from no override: those stand in command lines.
+    The cluster's key and the API keys come from the environment before the file, and from no override: those stand in
+    command lines.
     """
     file = find_topology(path)
     try:
@@ -61,17 +72,21 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold a mapping with the keys {', '.join(field_types(ROOT))}")
+    given = copy.deepcopy(secrets_in(data))
     for override in overrides:
-        if override.partition("=")[0].strip() == KEY_PATH:
-            raise ConfigError(
-                f"{KEY_PATH} is a secret, and `ps` shows command lines to everybody: put it into the environment as "
-                f"{ENVIRONMENT_KEY}, or into a topology file that only you can read"
-            )
         apply_override(data, override)
+        for path, value in secrets_in(data).items():
+            if value != given.get(path):
+                raise ConfigError(
+                    f"{path} is a secret, and `ps` shows command lines to everybody: put it into the environment as "
+                    f"{SECRETS[path]}, or into a topology file that only you can read"
+                )
     topology = parse_topology(data)
     key = cluster_key() or cluster_key_of(topology)
     if key and (problem := why_refused(key)):
         raise ConfigError(problem)
+    if keys := api_keys():
+        topology = with_api_keys(topology, keys)
     return with_cluster_key(topology, key)
 
 
@@ -153,6 +168,11 @@ def api_key() -> str | None:
     """`CHITU_API_KEY`: what `chitu chat` shows a router that asks for a key. Not the key of another service, which
     would leave for any address that is given."""
     return os.environ.get("CHITU_API_KEY") or None
+
+
+def api_keys() -> tuple[str, ...]:
+    """`CHITU_API_KEYS`: the keys of a router's clients, with commas between, over those of the topology file."""
+    return tuple(key for word in os.environ.get(API_KEYS, "").split(",") if (key := word.strip()))
 
 
 def cluster_key() -> str:

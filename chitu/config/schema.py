@@ -236,7 +236,11 @@ class DPConfig(Section, frozen=True):
 class LogConfig(Section, frozen=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     dir: str | None = None
-    """Folder of per-process logs of `chitu serve`; unset: a new one under the temporary folder."""
+    """Folder of per-process logs of `chitu serve` and `chitu node`; unset: a new one under the temporary folder, which
+    is removed at the end unless a process died."""
+    max_mb: Positive = 64
+    """MiB that a process's log may have; beyond it goes on empty, and NAME.log.1 keeps what was in it until the next
+    time."""
 
 
 class Topology(Section, frozen=True):

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from chitu.chat.client import RouterClient
 from chitu.config.load import api_key, cluster_key
+from chitu.config.topology import is_loopback
+from chitu.launch.run_dir import cluster_key_at
 from chitu.net.curve import derive
 from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
 
 POLL_S = 0.2
 
 
-def credential(given: str | None) -> str | None:
-    """What to show the router: what was `given`, else the token of `CHITU_CLUSTER_KEY`, else `CHITU_API_KEY`.
+def credential(url: str) -> str | None:
+    """What to show the router: the token of `CHITU_CLUSTER_KEY`, else of the key that a launcher of this user on this
+    machine made or has for it, else `CHITU_API_KEY`.
 
     ConfigError for a key that no cluster can have.
     """
-    if given:
-        return given
-    secrets = derive(cluster_key())
+    secrets = derive(cluster_key() or _own_key(url))
     return secrets.token if secrets is not None else api_key()
+
+
+def _own_key(url: str) -> str:
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        return cluster_key_at(parts.port or 80) if is_loopback(parts.hostname or "") else ""
+    except ValueError:  # no port; whoever asks there says so better
+        return ""
 
 
 def drain(client: RouterClient, name: str, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:

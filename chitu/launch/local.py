@@ -14,7 +14,8 @@ with the thread that started them, see `process.py`).
         assert "created pd request" in cluster.logs("router")
     # leaving the block drains and ends everything within seconds; nothing is left behind
 
-Names are `router`, `P0`, `P1`, `D0`, `U0`. All ports but a fixed one may be 0. `cluster.ports` has the router's actual
+Where the topology has no cluster key, one is made, so nobody else takes part: `cluster.topology` has it. Names are
+`router`, `P0`, `P1`, `D0`, `U0`. All ports but a fixed one may be 0. `cluster.ports` has the router's actual
 ones by short key name (`port`, `stats_port`, `bootstrap_port`, ...). Logs stay in `cluster.log_dir`.
 """
 
@@ -29,15 +30,16 @@ from types import TracebackType
 
 import msgspec
 
-from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, check, instances, on_one_host
 from chitu.errors import ConfigError
 from chitu.launch.health import Health, ask_health
+from chitu.launch.log_files import make_log_dir, open_private
 from chitu.launch.nodes import launch_problems
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
-from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor, make_log_dir
+from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
 
 __all__ = ["LocalCluster", "StartFailed"]
 
@@ -65,15 +67,14 @@ class LocalCluster:
         check(topology)
         for problem in launch_problems(topology):
             raise ConfigError(problem)
-        self.topology = topology
+        self.topology = topology = with_own_key(topology)
         self.host = topology.dp_config.router.host
         self.ports: dict[str, int] = {}
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
         self._entries = entries or Entries()
         self._cores = len(os.sched_getaffinity(0))
         self._config = str(self.log_dir / "topology.yaml")
-        Path(self._config).touch(mode=0o600)  # it may have API keys; the cluster's key is not in it
-        Path(self._config).write_text(dump_topology(topology), encoding="utf-8")
+        self._write_config()
         self._supervisor = Supervisor(
             [ROUTER, *(item.name for item in instances(topology))],
             self._spec,
@@ -81,6 +82,7 @@ class LocalCluster:
             restart=restart,
             on_event=on_event or (lambda text: None),
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
+            max_log_bytes=topology.log.max_mb << 20,
         )
         self.members = self._supervisor.members
 
@@ -107,6 +109,7 @@ class LocalCluster:
         self._supervisor.poll()
         if not self.ports and (ports := self._supervisor.router_ports()) is not None:
             self.ports = ports
+            self._supervisor.run_dir.keep_key(ports["port"], cluster_key_of(self.topology))
             for name in self.members:
                 if name != ROUTER:
                     self._supervisor.start(name)
@@ -152,6 +155,10 @@ class LocalCluster:
         Whatever is left `deadlines.drain_s` + 0.5 s (4.5 s) after the start of the stop is killed. Idempotent.
         """
         return self._supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
+
+    def remove_logs(self) -> bool:
+        """After `stop`: remove the folder of the logs, unless somebody died; whether it did."""
+        return self._supervisor.remove_logs()
 
     # ------------------------------------------------------------------------------------------------- for callers
 
@@ -204,8 +211,15 @@ class LocalCluster:
         """Everything that it wrote, over all its incarnations."""
         return self._supervisor.logs(name)
 
+    def _write_config(self) -> None:
+        with open_private(Path(self._config), append=False) as file:  # it may have API keys; the cluster's is not in it
+            file.write(dump_topology(self.topology).encode())
+
     def _spec(self, name: str) -> ProcessSpec:
         """The command of a process, with the router's actual ports."""
+        if not os.path.exists(self._config):  # somebody cleaned the temporary folder
+            self.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write_config()
         overrides = port_overrides(self.ports)
         if name == ROUTER:
             ready_file = str(self._supervisor.ready_file)

@@ -19,16 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import check, host_names, instances
 from chitu.errors import ConfigError
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
 from chitu.launch.leave import send_leaves
+from chitu.launch.log_files import make_log_dir
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.progress import Progress
-from chitu.launch.supervisor import StartFailed, Supervisor, make_log_dir
+from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.messages import Leave
 from chitu.net.process_deaths import pid_namespace
 
@@ -76,10 +78,21 @@ class Node:
             raise ConfigError(problem)
         all_specs = plan(topology, config, overrides, len(os.sched_getaffinity(0)), options.entries)
         self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
+        if len(host_names(topology)) == 1:
+            topology = with_own_key(topology)
         self.topology = topology
         self.host = host_names(topology)[options.index]
         self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
-        self.supervisor = Supervisor(list(self._specs), self._spec, self.log_dir, restart=False, on_event=on_event)
+        self._has_own_log_dir = not (options.log_dir or topology.log.dir)
+        self.supervisor = Supervisor(
+            list(self._specs),
+            self._spec,
+            self.log_dir,
+            restart=False,
+            on_event=on_event,
+            env={ENVIRONMENT_KEY: cluster_key_of(topology)},
+            max_log_bytes=topology.log.max_mb << 20,
+        )
         self._joined: dict[str, int] = {}
         self._pids: dict[str, list[int]] = {}
         """Of its processes, by name, once all are ready."""
@@ -101,6 +114,8 @@ class Node:
 
     def start(self) -> None:
         """Everything at once: instances try to join until the router is there."""
+        if self.has_router and (key := cluster_key_of(self.topology)):
+            self.supervisor.run_dir.keep_key(self.topology.dp_config.router.port, key)
         for name in self._specs:
             self.supervisor.start(name)
 
@@ -163,6 +178,8 @@ class Node:
 
     def stop(self) -> None:
         self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
+        if self._has_own_log_dir:
+            self.supervisor.remove_logs()
 
     def _spec(self, name: str) -> ProcessSpec:
         spec = self._specs[name]

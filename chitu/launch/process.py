@@ -20,6 +20,7 @@ from pathlib import Path
 
 from chitu.config.load import child_environment, process_mark, under_torchrun
 from chitu.errors import ConfigError
+from chitu.launch.log_files import cut, last_text, open_private
 
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
@@ -73,10 +74,10 @@ class ChildProcess:
         self.log = log
         self.started_s = time.monotonic()
         self.started_ns = time.time_ns()
-        self._log_start = log.stat().st_size if log.exists() else 0
         supervisor = os.getpid()
-        with log.open("ab") as output:
-            try:
+        try:
+            with open_private(log) as output:
+                self._log_start = os.fstat(output.fileno()).st_size
                 self._popen = subprocess.Popen(
                     argv,
                     env=child_environment({**env, MARK: mark}),
@@ -84,10 +85,11 @@ class ChildProcess:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
+                    umask=0o077,  # for other files beside the log
                     preexec_fn=lambda: die_with_parent(supervisor),
                 )
-            except OSError as error:
-                raise ConfigError(f"{name} cannot be started: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -118,19 +120,20 @@ class ChildProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout=max(0.0, end_s - time.monotonic()))
 
+    def bound_log(self, max_bytes: int) -> None:
+        """Cut the log where it is longer."""
+        if cut(self.log, max_bytes):
+            self._log_start = 0
+
     def tail(self, lines: int = 15) -> list[str]:
         """Its last log lines, without torchrun's report about them."""
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            text = file.read().decode("utf-8", "replace").splitlines()
+        text = last_text(self.log, self._log_start).splitlines()
         first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
         return (text[:first_noise] or text)[-lines:]
 
     def worker_exit(self) -> str:
         """How the worker under a torchrun ended, from torchrun's report; empty where there is none."""
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            found = re.findall(r"failed \(exitcode: (-?\d+)\)", file.read().decode("utf-8", "replace"))
+        found = re.findall(r"failed \(exitcode: (-?\d+)\)", last_text(self.log, self._log_start))
         return describe_exit(int(found[-1])) if found else ""
 
     def _signal(self, pid: int, number: signal.Signals) -> None:

@@ -1,26 +1,30 @@
 """How far a scheduler process has come, told to the supervisor through a file of JSON lines.
 
 The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready"}`,
-and while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. A file, not a pipe: it survives
-torchrun in between, and a process started by hand simply has none. Written by the main thread of the scheduler process,
-read by the supervisor.
+at its end `{"state": "drained"}` where an operator wanted it to leave, and while it reads weights `{"state": "loading",
+"done": bytes, "total": bytes}`. A file, not a pipe: it survives torchrun in between, and a process started by hand
+simply has none. Written by the main thread of the scheduler process, read by the supervisor.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from chitu.config.load import progress_file
 
+logger = logging.getLogger(__name__)
+
 MIN_INTERVAL_S = 0.1
+DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`state`: `starting`, `loading`, `warmup` or `ready`. `done`, `total` in bytes while loading."""
+    """`state`: `starting`, `loading`, `warmup`, `ready` or `drained`. `done`, `total` in bytes while loading."""
 
     state: str = "starting"
     done: int = 0
@@ -46,16 +50,20 @@ class ProgressWriter:
         self._write({"state": "loading", "done": done, "total": total})
 
     def _write(self, record: dict[str, str | int]) -> None:
-        if self._path is not None:
+        if self._path is None:
+            return
+        try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk: it can serve all the same
+            logger.warning("the launcher is not told %s: %s", record, error)
 
 
 def read_progress(path: Path) -> Progress:
     """The last complete record; `starting` where there is none yet."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
+    except OSError:
         return Progress()
     for line in reversed(lines):
         try:

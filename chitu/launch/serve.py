@@ -81,6 +81,8 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             return 1
         finally:
             cluster.stop()
+            if not (options.log_dir or topology.log.dir) and not cluster.remove_logs():
+                tell(f"the logs stay in {cluster.log_dir}")
     finally:
         display.close()
         for number, handler in previous.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,8 @@ from pathlib import Path
 from chitu.errors import ConfigError, Internal
 from chitu.launch.plan import ROUTER, ProcessSpec
 from chitu.launch.process import ChildProcess, describe_exit
-from chitu.launch.progress import Progress, read_progress
+from chitu.launch.progress import DRAINED, Progress, read_progress
+from chitu.launch.run_dir import RunDir
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
 """torchrun takes options from the environment, too. This is the file in which an instance of one rank meets itself."""
@@ -48,11 +49,8 @@ class Member:
     restart_at_s: float | None = None
     exit_code: int | None = None
     """Of the last incarnation, once its death was noticed."""
-
-    @property
-    def has_left(self) -> bool:
-        """An instance that served and ended with 0: it was drained or told to end, and stays out."""
-        return self.child is None and self.name != ROUTER and self.was_ready and self.exit_code == 0
+    has_left: bool = False
+    """An instance that was drained: it stays out until somebody starts it."""
 
 
 class Supervisor:
@@ -67,7 +65,9 @@ class Supervisor:
         restart: bool,
         on_event: Callable[[str], None],
         env: Mapping[str, str] | None = None,
+        max_log_bytes: int,
     ) -> None:
+        """`max_log_bytes`: of each process's log."""
         self.members = {name: Member(name) for name in names}
         self.log_dir = log_dir
         self.ready_file = log_dir / "router.ready.json"
@@ -75,8 +75,13 @@ class Supervisor:
         self._restart = restart
         self._on_event = on_event
         self._env = dict(env or {})
+        self._max_log_bytes = max_log_bytes
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
+        self._run_dir: RunDir | None = None
+        """From the first start to the end."""
+        self._was_clean = True
+        """Nobody died."""
 
     def start(self, name: str) -> None:
         """Start a process that does not run."""
@@ -84,19 +89,27 @@ class Supervisor:
         spec = self._spec_of(name)
         if name == ROUTER:
             self.ready_file.unlink(missing_ok=True)
-        progress, rendezvous = self._progress_path(name), self._rendezvous_path(name)
+        progress = self._progress_path(name)
         progress.unlink(missing_ok=True)
-        rendezvous.unlink(missing_ok=True)  # a new incarnation must not meet the last one in it
+        # Not beside the logs: a network file system need not know the locks of torch's file store.
+        tmp = self.run_dir.make_empty(name)
         self._starts += 1
         member.child = ChildProcess(
             name,
             spec.argv,
-            {**spec.env, "CHITU_PROGRESS_FILE": str(progress), RENDEZVOUS_KEY: str(rendezvous), **self._env},
+            {
+                **spec.env,
+                "CHITU_PROGRESS_FILE": str(progress),
+                RENDEZVOUS_KEY: str(tmp / "rendezvous"),
+                "TMPDIR": str(tmp),
+                **self._env,
+            },
             self.log_path(name),
             f"{self._id}/{name}/{self._starts}",
         )
         member.progress = Progress()
         member.restart_at_s = None
+        member.has_left = False
 
     def poll(self) -> None:
         """Look after everything once: notice deaths, start what is due. Call every 0.1 s or so.
@@ -108,10 +121,11 @@ class Supervisor:
             if member.child is not None and (code := member.child.exit_code()) is not None:
                 self._died(member, member.child, code, now_s)
             elif member.child is None and member.restart_at_s is not None and now_s >= member.restart_at_s:
-                self.start(member.name)
-                self._on_event(f"{member.name} is started again")
-            elif member.child is not None and member.progress.state != "ready":
-                self._look_at_progress(member)
+                self._start_again(member, now_s)
+            elif member.child is not None:
+                member.child.bound_log(self._max_log_bytes)
+                if member.progress.state != "ready":
+                    self._look_at_progress(member)
 
     def router_ports(self) -> dict[str, int] | None:
         """The router's actual ports by short key name; None before it listens."""
@@ -151,9 +165,24 @@ class Supervisor:
                     member.child.kill_tree()
                     member.exit_code = member.child.exit_code()
                     member.child = None
-                self._rendezvous_path(member.name).unlink(missing_ok=True)
                 codes[member.name] = member.exit_code
+            if self._run_dir is not None:
+                self._run_dir.remove()
+                self._run_dir = None
+        self._was_clean = self._was_clean and all(code == 0 for code in codes.values())
         return codes
+
+    def remove_logs(self) -> bool:
+        """After `stop`: remove the folder of the logs where nothing in it can explain anything; else False."""
+        if self._was_clean:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+        return self._was_clean
+
+    @property
+    def run_dir(self) -> RunDir:
+        if self._run_dir is None:
+            self._run_dir = RunDir()
+        return self._run_dir
 
     def member(self, name: str) -> Member:
         if name not in self.members:
@@ -178,38 +207,54 @@ class Supervisor:
     def _progress_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.progress"
 
-    def _rendezvous_path(self, name: str) -> Path:
-        """Not beside the logs: a network file system need not know the locks of torch's file store."""
-        return Path(tempfile.gettempdir(), f"chitu-{self._id}-{name}.rendezvous")
-
     def _look_at_progress(self, member: Member) -> None:
         if member.name != ROUTER:
             member.progress = read_progress(self._progress_path(member.name))
         elif self.router_ports() is not None:
             member.progress = Progress("ready")
-        if member.progress.state == "ready":
+        if member.progress.state in ("ready", DRAINED):
             member.was_ready = True
+
+    def _start_again(self, member: Member, now_s: float) -> None:
+        """A system that has no process, descriptor or file for it now may have one later."""
+        try:
+            self.start(member.name)
+        except (OSError, ConfigError) as error:
+            self._on_event(f"{member.name} cannot be started again now: {error}")
+            self._restart_later(member, now_s)
+        else:
+            self._on_event(f"{member.name} is started again")
+
+    def _restart_later(self, member: Member, now_s: float) -> float:
+        """Seconds until then."""
+        member.failures += 1
+        wait_s = min(10.0, 0.25 * 2 ** (member.failures - 1))
+        member.restart_at_s = now_s + wait_s
+        return float(wait_s)
 
     def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
         self._look_at_progress(member)
+        member.has_left = code == 0 and member.progress.state == DRAINED
         child.kill_tree()
         member.child = None
         member.exit_code = code
         member.progress = Progress("dead")
         if member.has_left:
-            self._on_event(f"{member.name} has left: it was drained or told to end, and is not started again")
+            self._on_event(f"{member.name} has left: it was drained, and is not started again")
             return
+        self._was_clean = False
         reason = child.worker_exit() or describe_exit(code)
+        if code == 0 and member.was_ready and member.name != ROUTER:
+            reason = f"told to by a signal; `chitu drain {member.name}` has it stay out"
         life_s = now_s - child.started_s
         lines = "".join(f"\n    {line}" for line in child.tail())
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s; its last lines ({child.log}):{lines}"
         if not member.was_ready:
             raise StartFailed(report)
         if self._restart:
-            member.failures = 1 if life_s > STABLE_S else member.failures + 1
-            wait_s = min(10.0, 0.25 * 2 ** (member.failures - 1))
-            member.restart_at_s = now_s + wait_s
-            report += f"\n{member.name} starts again in {wait_s:g} s"
+            if life_s > STABLE_S:
+                member.failures = 0
+            report += f"\n{member.name} starts again in {self._restart_later(member, now_s):g} s"
         self._on_event(report)
 
 
@@ -217,16 +262,9 @@ def read_ready_file(path: Path) -> dict[str, int] | None:
     """The router's actual ports by short key name; None while the file is not there or not complete."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     if not isinstance(record, dict):
         return None
     ports = {name: value for name, value in record.items() if isinstance(value, int) and name.endswith("port")}
     return ports if "port" in ports else None
-
-
-def make_log_dir(folder: str | None) -> Path:
-    """`folder`, made where it is missing; None: a new one under the temporary folder."""
-    path = Path(folder).expanduser().absolute() if folder else Path(tempfile.mkdtemp(prefix="chitu-"))
-    path.mkdir(parents=True, exist_ok=True)
-    return path

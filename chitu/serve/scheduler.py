@@ -40,7 +40,7 @@ from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.build import StagingParts
 from chitu.launch.process import die_with_torchrun
-from chitu.launch.progress import ProgressWriter
+from chitu.launch.progress import DRAINED, ProgressWriter
 from chitu.log import setup_logging
 from chitu.messages import RankMemory
 from chitu.net.curve import derive
@@ -125,7 +125,10 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
     service = PDSchedulerService(topology, identity, host, comm, engine)
     _stop_on_signals(service.stop)
     logger.info("%s serves on port %d", identity.name, comm.port)
-    return service.run()
+    code = service.run()
+    if service.was_drained:
+        progress.state(DRAINED)
+    return code
 
 
 def _stop_on_signals(stop: Callable[[], None]) -> None:

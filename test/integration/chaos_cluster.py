@@ -23,9 +23,11 @@ from chitu.bench.checksum_engine import expected_tokens
 from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.bench.steady_load import Ask, SteadyLoad
 from chitu.chat.client import RouterClient
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.messages import LoadReport, SamplingParams
+from chitu.net.curve import derive
 from chitu.serve.cluster_snapshot import ClusterSnapshot
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
@@ -118,7 +120,9 @@ class ChaosCluster:
             wait_for(self._router_listens, 60, lambda: self.processes.logs("router"))
             ports = dict(self.processes.ports)
             del ports["port"]
-            self.wires.open(ports.values(), ports["metadata_sync_port"])
+            secrets = derive(cluster_key_of(self.processes.topology))
+            assert secrets is not None
+            self.wires.open(ports.values(), ports["metadata_sync_port"], secrets)
             self.processes.wait_ready(60)
             self.load.start(self._clients)
             self.load.pause(PATIENCE_S)

@@ -25,6 +25,7 @@ import zmq
 import zmq.asyncio
 
 from chitu.messages import view_codec
+from chitu.net.curve import ClusterSecrets
 from chitu.types import instance_name
 
 REAL_HOST = "127.0.0.1"
@@ -69,13 +70,13 @@ class Wires:
         self._thread = threading.Thread(target=self._loop.run_forever, name="wires", daemon=True)
         self._thread.start()
 
-    def open(self, router_ports: Iterable[int], view_port: int) -> None:
+    def open(self, router_ports: Iterable[int], view_port: int, secrets: ClusterSecrets) -> None:
         """Proxy the router's ports, and from now on those of every instance that the router lists."""
 
         async def begin() -> None:
             for port in router_ports:
                 await self._listen(ROUTER, port)
-            self._watching = asyncio.create_task(self._watch(view_port))
+            self._watching = asyncio.create_task(self._watch(view_port, secrets))
 
         asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
 
@@ -132,11 +133,14 @@ class Wires:
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
-    async def _watch(self, view_port: int) -> None:
+    async def _watch(self, view_port: int, secrets: ClusterSecrets) -> None:
         """The router's view goes past the proxies: it tells where they have to be."""
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, secrets.curve_public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, secrets.curve_public)
             socket.connect(f"tcp://{REAL_HOST}:{view_port}")
             while True:
                 view = view_codec.decode(await socket.recv())

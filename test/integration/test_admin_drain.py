@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +30,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., RouterUnderTest
     started: list[RouterUnderTest] = []
 
     def start(instances: str, *options: str) -> RouterUnderTest:
-        overrides = ("model.served_name=m", "dp_config.router.api_keys=[secret]")
-        router = RouterUnderTest(tmp_path, model, overrides)
+        router = RouterUnderTest(tmp_path, model, ["model.served_name=m"], {"CHITU_API_KEYS": "other, secret"})
         started.append(router)
         router.start()
         router.start_worker(instances, "--vocab-size", "100000", *options)
@@ -46,8 +46,9 @@ def drain(router: RouterUnderTest, body: object, headers: dict[str, str] = KEY) 
 
 
 def chitu_drain(router: RouterUnderTest, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "chitu.cli", "drain", *words, "--url", router.url, "--api-key", "secret"]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    argv = [sys.executable, "-m", "chitu.cli", "drain", *words, "--url", router.url]
+    environment = {**os.environ, "CHITU_API_KEY": "secret"}
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def served_by(router: RouterUnderTest, count: int) -> set[str | None]:

@@ -23,6 +23,7 @@ from completions import WITHOUT_TORCHRUN, wait_until
 
 from chitu.chat.client import RouterClient
 from chitu.chat.trace import byte_text
+from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
@@ -42,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000"]
-    settings.append(f"dp_config.router.api_keys=[{KEY}]")
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings), (KEY,))
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         client = RouterClient(cluster.url, KEY)
         wait_until(lambda: all(i.load and i.load.pages_total for i in client.cluster().instances), 10, client.cluster)
@@ -162,7 +163,7 @@ def test_one_question_prints_the_answer_and_says_beside_it_what_became_of_it(
 
 def test_what_the_router_refuses_is_one_sentence_and_exit_code_1(cluster: LocalCluster) -> None:
     for words, key, part in (
-        (["x"], "wrong", "invalid_api_key: the API key is not one of this server's (--api-key"),
+        (["x"], "wrong", "invalid_api_key: the API key is not one of this server's (CHITU_API_KEY"),
         (["x"], "", "an API key is required"),
         (["x", "--model", "nope"], KEY, "model_not_found"),
         (["x", "--max-tokens", "99999"], KEY, "context_length_exceeded"),

@@ -12,14 +12,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from completions import WITHOUT_TORCHRUN
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.config.cluster_key import with_cluster_key
+from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient, RouteError
+from chitu.launch.drain import credential
 from chitu.launch.local import LocalCluster
 from chitu.launch.process import processes_marked
+from chitu.launch.run_dir import RunDir
 from chitu.net.curve import derive
 
 KEY = "a-secret-that-must-stay-one-0123456789"
@@ -33,9 +36,10 @@ ALL_SECRETS = [KEY, SECRETS.token, SECRETS.curve_secret.decode(), SECRETS.curve_
 def cluster() -> Iterator[LocalCluster]:
     overrides = [
         *(f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", "log.level=DEBUG"),
-        *("dp_config.router.pd_disaggregation.transport=shm", f"dp_config.router.api_keys=[{API_KEY}]"),
+        "dp_config.router.pd_disaggregation.transport=shm",
     ]
-    with LocalCluster(with_cluster_key(load_topology(None, overrides), KEY)) as cluster:
+    topology = with_api_keys(load_topology(None, overrides), (API_KEY,))
+    with LocalCluster(with_cluster_key(topology, KEY)) as cluster:
         cluster.wait_ready()
         yield cluster
 
@@ -107,8 +111,8 @@ def test_the_bootstrap_directory_wants_the_token(cluster: LocalCluster) -> None:
 
 
 def test_an_operator_needs_the_token_and_has_it_from_the_environment(cluster: LocalCluster) -> None:
-    for credential in (None, API_KEY, "wrong"):
-        assert ask(cluster, "POST", "/admin/drain", credential, json={"instance": "P9"}).status_code == 401
+    for shown in (None, API_KEY, "wrong"):
+        assert ask(cluster, "POST", "/admin/drain", shown, json={"instance": "P9"}).status_code == 401
     assert SECRETS is not None
     assert ask(cluster, "POST", "/admin/drain", SECRETS.token, json={"instance": "P9"}).status_code == 404
     for key, expected in (
@@ -138,10 +142,89 @@ def test_only_loopback_is_listened_on(cluster: LocalCluster) -> None:
                     assert connection.laddr.ip in ("127.0.0.1", "::1"), (name, connection)
 
 
-def test_a_key_on_a_command_line_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="CHITU_CLUSTER_KEY") as refused:
-        load_topology(None, [f"dp_config.router.pd_disaggregation.cluster_key={KEY}"])
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("dp_config.router.pd_disaggregation.cluster_key=%s", "CHITU_CLUSTER_KEY"),
+        (" dp_config.router.pd_disaggregation.cluster_key =%s", "CHITU_CLUSTER_KEY"),
+        ("dp_config.router.pd_disaggregation={cluster_key: %s}", "CHITU_CLUSTER_KEY"),
+        ("dp_config.router={pd_disaggregation: {cluster_key: %s}}", "CHITU_CLUSTER_KEY"),
+        (r'dp_config={"router": {"pd_disaggregation": {"cluster\u005fkey": %s}}}', "CHITU_CLUSTER_KEY"),
+        ("dp_config.router.api_keys=[%s]", "CHITU_API_KEYS"),
+        ("dp_config.router.api_keys.0=%s", "CHITU_API_KEYS"),
+        ("dp_config.router={api_keys: [%s]}", "CHITU_API_KEYS"),
+    ],
+)
+def test_a_key_on_a_command_line_is_refused_and_not_repeated(override: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure) as refused:
+        load_topology(None, [override % KEY])
     assert KEY not in refused.value.message
+
+
+def test_a_key_of_the_file_is_no_reason_to_refuse_an_override(tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text(f"dp_config: {{router: {{api_keys: [{API_KEY}], pd_disaggregation: {{cluster_key: {KEY}}}}}}}")
+    topology = load_topology(str(file), ["dp_config.router.workers=2", "dp_config.router.pd_disaggregation.faults={}"])
+    assert (cluster_key_of(topology), topology.dp_config.router.api_keys) == (KEY, (API_KEY,))
+
+
+@pytest.mark.parametrize("command", [["chat"], ["drain", "P0"]])
+def test_a_client_takes_no_key_from_its_command_line_either(command: list[str]) -> None:
+    argv = [sys.executable, "-m", "chitu.cli", *command, "--api-key", API_KEY]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "CHITU_API_KEY" in result.stderr and API_KEY not in result.stderr
+
+
+def test_a_cluster_of_one_launcher_makes_a_key_of_its_own(tmp_path: Path) -> None:
+    """Nobody gave one. Other users of the machine find closed ports; this user drains as before."""
+    topology = load_topology(None, [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200"])
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as first, LocalCluster(topology) as other:
+        key = cluster_key_of(first.topology)
+        assert len(key) >= 32 and key != cluster_key_of(other.topology)
+        first.wait_ready()
+        bootstrap = BootstrapClient("127.0.0.1", first.ports["bootstrap_port"])
+        with pytest.raises(RouteError) as refused:
+            bootstrap.get_all()
+        assert refused.value.status == 401
+        entry = BootstrapClient("127.0.0.1", first.ports["bootstrap_port"], derive(key)).get_all()[0]
+        with pytest.raises(RouteError) as refused:
+            bootstrap.put(entry)
+        assert refused.value.status == 401
+        body = {"model": "m", "prompt": "1, 2, 3, 4,", "max_tokens": 8, "temperature": 0}
+        assert ask(first, "POST", "/v1/completions", None, json=body).status_code == 200
+        assert ask(first, "POST", "/admin/drain", None, json={"instance": "D0"}).status_code == 401
+        for path in first.log_dir.iterdir():
+            assert key.encode() not in path.read_bytes(), path
+        argv = [sys.executable, "-m", "chitu.cli", "drain", "D0", "--force", "--url", first.url]
+        drained = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert drained.returncode == 0, drained.stderr
+        first.wait_exit("D0", 60)
+        assert first.members["D0"].has_left
+
+
+@pytest.mark.parametrize("hosts", ["127.0.0.1", "localhost"])
+def test_the_key_of_a_cluster_is_found_by_its_port_as_long_as_its_launcher_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("CHITU_CLUSTER_KEY", raising=False)
+    monkeypatch.setenv("CHITU_API_KEY", "sk-user")
+    folder = RunDir()
+    folder.keep_key(21003, KEY)
+    assert (folder.path.stat().st_mode & 0o777, (folder.path / "key-21003").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert SECRETS is not None
+    assert credential(f"http://{hosts}:21003") == SECRETS.token
+    assert credential(f"http://{hosts}:21004") == credential("http://10.0.0.1:21003") == "sk-user"
+    second = RunDir()
+    assert folder.path.exists() and credential(f"http://{hosts}:21003") == SECRETS.token
+    os.close(folder._lock)  # as if its process had been killed
+    assert credential(f"http://{hosts}:21003") == "sk-user"
+    third = RunDir()
+    assert not folder.path.exists() and second.path.exists()
+    second.remove()
+    third.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("source", ["environment", "file"])

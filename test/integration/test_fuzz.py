@@ -16,6 +16,7 @@ import zmq
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.messages import (
@@ -52,6 +53,7 @@ from chitu.messages import (
     encode,
     pack_i32,
 )
+from chitu.net.curve import derive, make_context
 from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"
@@ -181,7 +183,7 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
         targets += [(zmq.PUSH, port, [*REQUESTS, *CONTROL, *[registration] * 6]) for port in ports_of(cluster, name)]
     assert len(targets) == 3 + 4
     rng = random.Random(SEED)
-    context = zmq.Context()
+    context = make_context(derive(cluster_key_of(cluster.topology)))
     for kind, port, messages in targets:
         socket = context.socket(kind)
         socket.setsockopt(zmq.SNDTIMEO, 30_000)

@@ -36,9 +36,11 @@ from schemathesis.specs.openapi.checks import (
 from chitu.assets import TINY_MODEL_NAME
 from chitu.bench.checksum_engine import expected_tokens
 from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
+from chitu.net.curve import derive
 from chitu.serve.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -123,6 +125,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with LocalCluster(topology, entries=ENTRIES) as cluster:
         cluster.wait_ready()
         yield cluster
+
+
+def token_of(cluster: LocalCluster) -> str:
+    """As an Authorization header."""
+    secrets = derive(cluster_key_of(cluster.topology))
+    assert secrets is not None
+    return f"Bearer {secrets.token}"
 
 
 @pytest.fixture
@@ -283,6 +292,7 @@ def test_no_body_costs_more_than_a_4xx_and_answers_are_as_documented(cluster: Lo
 
     with requests.Session() as session:
         session.trust_env = False
+        session.headers["authorization"] = token_of(cluster)  # for /admin/drain
 
         def check(case: Case, rng: random.Random) -> None:
             path, body = case.operation.path, case.body
@@ -337,7 +347,8 @@ def as_json(body: Any) -> Any:
 
 def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unharmed: None) -> None:
     url = f"http://127.0.0.1:{cluster.ports['bootstrap_port']}/route"
-    held = httpx.get(url, trust_env=False).json()
+    auth = {"authorization": token_of(cluster)}
+    held = httpx.get(url, headers=auth, trust_env=False).json()
     assert [entry["engine_rank"] for entry in held] == [0]
     statuses = Counter[int]()
     json_values: st.SearchStrategy[Any] = st.recursive(
@@ -358,7 +369,7 @@ def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unh
         if rng.random() < 0.5:
             body = broken_json(rng, entry)
         method = rng.choice(["PUT", "PUT", "PUT", "POST", "GET"])
-        reply = client.exchange(http_request(method, "/route", body, {}))
+        reply = client.exchange(http_request(method, "/route", body, auth))
         statuses[reply.status] += 1
         assert reply.status < 500, (reply, body)
         answer = json.loads(reply.body)
@@ -382,7 +393,7 @@ def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unh
     client.close()
     print(f"bootstrap: {dict(statuses)}")
     assert statuses[200] and statuses[400] and statuses.total() >= NUM_ROUTE_ENTRIES, statuses
-    with httpx.Client(trust_env=False, timeout=30.0) as reader:
+    with httpx.Client(trust_env=False, timeout=30.0, headers=auth) as reader:
         rank0 = reader.get(f"{url}?engine_rank=0").json()
         for query in ("x", "", "-1", "9" * 5000, "%ff", "0&engine_rank=zz", "1e3"):
             assert reader.get(f"{url}?engine_rank={query}").status_code in (400, 404), query

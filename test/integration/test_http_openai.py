@@ -26,6 +26,8 @@ from chitu.types import Role
 
 PROMPT = "hello wörld 😀, again and again"
 
+API_KEYS = {"CHITU_API_KEYS": "secret"}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -195,9 +197,8 @@ def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
         "dp_config.router.max_body_bytes=2000",
         "dp_config.router.max_in_flight=2",
         "model.served_name=tiny",
-        'dp_config.router.api_keys=["secret"]',
     )
-    with RouterUnderTest(tmp_path, model, limits) as router:
+    with RouterUnderTest(tmp_path, model, limits, API_KEYS) as router:
         auth = {"Authorization": "Bearer secret"}
         url = router.url + "/v1/completions"
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
@@ -222,7 +223,7 @@ def _events(response: httpx.Response) -> Iterator[ClusterSnapshot]:
 
 
 def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny", 'dp_config.router.api_keys=["secret"]')) as router:
+    with RouterUnderTest(tmp_path, model, ["model.served_name=tiny"], API_KEYS) as router:
         auth = {"Authorization": "Bearer secret"}
         for path in ("/cluster", "/cluster/events"):
             assert httpx.get(router.url + path).status_code == 401
@@ -245,7 +246,7 @@ def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Pa
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_needs_no_key(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ('dp_config.router.api_keys=["secret"]',)) as router:
+    with RouterUnderTest(tmp_path, model, env=API_KEYS) as router:
         page = httpx.get(router.url + "/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         assert page.headers["content-security-policy"].startswith("default-src 'self'")

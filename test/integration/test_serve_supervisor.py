@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from serve_process import ServeProcess, wait_until
 
@@ -20,6 +23,7 @@ from chitu.launch.process import processes_marked
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
+WITHOUT_TORCHRUN = replace(ENTRIES, torchrun=False)
 ENVIRONMENT = {"PYTHONPATH": str(STANDINS)}
 
 
@@ -31,14 +35,18 @@ def model(tmp_path: Path) -> Path:
 
 
 def cluster(
-    model: Path, behaviour: str = "good", events: list[str] | None = None, restart: bool = False
+    model: Path,
+    behaviour: str = "good",
+    events: list[str] | None = None,
+    restart: bool = False,
+    entries: Entries = ENTRIES,
 ) -> LocalCluster:
     topology = load_topology(None, [f"model.path={model}", f"model.served_name={behaviour}"])
     return LocalCluster(
         topology,
         log_dir=str(model / "logs"),
         restart=restart,
-        entries=ENTRIES,
+        entries=entries,
         env=ENVIRONMENT,
         on_event=(events if events is not None else []).append,
     )
@@ -50,6 +58,15 @@ def marks_of(started: LocalCluster) -> list[str]:
 
 def alive(marks: list[str]) -> list[int]:
     return [pid for mark in marks for pid in processes_marked(mark)]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The temporary folder of the launcher."""
+    path = tmp_path / "tmp"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    return path
 
 
 @pytest.fixture
@@ -102,18 +119,69 @@ def test_a_death_is_reported_and_the_instance_comes_back_on_request(model: Path)
         assert len(events) == 1
 
 
-def test_an_instance_that_was_told_to_end_is_not_started_again(model: Path) -> None:
+def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_signal_is(model: Path) -> None:
     events: list[str] = []
-    with cluster(model, events=events, restart=True) as started:
+    with cluster(model, events=events, restart=True, entries=WITHOUT_TORCHRUN) as started:
         started.wait_ready(60)
+        first = started.pid("P0")
         started.kill("P0", signal.SIGTERM)
         started.wait_exit("P0", 60.0)
-        assert events == ["P0 has left: it was drained or told to end, and is not started again"]
+        assert events[0].startswith("P0 ended (told to by a signal; `chitu drain P0` has it stay out)")
+        assert "P0 starts again in 0.25 s" in events[0]
+        started.wait_ready(60)
+        assert started.pid("P0") != first
+        events.clear()
+        started.kill("P0", signal.SIGUSR1)
+        started.wait_exit("P0", 60.0)
+        assert events == ["P0 has left: it was drained, and is not started again"]
         member = started.members["P0"]
         assert member.has_left and member.exit_code == 0 and member.restart_at_s is None
         started.restart("P0")
         started.wait_ready(60)
         assert not member.has_left
+
+
+def test_logs_are_bounded_private_and_dropped_only_where_nobody_died(model: Path) -> None:
+    topology = load_topology(None, [f"model.path={model}", "model.served_name=talkative", "log.max_mb=1"])
+    log_dir = model / "deep" / "logs"
+    with LocalCluster(topology, log_dir=str(log_dir), entries=WITHOUT_TORCHRUN, env=ENVIRONMENT) as started:
+        started.wait_ready(60)
+        log, kept = log_dir / "P0.log", log_dir / "P0.log.1"
+        for _ in range(25):
+            before = log.stat().st_size, kept.exists()
+            started.kill("P0", signal.SIGUSR2)
+            wait_until(lambda b=before: (log.stat().st_size, kept.exists()) != b, 10, "100 kB")  # type: ignore[misc]
+            started.poll()
+        assert log.stat().st_size <= (1 << 20) and kept.stat().st_size <= (1 << 20) + 100_001
+        assert log.stat().st_size + kept.stat().st_size > 1 << 20
+        assert b"\0" not in log.read_bytes(), "it goes on at the beginning"
+        assert log_dir.stat().st_mode & 0o777 == 0o700
+        assert {
+            path.name: path.stat().st_mode & 0o077 for path in log_dir.iterdir() if path.stat().st_mode & 0o077
+        } == {}
+        started.kill("P0")
+        started.wait_exit("P0")
+    assert not started.remove_logs() and log.exists()
+
+
+def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) -> None:
+    events: list[str] = []
+    with cluster(model, events=events, restart=True, entries=WITHOUT_TORCHRUN) as started:
+        started.wait_ready(60)
+        logs = started.log_dir
+        logs.rename(model / "away")
+        logs.write_text("no folder")
+        started.kill("P0")
+
+        def looked(word: str) -> bool:
+            started.poll()
+            return any(word in event for event in events)
+
+        wait_until(lambda: looked("P0 cannot be started again now"), 30, "a failed start")
+        assert started.alive(ROUTER) and started.alive("D0")
+        logs.unlink()  # and nobody makes the folder
+        wait_until(lambda: looked("P0 is started again"), 30, "a start")
+        wait_until(lambda: started.ready(), 60, "P0 to be ready")
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
@@ -164,11 +232,30 @@ def test_serve_can_be_ended_while_it_starts(served: ServeProcess) -> None:
     assert seconds < 5.0
 
 
-def test_nobody_outlives_a_supervisor_that_is_killed(served: ServeProcess) -> None:
+def test_nobody_outlives_a_supervisor_that_is_killed(temporary: Path, served: ServeProcess) -> None:
     served.wait_line("Ctrl-C ends it")
     assert len(served.offspring()) == 5
     served.signal_and_wait(signal.SIGKILL, timeout_s=10)
     wait_until(lambda: served.offspring() == {}, 5, f"no orphans, but {served.offspring()}")
+    (left,) = temporary.iterdir()
+    assert {path.name.split("_")[0].split("-")[0] for path in (left / "P0").iterdir()} >= {"torchelastic", "left"}
+    code = (
+        f"import tempfile; tempfile.tempdir = {str(temporary)!r}; import chitu.launch.run_dir as r; r.RunDir().remove()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert list(temporary.iterdir()) == [], "the next launcher removes what the killed one left"
+
+
+def test_what_a_killed_torchrun_leaves_goes_with_its_launcher(temporary: Path, served: ServeProcess) -> None:
+    served.wait_line("Ctrl-C ends it")
+    (worker,) = served.pids_of("decode")
+    os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+    served.wait_line("D0 is started again")
+    wait_until(lambda: served.pids_of("decode") not in ([], [worker]), 30, "a new D0")
+    (run_dir,) = temporary.iterdir()
+    assert len(list((run_dir / "D0").glob("torchelastic_*"))) <= 1
+    served.signal_and_wait(signal.SIGTERM, timeout_s=10)
+    assert list(temporary.iterdir()) == []
 
 
 def test_nobody_outlives_a_supervisor_that_is_killed_during_the_start(served: ServeProcess) -> None:

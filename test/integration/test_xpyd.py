@@ -16,6 +16,7 @@ import pytest
 from completions import complete_all, wait_until
 
 from chitu.chat.client import RouterClient
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
 from chitu.config.topology import find_instance, instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
@@ -96,7 +97,8 @@ def test_a_late_instance_gets_traffic_within_5_seconds_of_its_join(
     spec = instance_spec(
         topology, find_instance(topology, Role.DECODE, 3), str(config), port_overrides(cluster.ports), 2, Entries()
     )
-    late = ChildProcess("D3", spec.argv, spec.env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
+    env = {**spec.env, ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
+    late = ChildProcess("D3", spec.argv, env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
     served = threading.Event()
     joined_s = first_s = 0.0
     try:

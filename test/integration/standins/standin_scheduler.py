@@ -1,18 +1,20 @@
 """A scheduler for tests of the supervisor, with the flags and the progress file of the real one.
 
 `model.served_name` says how it behaves: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
-anything else: ready at once, ends on SIGTERM.
+`talkative` (writes 100 kB at every SIGUSR2), anything else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import tempfile
 
 from chitu.config.load import load_topology, router_host
 from chitu.launch.process import die_with_torchrun
-from chitu.launch.progress import ProgressWriter
+from chitu.launch.progress import DRAINED, ProgressWriter
 
 die_with_torchrun()
 parser = argparse.ArgumentParser()
@@ -32,6 +34,17 @@ if behaviour == "die_at_start":
     print("the reason why it ends", flush=True)
     sys.exit(3)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lambda *_: sys.exit(0))
+
+
+def drained(*_: object) -> None:
+    progress.state(DRAINED)
+    sys.exit(0)
+
+
+signal.signal(signal.SIGUSR1, drained)
+# Past Python's own streams, as a native library does.
+signal.signal(signal.SIGUSR2, lambda *_: os.write(2, b"x" * 100_000 + b"\n") if behaviour == "talkative" else None)
+tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
 progress.state("ready")
 while True:

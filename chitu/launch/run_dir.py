@@ -1,0 +1,82 @@
+"""A launcher's own folder (0700) under the temporary one: what its processes leave behind lies there and goes with it.
+
+Owned by `Supervisor`; one thread. Each child has its TMPDIR in it. The launcher keeps the folder locked for as long as
+it lives, so after a kill -9 the next launcher of the same user sees which folders are nobody's, and removes them. The
+cluster's key lies there under the router's HTTP port, where `chitu drain` of the same user finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "chitu-run-"
+
+
+class RunDir:
+    """Made, and locked, at construction."""
+
+    def __init__(self) -> None:
+        for path, is_abandoned in _own_folders():
+            if is_abandoned:
+                shutil.rmtree(path, ignore_errors=True)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            # Until it is locked, another launcher that just starts may take it for nobody's.
+            with contextlib.suppress(OSError):
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+
+    def make_empty(self, name: str) -> Path:
+        """The TMPDIR of a process that starts; what its predecessor left there is removed."""
+        path = self.path / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+        return path
+
+    def keep_key(self, port: int, cluster_key: str) -> None:
+        """For `cluster_key_at`. `port`: the router's, of HTTP."""
+        descriptor = os.open(self.path / f"key-{port}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(cluster_key)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def cluster_key_at(port: int) -> str:
+    """The key of the cluster of this user on this machine whose router has this HTTP port; empty: none is known."""
+    for path, is_abandoned in _own_folders():
+        with contextlib.suppress(OSError):
+            if not is_abandoned:
+                return (path / f"key-{port}").read_text(encoding="utf-8")
+    return ""
+
+
+def _own_folders() -> Iterator[tuple[Path, bool]]:
+    """Those of this user, each with whether its launcher is gone, which holds as long as the caller looks at it."""
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    yield path, _take_lock(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _take_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
