@@ -51,12 +51,12 @@ class Job:
 
 def client_timeout_s(scope: Scope) -> float | None:
     """The header X-Request-Timeout: how many seconds the client waits for the whole answer. InvalidRequest where it is
-    no positive number."""
+    no positive decimal number."""
     given = header(scope, b"x-request-timeout")
     if given is None:
         return None
     try:
-        timeout_s = float(given)
+        timeout_s = math.nan if b"_" in given else float(given)  # Python takes 1_0 for ten
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s < math.inf:

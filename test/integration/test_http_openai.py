@@ -182,7 +182,7 @@ def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) ->
     with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("U0", "--step-s", "0.05")
         url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3000}
-        for wrong in ("0", "-1", "soon", "nan", "inf", ""):
+        for wrong in ("0", "-1", "soon", "nan", "inf", "1_0", ""):
             reply = httpx.post(url, json=body, headers={"X-Request-Timeout": wrong})
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "X-Request-Timeout")
         reply = httpx.post(url, json=body, headers={"X-Request-Timeout": "0.4"}, timeout=30)
