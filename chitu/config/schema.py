@@ -214,8 +214,11 @@ class RouterConfig(Section, frozen=True):
     max_in_flight: Positive = 4096
     """Requests at once in the whole router; more get 429. Each of several `workers` may have its equal part."""
     max_body_bytes: Positive = 2 << 20
-    """A prompt of 262,144 tokens fits. JSON is decoded in one piece, in which nobody else's token moves: up to 15 ms
-    for each MiB. Contexts that are longer, or batches that are larger, need more."""
+    """Of one request; more get 413. A prompt of 262,144 tokens fits. JSON is decoded in one piece, in which nobody
+    else's token moves: up to 15 ms for each MiB. Contexts that are longer, or batches that are larger, need more."""
+    max_total_body_bytes: Positive = 256 << 20
+    """Of all bodies that are being received or read, beyond the first 64 KiB of each, in the whole router; what
+    would be more gets 503. Each of several `workers` may have its equal part."""
     request_timeout_s: Seconds = 600.0
     api_keys: tuple[str, ...] = ()
     retry: RetryConfig = field(default_factory=RetryConfig)

@@ -287,6 +287,13 @@ def _size_problems(topology: Topology) -> Iterator[str]:
                     f"{key} is {pages}: {pages} pages of {cache.page_size} tokens hold less than one request of "
                     f"model.max_model_len ({topology.model.max_model_len}) tokens"
                 )
+    router = topology.dp_config.router
+    if router.max_total_body_bytes < router.workers * router.max_body_bytes:
+        yield (
+            f"dp_config.router.max_total_body_bytes is {router.max_total_body_bytes}, less than one body of "
+            f"dp_config.router.max_body_bytes ({router.max_body_bytes}) for each of dp_config.router.workers "
+            f"({router.workers})"
+        )
     if deadlines.lease_s < 2 * deadlines.heartbeat_interval_s:
         prefix = "dp_config.router.pd_disaggregation.deadlines"
         yield (

@@ -1,4 +1,4 @@
-"""Small ASGI helpers for routes that skip the web framework: read a body within a bound, name an error.
+"""Small ASGI helpers for routes that skip the web framework: find a header, name an error.
 
 Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from chitu.errors import ChituError, InvalidRequest, PayloadTooLarge, PoisonRequest, ServiceError
+from chitu.errors import ChituError, InvalidRequest, PoisonRequest, ServiceError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -33,32 +33,6 @@ def header(scope: Scope, name: bytes) -> bytes | None:
         if key == name:
             return bytes(value)
     return None
-
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body. PayloadTooLarge beyond `max_bytes` (without reading it, where its length is announced);
-    ClientGone where it never ends."""
-    announced = header(scope, b"content-length")
-    if announced is not None and announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(int(announced), max_bytes)
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    body: bytes = message.get("body", b"")
-    while message.get("more_body", False):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(len(body), max_bytes)
-    if len(body) > max_bytes:
-        raise _too_large(len(body), max_bytes)
-    return body
-
-
-def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"a body of {num_bytes} bytes; at most {max_bytes} are taken (router.max_body_bytes)")
 
 
 def error_object(error: ChituError) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from chitu.net.bearer import bearer, is_bearer
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope, header
 from chitu.net.rate_limit import RateLimiter
+from chitu.serve.http_limits import PROBE_PATHS
 
-OPEN_PATHS = frozenset({"/", "/health", "/livez"})
+OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
 """Asked by probes and browsers, which have no key."""
 OPEN_FOLDER = "/web/"
 """The page's files, which are in every copy of the project."""

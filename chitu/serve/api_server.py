@@ -34,6 +34,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import ApiEndpoint, settle_memory
 from chitu.serve.cluster_source import OwnCluster
 from chitu.serve.coordinator import Coordinator
+from chitu.serve.http_limits import HTTPLimits
 from chitu.serve.http_server import HTTPServer, listen
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
@@ -75,7 +76,9 @@ class RouterProcess:
             return OwnCluster(router, self._membership)
 
         self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
-        self._http = HTTPServer(self._api.app, listen(config.host, config.port, "dp_config.router.port"))
+        listener = listen(config.host, config.port, "dp_config.router.port")
+        limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
+        self._http = HTTPServer(self._api.app, listener, limits=limits)
         self._ending = Ending()
 
     async def start(self) -> None:
@@ -83,7 +86,7 @@ class RouterProcess:
         # Leases and the view's repetition; request time-outs.
         keep_ticking(self._membership.tick, self._api.tick, self._flush_log)
         await self._membership.start()
-        await self._http.start()
+        self._http.start()
 
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}

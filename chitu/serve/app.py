@@ -8,17 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 
 from chitu.errors import ChituError, Internal
-from chitu.net.http import (
-    ClientGone,
-    Headers,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    error_body,
-    header,
-    read_body,
-)
+from chitu.net.http import ClientGone, Receive, Scope, Send, error_body, header
 from chitu.serve.access import Access
 from chitu.serve.exchange import EXCHANGE, Exchange
 
@@ -47,10 +37,6 @@ class RouterApp:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1000})
-            return
         given = header(scope, b"x-request-id")
         request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else os.urandom(16).hex()
         exchange: Exchange = scope[EXCHANGE]
@@ -62,8 +48,8 @@ class RouterApp:
             if route is None:
                 if path in COUNTED_PATHS:
                     self._access.count(scope)
-                body = await read_body(scope, receive, self._max_body_bytes)
-                await self._cold(scope, _after(body, receive), _with_headers(send, exchange.headers))
+                await exchange.whole(self._max_body_bytes)
+                await self._cold(scope, receive, send)
             elif scope["method"] == "POST":
                 self._access.count(scope)
                 await route(exchange, scope, request_id)
@@ -80,28 +66,3 @@ class RouterApp:
                 exchange.fail(Internal("the server failed to handle this request"))
             elif not exchange.is_complete:
                 raise
-
-
-def _with_headers(send: Send, headers: Headers) -> Send:
-    """Puts these headers into the answer."""
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *headers]
-        await send(message)
-
-    return send_with_headers
-
-
-def _after(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read already, then what else `receive` has to say."""
-    given = False
-
-    async def receive_again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive_again

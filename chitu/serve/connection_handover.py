@@ -18,11 +18,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from chitu.serve.http_server import HTTPServer
+from chitu.serve.http_server import HTTPServer, Listener
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_PER_TURN = 64
 CLOSED_PAUSE_S = 0.01
 """Closed connections are reported together, so long after the first of them."""
 
@@ -50,14 +49,12 @@ def give(channel: socket.socket, connection: socket.socket) -> bool:
 class ConnectionGate:
     def __init__(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
         """`listener`: non-blocking, listening."""
-        self._loop = loop
-        self._listener = listener
-        self.port: int = listener.getsockname()[1]
+        self._listener = Listener(loop, listener, self._place)
+        self.port = self._listener.port
         self._takers: list[Taker] = []
         """The one that got the last connection is last."""
         self._unplaced: socket.socket | None = None
         """Accepted, and nobody took it: the first one for the next who can."""
-        self._is_reading = False
         self._is_closed = False
 
     @property
@@ -74,43 +71,19 @@ class ConnectionGate:
     def retry(self) -> None:
         """Go on after nobody could take one. Called from a timer."""
         if self._is_closed or not self._takers:
-            self._pause()
+            self._listener.pause()
             return
         if self._unplaced is not None:
             self._place(self._unplaced)
-        if self._unplaced is None and not self._is_reading:
-            self._is_reading = True
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+        if self._unplaced is None:
+            self._listener.resume()
 
     def close(self) -> None:
         """No new connections. What was handed on stays with who has it."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._pause()
-            self._listener.close()
-            if self._unplaced is not None:
-                self._unplaced.close()
-
-    def _pause(self) -> None:
-        if self._is_reading:
-            self._is_reading = False
-            self._loop.remove_reader(self._listener.fileno())
-
-    def _accept(self) -> None:
-        for _ in range(CONNECTIONS_PER_TURN):
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # Of this one connection (it is gone already), or for want of descriptors: `retry` comes soon.
-                log.warning("a connection could not be accepted: %s", error)
-                self._pause()
-                return
-            self._place(connection)
-            if self._unplaced is not None:
-                self._pause()
-                return
+        self._is_closed = True
+        self._listener.close()
+        if self._unplaced is not None:
+            self._unplaced.close()
 
     def _place(self, connection: socket.socket) -> None:
         self._unplaced = None
@@ -122,6 +95,7 @@ class ConnectionGate:
                 self._takers.append(taker)
                 return
         self._unplaced = connection
+        self._listener.pause()
 
 
 class ConnectionIntake:
@@ -139,7 +113,6 @@ class ConnectionIntake:
         self._server = server
         self._on_closed = on_closed
         self._num_closed = 0
-        self._starting: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._loop.add_reader(self._channel.fileno(), self._take)
@@ -158,21 +131,11 @@ class ConnectionIntake:
                 for descriptor in descriptors:
                     connection = socket.socket(fileno=descriptor)
                     connection.setblocking(False)
-                    task = self._loop.create_task(self._serve(connection))
-                    self._starting.add(task)
-                    task.add_done_callback(self._starting.discard)
+                    self._server.adopt(connection, self._note_closed)
                 if not data:
                     # The coordinator is gone; the feed says so too, and ends this process.
                     self._loop.remove_reader(self._channel.fileno())
                     return
-
-    async def _serve(self, connection: socket.socket) -> None:
-        try:
-            await self._server.adopt(connection, self._note_closed)
-        except OSError as error:
-            log.info("a connection ended before it was served: %s", error)
-            connection.close()
-            self._note_closed()
 
     def _note_closed(self) -> None:
         self._num_closed += 1

@@ -1,8 +1,8 @@
 """The hot routes: `/v1/completions` and `/v1/chat/completions` as plain ASGI on the router's loop.
 
-A request costs one task (uvicorn's own), a token neither task nor queue. The writer of a stream is woken once per loop
-turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone, cancellation)
-cancels the generations that still run.
+A request costs one task (of its connection), a token neither task nor queue. The writer of a stream is woken once per
+loop turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone,
+cancellation) cancels the generations that still run.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class GenerationRoutes:
             timeout_s = client_timeout_s(scope)
             job = await parse(raw, exchange)
             del raw
+            exchange.release_body()
             job.timeout_s = timeout_s
             if exchange.is_client_gone:
                 raise ClientGone

@@ -32,6 +32,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, share_of
 from chitu.serve.cluster_source import Draining, Loads, RouterRecord, report_of
 from chitu.serve.connection_handover import ConnectionIntake
+from chitu.serve.http_limits import HTTPLimits
 from chitu.serve.http_server import HTTPServer
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.served_model import ServedModel
@@ -168,7 +169,8 @@ class WorkerProcess:
 
         me = (welcome.index, welcome.incarnation)
         self._api = ApiEndpoint(topology, model, context, RealClock(), cluster_of, me, secrets)
-        self._http = HTTPServer(self._api.app, None, [("x-chitu-worker", str(welcome.index))])
+        limits = HTTPLimits(max_total_body_bytes=topology.dp_config.router.max_total_body_bytes)
+        self._http = HTTPServer(self._api.app, None, [("x-chitu-worker", str(welcome.index))], limits)
         self._intake = ConnectionIntake(
             self._loop, channel, self._http, lambda count: feed.send(ConnectionsClosed(count))
         )
@@ -179,7 +181,7 @@ class WorkerProcess:
         """Serve until told to end; then drain and close."""
         self._api.start()
         keep_ticking(self._api.tick, self._report, self._flush_log)
-        await self._http.start()
+        self._http.start()
         self._intake.start()
         settle_memory()
         self._feed.send(WorkerReady(self._api.token_port))

@@ -117,6 +117,7 @@ def test_all_names_of_loopback_are_one_host() -> None:
         ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
         ("dp_config.router.pd_disaggregation.transport=fake", "works inside one process only"),
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
+        ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
         ("dp_config.router.pd_disaggregation.transport=cuda_ipc", "no P or D has a CUDA device"),
         ("dp_config.router.decode_schedulers.0.devices=[cuda:0]", "all of P and D need the same kind of device"),
