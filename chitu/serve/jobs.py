@@ -153,7 +153,7 @@ class JobParser:
             max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
             self._model.require_known(ids, limits, param, text is not None)
             if shared is None or shared.max_tokens != max_tokens:
-                shared = sampling_params(body, max_tokens, limits.vocab_size)
+                shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos)
             samplings.append(shared)
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)

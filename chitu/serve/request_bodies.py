@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.messages import MAX_LOGIT_BIAS
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
+"""A client's; eos may be among those that an instance gets."""
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 """Of one message's content."""

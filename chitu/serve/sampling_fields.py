@@ -88,8 +88,11 @@ def output_options(body: GenerationBody) -> OutputOptions:
     )
 
 
-def sampling_params(body: GenerationBody, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Every default resolved, every range checked. `max_tokens` was capped by the context already."""
+def sampling_params(
+    body: GenerationBody, max_tokens: int, vocab_size: int, more_eos: tuple[int, ...] = ()
+) -> SamplingParams:
+    """Every default resolved, every range checked. `max_tokens` was capped by the context already. `more_eos`: what
+    ends a text beside what D itself takes for eos."""
     min_tokens = body.min_tokens or 0
     if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
@@ -111,7 +114,9 @@ def sampling_params(body: GenerationBody, max_tokens: int, vocab_size: int) -> S
         frequency_penalty=_ranged(body.frequency_penalty, 0.0, -2, 2, "frequency_penalty"),
         repetition_penalty=_ranged(body.repetition_penalty, 1.0, 0, 10, "repetition_penalty", open_low=True),
         logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
-        stop_token_ids=_token_ids(body.stop_token_ids, vocab_size, "stop_token_ids"),
+        stop_token_ids=_token_ids(
+            [*(body.stop_token_ids or ()), *(() if body.ignore_eos else more_eos)], vocab_size, "stop_token_ids"
+        ),
         ignore_eos=bool(body.ignore_eos),
     )
 

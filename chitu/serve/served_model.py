@@ -31,7 +31,11 @@ class ServedModel:
         self.name = config.served_name or Path(config.path).name
         self.path = config.path
         self.tokenizer = tokenizer
-        self.eos_ids = frozenset(spec.eos_token_ids)
+        known = [token for token in tokenizer.eos_token_ids if token < spec.vocab_size]
+        self.eos_ids = frozenset(spec.eos_token_ids).union(known)
+        """What ends a text, unless the client ignores it: eos of tokenizer, generation_config.json and config.json."""
+        self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
+        """Those of them that D does not know by itself, as it reads no tokenizer."""
         self._spec_vocab_size = spec.vocab_size
         self.created_s = created_s
         self._config_max_len = config.max_model_len

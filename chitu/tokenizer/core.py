@@ -1,17 +1,19 @@
 """A checkpoint's tokenizer: encode, decode, chat template. Owned by the router; thread safe.
 
 Reads tokenizer.json with the `tokenizers` library and the small JSON files beside it; only a checkpoint without a
-tokenizer.json goes through transformers, which converts it. Token ids are those of transformers' AutoTokenizer.
+tokenizer.json goes through transformers, which converts it. Token ids are those of transformers' AutoTokenizer, except
+that a Llama-2 tokenizer.json is followed where transformers 5 builds its own (a text that begins with a space gets one
+more, as SentencePiece does and as these models were trained).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chitu.errors import ConfigError, MissingDependency
+from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.detokenizer import Detokenizer, detokenizer_factory
 from chitu.tokenizer.words import WordEncoder
@@ -27,7 +29,6 @@ SURVEY_SLACK = 64
 """Tokens that such a piece has because it was cut off."""
 MOST_COMPOSED = 4
 """Characters that NFC makes one of at most."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -59,8 +60,8 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigError(f"model.path: {folder} is not a folder")
-        config = _read_json(folder / "tokenizer_config.json")
-        backend = _load_backend(folder)
+        config = read_json(folder / "tokenizer_config.json")
+        backend = _load_backend(folder, config)
         backend.no_truncation()
         backend.no_padding()
         special = _special_tokens(folder, config)
@@ -124,12 +125,12 @@ class Tokenizer:
 def _longest_chars(backend: Backend) -> int | None:
     """Characters of a text that a token stands for at most; None where that has no bound (unknown characters, spaces
     that a token takes with it, a normalizer that leaves characters out)."""
-    is_complete = "ByteLevel" in {step["type"] for step in _steps(backend.pre_tokenizer)}
+    is_complete = "ByteLevel" in {step["type"] for step in steps(backend.pre_tokenizer)}
     is_complete = is_complete or getattr(backend.model, "byte_fallback", False)
     if not is_complete or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None
     factor = 1
-    for step in _steps(backend.normalizer):
+    for step in steps(backend.normalizer):
         pattern = step.get("pattern", {}).get("String")
         if step["type"] == "NFC":
             factor = MOST_COMPOSED
@@ -138,31 +139,7 @@ def _longest_chars(backend: Backend) -> int | None:
     return factor * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """A part of a tokenizer as the flat list of what it does."""
-
-    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
-        if step["type"] != "Sequence":
-            return [step]
-        return [leaf for inner in step.get("pretokenizers") or step["normalizers"] for leaf in flatten(inner)]
-
-    return [] if part is None else flatten(json.loads(part.__getstate__()))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return value
-
-
-def _load_backend(folder: Path) -> Backend:
+def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
     try:
         from tokenizers import Tokenizer as BackendTokenizer
     except ImportError as error:
@@ -170,9 +147,11 @@ def _load_backend(folder: Path) -> Backend:
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return BackendTokenizer.from_file(str(file))
+            backend = BackendTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read: {error}") from error
+        follow_config(backend, folder, config)
+        return backend
     return _convert(folder)
 
 
@@ -194,7 +173,7 @@ def _convert(folder: Path) -> Backend:
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token` and so on as text; tokenizer_config.json wins over special_tokens_map.json."""
-    older = _read_json(folder / "special_tokens_map.json")
+    older = read_json(folder / "special_tokens_map.json")
     found = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name) or older.get(name)
@@ -209,6 +188,6 @@ def _eos_token_ids(folder: Path, backend: Backend, special: Mapping[str, str]) -
     """Without duplicates, in the order in which the files are listed at `Tokenizer.eos_token_ids`."""
     ids = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = read_json(folder / name).get("eos_token_id")
         ids += value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))

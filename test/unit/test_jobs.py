@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,8 +50,8 @@ class Client:
 class World:
     """A parser, with as many embeddings as said, and what it had tokenised."""
 
-    def __init__(self, vocab_size: int = 100_000, serving: bool = True) -> None:
-        self.model = ServedModel.load(ModelConfig(path=str(TINY_MODEL_DIR), served_name="m"), 0)
+    def __init__(self, vocab_size: int = 100_000, serving: bool = True, path: Path = TINY_MODEL_DIR) -> None:
+        self.model = ServedModel.load(ModelConfig(path=str(path), served_name="m"), 0)
         instance = SimpleNamespace(max_model_len=MAX_LEN, layout=SimpleNamespace(vocab_size=vocab_size))
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
@@ -179,3 +181,24 @@ def test_work_that_waits_for_a_client_that_left_is_dropped_and_huge_bodies_hold_
         threads.close()
 
     asyncio.run(scenario())
+
+
+def test_eos_of_the_tokenizer_ends_a_text_unless_it_is_ignored_or_has_no_embedding(tmp_path: Path) -> None:
+    for path in TINY_MODEL_DIR.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copyfile(path, tmp_path / path.name)
+    for name in ("config.json", "generation_config.json"):
+        described = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**described, "eos_token_id": 1}))
+    world = World(path=tmp_path)
+    [eos] = world.model.tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert eos != 1 and world.model.eos_ids == {1, eos}
+    assert world.completion("a", stop_token_ids=[7, eos]).samplings[0].stop_token_ids == (7, eos)
+    assert world.completion("a").samplings[0].stop_token_ids == (eos,)
+    assert world.completion("a", ignore_eos=True).samplings[0].stop_token_ids == ()
+
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<a new one>"}))
+    world = World(path=tmp_path)
+    assert world.model.eos_ids == {1}
+    assert world.completion("a").samplings[0].stop_token_ids == ()

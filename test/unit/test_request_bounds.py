@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from chitu.errors import InvalidRequest
+from chitu.messages import MAX_LOGIT_BIAS
 from chitu.serve.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
-    MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_N,
     MAX_PARTS,
