@@ -1,8 +1,8 @@
 """Process entry of an instance with the checksum engine: `python -m chitu.bench.checksum_scheduler --role decode ...`.
 
 Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
-"checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which the key
-`checksum_engine` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
+"checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which
+`checksum_engine.json` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
 folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D (not by Mooncake).
 A held thread behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of what a
 request does.
@@ -10,7 +10,6 @@ request does.
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
@@ -38,12 +37,12 @@ from chitu.types import Role
 
 ENTRIES = Entries(scheduler="chitu.bench.checksum_scheduler", torchrun=False)
 """For `LocalCluster`."""
-CONFIG_KEY = "checksum_engine"
+CONFIG_FILE = "checksum_engine.json"
 HOLD_POLL_S = 0.005
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """`config.json` of the model, below `CONFIG_KEY`."""
+    """`CONFIG_FILE` of the model."""
 
     step_s: float = 0.0
     prompt_token_s: float = 0.0
@@ -57,15 +56,12 @@ def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
     for path in TINY_MODEL_DIR.iterdir():
         if path.suffix == ".json" and "index" not in path.name:
             shutil.copyfile(path, folder / path.name)
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    described[CONFIG_KEY] = msgspec.to_builtins(config)
-    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
     return folder
 
 
 def read_engine_config(folder: Path) -> EngineConfig:
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return msgspec.convert(described.get(CONFIG_KEY, {}), EngineConfig)
+    return msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=EngineConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,7 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
     staging = plan_staging(topology.dp_config.router, instance.role, instance.config)
     pool = ChecksumPool(layout, num_pages, num_aux_slots, staging.pool_bytes if staging is not None else 0)
-    max_len = min(topology.model.max_model_len or spec.max_position_embeddings, pool.num_pages * layout.page_size)
+    max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     pace = Pace(config.step_s, config.prompt_token_s)
     return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))

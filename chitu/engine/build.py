@@ -74,7 +74,6 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     spec = read_model_spec(path, topology.model.max_model_len)
-    max_model_len = min(topology.model.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     model_dtype = resolve_dtype(topology.model.dtype, spec, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
@@ -83,7 +82,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     progress.state("loading")
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
-    model = load_model(path, topology.model.dtype, str(device), progress.loading, max_model_len, ops, group)
+    model = load_model(path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group)
     layout = KVLayout(
         model_hash=model_hash(path),
         num_layers=spec.num_layers,
@@ -104,7 +103,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     staging_bytes = staging.pool_bytes if staging is not None else 0
     num_pages = config.num_pages or topology.cache.num_pages
     if num_pages is None:
-        useful = num_slots * 2 * -(-max_model_len // layout.page_size)
+        useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
         if device.type == "cpu":
             num_here = sum(member.config.tp_size for member in instances_on(topology, config.host))
             num_pages = num_pages_for(topology.cache, bytes_per_page, available_cpu_bytes(), num_here, useful)
@@ -137,7 +136,13 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     samples = is_main and role is not Role.PREFILL
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids) if samples else None
     # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
-    longest = min(max_model_len, num_pages * layout.page_size)
+    longest = min(spec.max_model_len, num_pages * layout.page_size)
+    if topology.model.max_model_len is not None and longest < topology.model.max_model_len:
+        logger.warning(
+            "model.max_model_len is %d, but the pages hold %d tokens: no longer request is served",
+            spec.max_model_len,
+            longest,
+        )
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
     return RankEngine(group, pool, runner, threads)
 

@@ -41,8 +41,8 @@ def load_model(
 ) -> DecoderModel:
     """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
 
-    `progress(bytes_done, bytes_total)` is called after every tensor. `max_model_len` caps the rotary table (and lets a
-    sliding window at least that long pass). `ops` unset: the fastest implementation for this device and dtype. Raises
+    `progress(bytes_done, bytes_total)` is called after every tensor. `max_model_len` is the length of the rotary
+    table; see `read_model_spec`. `ops` unset: the fastest implementation for this device and dtype. Raises
     ConfigError (UnsupportedModel) for a folder that we cannot serve, before reading weights where that is possible.
     """
     spec = read_model_spec(path, max_model_len)
@@ -50,6 +50,5 @@ def load_model(
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
-    positions = min(spec.max_position_embeddings, max_model_len or spec.max_position_embeddings)
     with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress) as weights:
-        return build_decoder(spec, traits, weights, chosen, target, positions, shard)
+        return build_decoder(spec, traits, weights, chosen, target, spec.max_model_len, shard)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, UnsupportedModel
 from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
 from chitu.layers.rotary import Scaling, inverse_frequencies, rotary_table
 from chitu.layers.shard import Shard
@@ -84,10 +84,14 @@ def build_decoder(
     own = part.vocabulary[part.rank]
     embedding_VD = weights.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size, rows=own)
     if spec.tie_word_embeddings:
-        weights.ignore("lm_head.weight")
         head_VD = embedding_VD
+        if weights.has("lm_head.weight") and not torch.equal(_head(spec, weights, own), embedding_VD):
+            raise UnsupportedModel(
+                "tie_word_embeddings is true, but the checkpoint has an lm_head.weight of its own: "
+                "versions of transformers do not agree on which counts; make it false where the head is right"
+            )
     else:
-        head_VD = weights.take("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=own)
+        head_VD = _head(spec, weights, own)
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
     weights.ignore("rotary_emb.inv_freq")
     if spec.num_extra_layers:  # they guess further tokens at once; the model is whole without them
@@ -117,6 +121,10 @@ def build_decoder(
         shard=shard,
         vocabulary=part.vocabulary,
     )
+
+
+def _head(spec: ModelSpec, weights: WeightSource, rows: range) -> torch.Tensor:
+    return weights.take("lm_head.weight", spec.vocab_size, spec.hidden_size, rows=rows)
 
 
 def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, part: Part, index: int) -> DecoderLayer:

@@ -1,8 +1,8 @@
 """What a checkpoint folder says about its model, without torch and without reading weights.
 
-Owns the translation of Hugging Face's config.json (`rope_theta`/`rope_scaling` as well as the newer `rope_parameters`)
-into one frozen `ModelSpec`. Called by the engine's loader, and by the router, which needs limits, eos ids and the model
-hash but no tensors. Whatever this project cannot compute is refused here, by name, before a byte of weights is read.
+Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; which keys there are is in
+`config_keys.py`. Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash but
+no tensors. Whatever this project cannot compute is refused here, by name, before a byte of weights is read.
 """
 
 from __future__ import annotations
@@ -15,42 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config_keys import ARCHITECTURES, Key, value_of
 from chitu.models.expert_spec import ExpertSpec, read_expert_spec
-from chitu.models.latent_spec import LatentSpec, read_latent_spec, yarn_attention_factor
+from chitu.models.latent_spec import LatentSpec, read_latent_spec
+from chitu.models.rope_spec import RopeSpec, read_rope
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV2ForCausalLM": "deepseek",
-    "DeepseekV3ForCausalLM": "deepseek",
-}
-"""Architecture name in config.json -> module of `chitu.models`."""
 MAX_HEADER_BYTES = 100 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding. `factor` is used by all types but `default`; what is below by those it names."""
-
-    type: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    """And `high_freq_factor`: llama3."""
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    """llama3, yarn."""
-    beta_fast: float = 32.0
-    """And what is below: yarn."""
-    beta_slow: float = 1.0
-    is_truncated: bool = True
-    attention_factor: float = 1.0
-    """Of cos and sin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +36,8 @@ class ModelSpec:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    max_position_embeddings: int
+    max_model_len: int
+    """Tokens of one sequence: as many as were asked for, else as many as the positions reach."""
     rms_norm_eps: float
     rope: RopeSpec
     tie_word_embeddings: bool
@@ -74,7 +46,6 @@ class ModelSpec:
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     """Of generation_config.json and config.json, without repeats."""
-    bos_token_id: int | None
     dtype: str
     """Of the checkpoint: `float32`, `bfloat16` or `float16`."""
     experts: ExpertSpec | None = None
@@ -92,7 +63,7 @@ class ModelSpec:
     @property
     def family(self) -> str:
         """Module of `chitu.models` that builds it."""
-        return FAMILIES[self.architecture]
+        return ARCHITECTURES[self.architecture].module
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -107,125 +78,123 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, bool):
-        return ()
-    if isinstance(value, int):
-        return (value,)
-    if isinstance(value, list):
-        return tuple(item for item in value if isinstance(item, int) and not isinstance(item, bool))
-    return ()
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value or ())
 
 
-def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def _architecture(config: dict[str, Any], where: str) -> str:
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "none named"
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(f"{where}: architectures: {architecture!r} is not supported (known: {known})")
+    wanted = ARCHITECTURES[architecture].model_type
+    if config.get("model_type", wanted) != wanted:
+        stated = config["model_type"]
+        raise ConfigError(f"{where}: architectures: {architecture} has the model_type {wanted!r}, not {stated!r}")
+    return architecture
 
 
-def _rope(config: dict[str, Any], max_positions: int) -> RopeSpec:
-    scaling = _rope_parameters(config)
-    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
-    if float(scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise UnsupportedModel("a partial rotary embedding (partial_rotary_factor < 1) is not supported")
-    return RopeSpec(
-        type=kind,
-        theta=float(scaling.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(scaling.get("original_max_position_embeddings") or max_positions),
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        is_truncated=bool(scaling.get("truncate", True)),
-        attention_factor=yarn_attention_factor(scaling) if kind == "yarn" else 1.0,
-    )
-
-
-def _refuse_what_we_do_not_compute(config: dict[str, Any], architecture: str, max_positions: int) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{architecture}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
-    window = config.get("sliding_window")
-    uses_window = config.get("use_sliding_window", architecture == "MistralForCausalLM")
-    if uses_window and window is not None and int(window) < max_positions:
+def _refuse_windows(values: dict[str, Any], served: int, where: str) -> None:
+    """Unless no sequence is longer than the window."""
+    window = values.get("sliding_window")
+    if values.get("use_sliding_window", True) and window is not None and window < served:
         raise UnsupportedModel(
-            f"{architecture}: a sliding window of {window} tokens (below {max_positions} positions) is not supported"
+            f"{where}: sliding_window is {window} tokens, and a window below the {served} tokens that are to be served "
+            f"is not supported; model.max_model_len={window} serves the model without one"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModel(f"{architecture}: quantised checkpoints are not supported")
+    if any(kind != "full_attention" for kind in values["layer_types"] or ()):
+        raise UnsupportedModel(f"{where}: layer_types other than 'full_attention' are not supported")
+
+
+def _served_tokens(reach: int, max_model_len: int | None, where: str) -> int:
+    if max_model_len is not None and max_model_len > reach:
+        raise ConfigError(
+            f"model.max_model_len is {max_model_len}, but the model reaches {reach} tokens "
+            f"(max_position_embeddings, or factor times the original ones with yarn, in {where})"
+        )
+    return max_model_len or reach
 
 
 def read_model_spec(path: str | Path, max_model_len: int | None = None) -> ModelSpec:
-    """The spec of a checkpoint folder.
+    """The spec of a checkpoint folder; every key of its config.json is used, known to have no effect, or refused.
 
     `max_model_len`: tokens that will be served at most; a sliding window at least that long is no window. Raises
-    ConfigError for a missing or broken config.json, UnsupportedModel for an architecture or feature we do not compute.
+    ConfigError for a missing or broken config.json and for more tokens than the model reaches, UnsupportedModel for an
+    architecture or feature we do not compute.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: {folder} is not a folder")
-    config = _read_json(folder / "config.json")
-    architecture = str((config.get("architectures") or ["none named"])[0])
-    if architecture not in FAMILIES:
-        raise UnsupportedModel(f"architecture {architecture!r} is not supported (known: {', '.join(sorted(FAMILIES))})")
-    try:
-        max_positions = int(config.get("max_position_embeddings", 2048))
-        served = min(max_positions, max_model_len or max_positions)
-        _refuse_what_we_do_not_compute(config, architecture, served)
-        hidden_size, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        head_dim, latent = int(config.get("head_dim") or hidden_size // num_heads), None
-        if FAMILIES[architecture] == "deepseek":
-            latent = read_latent_spec(config, _rope_parameters(config), architecture == "DeepseekV3ForCausalLM")
-            num_kv_heads, head_dim = 1, latent.kv_rank + latent.rope_dim
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        spec = ModelSpec(
-            architecture=architecture,
-            num_layers=int(config["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            hidden_size=hidden_size,
-            intermediate_size=int(config["intermediate_size"]),
-            vocab_size=int(config["vocab_size"]),
-            max_position_embeddings=max_positions,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope(config, max_positions),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            eos_token_ids=_eos_token_ids(folder, config),
-            bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
-            dtype=dtype,
-            experts=read_expert_spec(config, FAMILIES[architecture]),
-            latent=latent,
-            num_extra_layers=int(config.get("num_nextn_predict_layers") or 0) if latent is not None else 0,
-        )
-    except KeyError as error:
-        raise ConfigError(f"model.path: {folder / 'config.json'} lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.path: {folder / 'config.json'}: {error}") from error
+    config, where = _read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
+    architecture = _architecture(config, where)
+    values = ARCHITECTURES[architecture].keys.read(config, where)
+    rope = read_rope(values, values["max_position_embeddings"], where)
+    served = _served_tokens(rope.reach_tokens(values["max_position_embeddings"]), max_model_len, where)
+    _refuse_windows(values, served, where)
+    num_heads, num_layers = values["num_attention_heads"], values["num_hidden_layers"]
+    num_kv_heads = values["num_key_value_heads"] or num_heads
+    head_dim, latent = values["head_dim"] or values["hidden_size"] // num_heads, None
+    if "kv_lora_rank" in values:
+        latent = read_latent_spec(values, rope, where)
+        num_kv_heads, head_dim = 1, latent.kv_rank + latent.rope_dim
+    dtype = (values["dtype"] or "float32").removeprefix("torch.")
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
-    rotated = spec.head_dim if latent is None else latent.rope_dim
+        raise ConfigError(
+            f"{where}: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    if values["layer_types"] is not None and len(values["layer_types"]) != num_layers:
+        raise ConfigError(f"{where}: layer_types has {len(values['layer_types'])}, num_hidden_layers is {num_layers}")
+    rotated = head_dim if latent is None else latent.rope_dim
     if rotated % 2:
-        raise UnsupportedModel(f"an odd head_dim ({rotated}) is not supported")
+        raise UnsupportedModel(f"{where}: an odd head_dim ({rotated}) is not supported")
     if dtype not in SUPPORTED_DTYPES:
-        raise UnsupportedModel(f"dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
-    return spec
+        raise UnsupportedModel(f"{where}: dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        max_model_len=served,
+        rms_norm_eps=float(values["rms_norm_eps"]),
+        rope=rope,
+        tie_word_embeddings=values["tie_word_embeddings"],
+        attention_bias=values.get("attention_bias", False),
+        mlp_bias=values.get("mlp_bias", False),
+        eos_token_ids=_eos_token_ids(folder, values["eos_token_id"]),
+        dtype=dtype,
+        experts=read_expert_spec(values, architecture, where),
+        latent=latent,
+        num_extra_layers=values.get("num_nextn_predict_layers", 0),
+    )
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    ids = _token_ids(_read_json(generation).get("eos_token_id")) if generation.is_file() else ()
-    return tuple(dict.fromkeys(ids + _token_ids(config.get("eos_token_id"))))
+def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
+    """Of generation_config.json this key alone is used: how a request is sampled, it says itself."""
+    path, of_generation = folder / "generation_config.json", None
+    if path.is_file():
+        wanted = Key("tokens", None, nullable=True)
+        of_generation = value_of(_read_json(path), "eos_token_id", wanted, f"model.path: {path}")
+    return tuple(dict.fromkeys(_token_ids(of_generation) + _token_ids(of_config)))
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order. ConfigError where there is none or one is missing."""
+    """The safetensors files of a checkpoint, in name order: `model.safetensors`, else those that the index names, as in
+    transformers; else all. ConfigError where there is none or one is missing, UnsupportedModel for an adapter."""
     folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"model.path: {folder} holds an adapter (adapter_config.json), which is not applied here; merge it into "
+            "the weights, or move it elsewhere"
+        )
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"model.path: {index} has no weight_map")

@@ -6,6 +6,7 @@ what neither this project nor `transformers` computes is refused here, by name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,59 +42,73 @@ class ExpertSpec:
     """Of an MLP that every token goes through beside its experts; 0: there is none."""
 
 
-def read_expert_spec(config: dict[str, Any], family: str) -> ExpertSpec | None:
-    """None for a family without experts. KeyError where a field is missing; ConfigError, UnsupportedModel."""
-    reader = {"qwen3_moe": _qwen3_moe, "deepseek": _deepseek}.get(family)
-    spec = reader(config) if reader is not None else None
+def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -> ExpertSpec | None:
+    """`values`: of the whole config. None for an architecture without experts. ConfigError, UnsupportedModel."""
+    reader = {"Qwen3MoeForCausalLM": _qwen3_moe, "DeepseekV2ForCausalLM": _v2, "DeepseekV3ForCausalLM": _v3}.get(
+        architecture
+    )
+    spec = reader(values, where) if reader is not None else None
     if spec is not None:
-        _check(spec)
+        _check(spec, where)
     return spec
 
 
-def _qwen3_moe(config: dict[str, Any]) -> ExpertSpec:
-    step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
-    layers = (layer for layer in range(int(config["num_hidden_layers"])) if layer not in dense)
+def _qwen3_moe(values: Mapping[str, Any], where: str) -> ExpertSpec:
+    step, dense = values["decoder_sparse_step"], set(values["mlp_only_layers"] or ())
+    layers = (layer for layer in range(values["num_hidden_layers"]) if layer not in dense)
     return ExpertSpec(
-        num_experts=int(config["num_experts"] if "num_experts" in config else config["num_local_experts"]),
-        top_k=int(config["num_experts_per_tok"]),
-        intermediate_size=int(config["moe_intermediate_size"]),
+        num_experts=values["num_experts"],
+        top_k=values["num_experts_per_tok"],
+        intermediate_size=values["moe_intermediate_size"],
         layers=frozenset(layer for layer in layers if (layer + 1) % step == 0),
-        is_normalised=bool(config.get("norm_topk_prob", False)),
+        is_normalised=values["norm_topk_prob"],
     )
 
 
-def _deepseek(config: dict[str, Any]) -> ExpertSpec:
-    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
-    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
-        raise UnsupportedModel(f"topk_method {method!r} is not supported")
-    is_normalised = bool(config.get("norm_topk_prob", is_v3))
-    if is_normalised and not is_v3:
-        raise UnsupportedModel("DeepSeek-V2 with norm_topk_prob is not supported")  # implementations differ
-    if int(config.get("moe_layer_freq", 1)) != 1:
-        raise UnsupportedModel(f"moe_layer_freq {config['moe_layer_freq']} is not supported (only 1)")
-    width, is_grouped = int(config["moe_intermediate_size"]), method != "greedy"
+def _v2(values: Mapping[str, Any], where: str) -> ExpertSpec:
+    method, groups = values["topk_method"], (values["n_group"], values["topk_group"])
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"{where}: topk_method {method!r} is not supported")
+    if method == "greedy":
+        groups = 1, 1
+    elif None in groups:
+        raise ConfigError(f"{where}: topk_method {method!r} needs n_group and topk_group")
+    return _deepseek(values, groups, is_normalised=False)
+
+
+def _v3(values: Mapping[str, Any], where: str) -> ExpertSpec:
+    return _deepseek(
+        values,
+        (values["n_group"], values["topk_group"]),
+        scoring="sigmoid",
+        is_normalised=bool(values["norm_topk_prob"]),
+        group_votes=2,
+        has_choice_bias=True,
+    )
+
+
+def _deepseek(values: Mapping[str, Any], groups: tuple[int, int], **of_version: Any) -> ExpertSpec:
+    width = values["moe_intermediate_size"]
     return ExpertSpec(
-        num_experts=int(config["n_routed_experts"]),
-        top_k=int(config["num_experts_per_tok"]),
+        num_experts=values["n_routed_experts"],
+        top_k=values["num_experts_per_tok"],
         intermediate_size=width,
-        layers=frozenset(range(int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"]))),
-        scoring="sigmoid" if is_v3 else "softmax",
-        is_normalised=is_normalised,
-        num_groups=int(config.get("n_group") or 1) if is_grouped else 1,
-        top_groups=int(config.get("topk_group") or 1) if is_grouped else 1,
-        group_votes=2 if is_v3 else 1,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
-        has_choice_bias=is_v3,
-        shared_intermediate_size=width * int(config.get("n_shared_experts") or 0),
+        layers=frozenset(range(values["first_k_dense_replace"], values["num_hidden_layers"])),
+        num_groups=groups[0],
+        top_groups=groups[1],
+        scale=float(values["routed_scaling_factor"]),
+        shared_intermediate_size=width * values["n_shared_experts"],
+        **of_version,
     )
 
 
-def _check(spec: ExpertSpec) -> None:
+def _check(spec: ExpertSpec, where: str) -> None:
+    grouped = f"{spec.num_experts} experts (n_routed_experts) in {spec.num_groups} groups (n_group)"
     if spec.num_experts % spec.num_groups or not 1 <= spec.top_groups <= spec.num_groups:
-        raise ConfigError(f"{spec.num_experts} experts, the best {spec.top_groups} of {spec.num_groups} groups of them")
-    among = spec.num_experts // spec.num_groups * spec.top_groups
-    if not 1 <= spec.top_k <= among:
-        raise ConfigError(f"{spec.top_k} experts a token, of {among}")
-    if spec.num_groups > 1 and spec.num_experts // spec.num_groups < spec.group_votes:
-        raise ConfigError(f"groups of {spec.num_experts // spec.num_groups} experts, judged by {spec.group_votes}")
+        raise ConfigError(f"{where}: {grouped}, of which the best {spec.top_groups} (topk_group)")
+    of_group = spec.num_experts // spec.num_groups
+    if not 1 <= spec.top_k <= of_group * spec.top_groups:
+        best = f", of the best {spec.top_groups} groups (topk_group)" if spec.num_groups > 1 else ""
+        raise ConfigError(f"{where}: num_experts_per_tok is {spec.top_k}: {grouped}{best}")
+    if spec.num_groups > 1 and of_group < spec.group_votes:
+        raise ConfigError(f"{where}: {grouped}, each judged by {spec.group_votes} experts")

@@ -1,13 +1,16 @@
-"""What config.json says about multi-head latent attention (DeepSeek-V2 and -V3), and about yarn. No torch.
+"""What config.json says about multi-head latent attention (DeepSeek-V2 and -V3). No torch.
 
 Called by `models/config.py`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from chitu.errors import ConfigError
+from chitu.models.rope_spec import RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +30,22 @@ class LatentSpec:
     softmax_scale: float
 
 
-def read_latent_spec(config: dict[str, Any], rope: dict[str, Any], is_v3: bool) -> LatentSpec:
-    """`rope`: its parameters, whichever way they are spelt. KeyError where a field is missing."""
-    nope_dim, rope_dim = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
-    scale = float((nope_dim + rope_dim) ** -0.5)
-    if rope.get("rope_type", rope.get("type", "default")) != "default" and rope.get("mscale_all_dim"):
-        scale *= yarn_mscale(float(rope["factor"]), float(rope["mscale_all_dim"])) ** 2
-    q_rank = config.get("q_lora_rank")
+def read_latent_spec(values: Mapping[str, Any], rope: RopeSpec, where: str) -> LatentSpec:
+    """`values`: of the whole config. ConfigError where a key contradicts the others."""
+    nope_dim, rope_dim = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
+    for key, wanted, by in (
+        ("head_dim", rope_dim, "qk_rope_head_dim"),
+        ("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim and qk_rope_head_dim"),
+        ("num_key_value_heads", values["num_attention_heads"], "num_attention_heads"),
+    ):
+        if values[key] not in (None, wanted):
+            raise ConfigError(f"{where}: {key} is {values[key]}, by {by} it is {wanted}")
     return LatentSpec(
-        q_rank=None if q_rank is None else int(q_rank),
-        kv_rank=int(config["kv_lora_rank"]),
+        q_rank=values["q_lora_rank"],
+        kv_rank=values["kv_lora_rank"],
         rope_dim=rope_dim,
         nope_dim=nope_dim,
-        value_dim=int(config["v_head_dim"]),
-        is_interleaved=bool(config.get("rope_interleave", True)) if is_v3 else True,
-        softmax_scale=scale,
+        value_dim=values["v_head_dim"],
+        is_interleaved=bool(values.get("rope_interleave", True)),
+        softmax_scale=float((nope_dim + rope_dim) ** -0.5) * rope.score_factor,
     )
-
-
-def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def yarn_attention_factor(rope: dict[str, Any]) -> float:
-    """What cos and sin are multiplied by."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    factor, mscale, all_dim = float(rope["factor"]), rope.get("mscale"), rope.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(all_dim))
-    return yarn_mscale(factor)

@@ -1,4 +1,4 @@
-"""Architecture name -> what sets its family apart. A new family is a file, a line here and one in `config.FAMILIES`."""
+"""Architecture name -> what sets its family apart. A new family is a file, a line here, a table in `config_keys.py`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class _Entry(msgspec.Struct):
 
 
 class TensorFiles:
-    """Open files; tensors by name. ConfigError for a file that is no safetensors file, or ends too early."""
+    """Open files; tensors by name. ConfigError for a file that is no safetensors file, or ends too early, and for a
+    tensor that is in two of them."""
 
     def __init__(self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = device
@@ -88,6 +89,11 @@ class TensorFiles:
             if entry.dtype not in DTYPES:
                 raise ConfigError(
                     f"model.path: {file}: tensor {name!r} has dtype {entry.dtype}, which is not known here"
+                )
+            if name in self.tensors:
+                first = self.tensors[name].path.name
+                raise ConfigError(
+                    f"model.path: tensor {name!r} is in {file} and in {first}; move one of them elsewhere"
                 )
             begin = 8 + length + entry.data_offsets[0]
             self.tensors[name] = Stored(file, descriptor, begin, DTYPES[entry.dtype], tuple(entry.shape))

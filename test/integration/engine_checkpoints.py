@@ -24,7 +24,6 @@ VOCAB_SIZE = 500
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -32,7 +31,6 @@ LLAMA3_ROPE = {
 }
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
     "factor": 8.0,
     "mscale": 0.8,
     "mscale_all_dim": 1.1,
@@ -51,7 +49,7 @@ LATENT: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama3": ("Llama", {"rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"head_dim": 32}),
@@ -59,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "deepseek_v2": (
         "DeepseekV2",
-        {**EXPERTS, **LATENT, "q_lora_rank": None, "rope_parameters": YARN, "routed_scaling_factor": 2.0},
+        {**EXPERTS, **LATENT, "q_lora_rank": None, "rope_scaling": YARN, "routed_scaling_factor": 2.0},
     ),
     "deepseek_v2_groups": (
         "DeepseekV2",
@@ -67,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {**EXPERTS, **LATENT, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "rope_parameters": YARN},
+        {**EXPERTS, **LATENT, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "rope_scaling": YARN},
     ),
     "deepseek_v3_biases": (
         "DeepseekV3",
@@ -167,7 +165,7 @@ class Engine:
         sampler: TokenSampler | None = None,
     ) -> None:
         """`sampler` in place of argmax; `kv_dtype`: of the pages, unset: the model's."""
-        self.spec = read_model_spec(path)
+        self.spec = read_model_spec(path, max_model_len)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
         layout = KVLayout(
             model_hash=model_hash(path),

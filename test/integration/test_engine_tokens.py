@@ -87,7 +87,7 @@ def test_a_sharded_checkpoint_loads_and_reports_progress(tmp_path):
 def test_tensors_that_the_model_would_not_use_are_refused(tmp_path):
     write_checkpoint(tmp_path, "qwen2")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = ["LlamaForCausalLM"]
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=r"q_proj\.bias|k_proj\.bias"):
         load_model(tmp_path)

@@ -24,6 +24,12 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "rope_theta": 500000.0,
 }
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+"""As they are in repositories of models, with small sizes."""
+V3 = PUBLISHED["DeepSeek-V3-bf16"]
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN3_MOE = PUBLISHED["Qwen3-30B-A3B"]
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3_SCALING = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -37,6 +43,15 @@ def write(folder: Path, **changes: object) -> Path:
     config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_config(folder: Path, config: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def without(config: dict[str, object], *keys: str) -> dict[str, object]:
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 def write_weights(path: Path, header: dict[str, object], payload: bytes) -> None:
@@ -75,7 +90,7 @@ def test_eos_ids_come_from_both_files_without_repeats(tmp_path):
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"torch_dtype": "float64"}, "float64"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, "512"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 256}, "256"),
     ],
@@ -86,11 +101,12 @@ def test_what_is_not_supported_is_refused_by_name(changes, named, tmp_path):
 
 
 def test_a_sliding_window_that_no_request_can_fill_is_no_window(tmp_path):
-    write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512)
+    write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512, num_key_value_heads=2)
     assert read_model_spec(tmp_path, max_model_len=512).architecture == "MistralForCausalLM"
     with pytest.raises(UnsupportedModel):
         read_model_spec(tmp_path, max_model_len=513)
-    write(tmp_path, architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=256)
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+    write(tmp_path, **qwen2, use_sliding_window=False, sliding_window=256)
     assert read_model_spec(tmp_path).family == "qwen2"
 
 
@@ -141,3 +157,111 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path):
 def test_reading_a_spec_imports_no_torch():
     code = "import sys, chitu.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read(name, tmp_path):
+    asked = 4096 if "max_model_len=4096" in name else None
+    spec = read_model_spec(write_config(tmp_path, PUBLISHED[name]), asked)
+    assert spec.dtype in ("bfloat16", "float16")
+    assert spec.eos_token_ids
+    lengthened = 131072 if "README" in name else PUBLISHED[name]["max_position_embeddings"]
+    assert spec.max_model_len == (asked or lengthened)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({**LLAMA, "rope_tetha": 5e5}, "'rope_tetha' is not known .*'rope_theta'"),
+        ({**LLAMA, "dual_chunk_attention_config": {}}, "'dual_chunk_attention_config' is not known"),
+        ({**LLAMA, "model_type": "mistral"}, "LlamaForCausalLM has the model_type 'llama', not 'mistral'"),
+        ({**LLAMA, "hidden_size": "64"}, "hidden_size is '64', not a whole number"),
+        ({**LLAMA, "rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({**LLAMA, "dtype": "float16"}, "dtype is 'float16', but torch_dtype"),
+        ({**LLAMA, "sliding_window": 512}, "sliding_window 512"),
+        ({**LLAMA, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "rope_scaling .* lacks 'factor'"),
+        ({**LLAMA, "rope_scaling": {"factor": 4.0}}, "rope_scaling .*'default'.*'factor' is not known"),
+        ({**LLAMA, "rope_scaling": {**YARN, "rope_type": "linear"}}, "rope_type is 'linear', but type"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta is 500000.0"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        ({**V3, "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({**V3, "head_dim": 64}, "head_dim is 64"),
+        ({**V3, "topk_method": "greedy"}, "topk_method 'greedy'"),
+    ],
+)
+def test_a_key_that_is_unknown_or_wrong_is_refused_by_name(config, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        read_model_spec(write_config(tmp_path, config))
+
+
+def test_missing_keys_of_deepseek_v3_have_the_defaults_of_its_class(tmp_path):
+    config = without(V3, "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "n_shared_experts")
+    experts = read_model_spec(write_config(tmp_path, {**config, "n_routed_experts": 32})).experts
+    assert experts is not None
+    assert (experts.num_groups, experts.top_groups, experts.scale) == (8, 4, 2.5)
+    assert (experts.is_normalised, experts.shared_intermediate_size) == (True, 40)
+
+
+def test_a_mistral_that_names_no_window_has_that_of_its_class(tmp_path):
+    long = {**MISTRAL, "max_position_embeddings": 8192}
+    with pytest.raises(UnsupportedModel, match=r"sliding_window is 4096 .*model\.max_model_len=4096"):
+        read_model_spec(write_config(tmp_path, long))
+    assert read_model_spec(tmp_path, 4096).max_model_len == 4096
+    with pytest.raises(UnsupportedModel, match="sliding_window"):
+        read_model_spec(write_config(tmp_path, {**long, "use_sliding_window": False}))
+    assert read_model_spec(write_config(tmp_path, {**long, "sliding_window": None})).max_model_len == 8192
+
+
+def test_two_spellings_of_rope_beside_each_other_must_say_the_same(tmp_path):
+    default = {"rope_type": "default", "rope_theta": 500000.0}
+    yarn = {**YARN, "rope_theta": 500000.0}
+    alone = read_model_spec(write(tmp_path, rope_scaling=YARN))
+    assert read_model_spec(write(tmp_path, rope_scaling=YARN, rope_parameters=yarn)) == alone
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling say different things"):
+        read_model_spec(write(tmp_path, rope_scaling=YARN, rope_parameters=default))
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling say different things"):
+        read_model_spec(write(tmp_path, rope_theta=None, rope_scaling=YARN, rope_parameters=yarn))
+
+
+def test_original_positions_beside_rope_scaling_count(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0}
+    spec = read_model_spec(write(tmp_path, rope_scaling=scaling, original_max_position_embeddings=512))
+    assert spec.rope.original_max_position_embeddings == 512
+    with pytest.raises(ConfigError, match="original_max_position_embeddings is 512, but"):
+        read_model_spec(write(tmp_path, rope_scaling=YARN, original_max_position_embeddings=512))
+
+
+def test_no_more_tokens_are_promised_than_the_model_reaches(tmp_path):
+    write(tmp_path)
+    assert read_model_spec(tmp_path, 1024).max_model_len == read_model_spec(tmp_path).max_model_len == 1024
+    with pytest.raises(ConfigError, match=r"model\.max_model_len is 1025, but the model reaches 1024"):
+        read_model_spec(tmp_path, 1025)
+    write(tmp_path, rope_scaling=YARN)
+    assert read_model_spec(tmp_path).max_model_len == 4096
+    assert read_model_spec(tmp_path, 2048).max_model_len == 2048
+    with pytest.raises(ConfigError, match="4097"):
+        read_model_spec(tmp_path, 4097)
+
+
+def test_a_broken_generation_config_is_refused(tmp_path):
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        read_model_spec(tmp_path)
+
+
+def test_weights_are_those_that_transformers_reads(tmp_path):
+    for name in ("model.safetensors", "model_backup.safetensors", "consolidated.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    index = {"weight_map": {"a": "other.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
+    (tmp_path / "model.safetensors").unlink()
+    assert [file.name for file in weight_files(tmp_path)] == ["other.safetensors"]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="adapter_config"):
+        weight_files(tmp_path)

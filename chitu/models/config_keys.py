@@ -1,0 +1,305 @@
+"""Which keys of a config.json are known, per architecture. No torch.
+
+Owns the tables by which `models/config.py` reads a config completely. A key is used (`USED`), taken with the values
+that mean what is computed here (`ONLY`), or has no effect on what is computed, with the reason (`NO_EFFECT`). Any other
+key is refused by name: transformers hands unknown keys to its code as well, so nobody can tell what they would change.
+Defaults are those of the config classes of `transformers`. A test compares them, and mutates every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+from chitu.errors import ConfigError, UnsupportedModel
+
+Kind = Literal["count", "natural", "number", "positive", "flag", "text", "object", "layers", "names", "tokens"]
+REQUIRED: Final = "(required)"
+"""In place of a default: sizes that tensors have. They are in every config that was published."""
+
+
+class Key(NamedTuple):
+    """A key that is used."""
+
+    kind: Kind
+    default: Any = REQUIRED
+    nullable: bool = False
+
+
+def _is_int(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("a whole number of at least 1", lambda value: _is_int(value, 1)),
+    "natural": ("a whole number of at least 0", _is_int),
+    "number": ("a number", _is_number),
+    "positive": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "layers": ("a list of layers", lambda value: isinstance(value, list) and all(map(_is_int, value))),
+    "names": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value)),
+    "tokens": (
+        "a token id or a list of them",
+        lambda value: _is_int(value) or (isinstance(value, list) and all(map(_is_int, value))),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The known keys of one object."""
+
+    used: Mapping[str, Key]
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values with which a key is taken; a missing key means the same."""
+    no_effect: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Another spelling -> the key."""
+
+    def read(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """A value for every used key. ConfigError, UnsupportedModel (for a value of `only`) by the key's name."""
+        named = dict(given)
+        for alias in self.aliases.keys() & named.keys():
+            key, value = self.aliases[alias], named.pop(alias)
+            is_open = key in self.used and self.used[key].nullable and None in (value, named.get(key, value))
+            if named.get(key, value) != value and not is_open:
+                raise ConfigError(f"{where}: {key} is {named[key]!r}, but {alias}, which means the same, is {value!r}")
+            named[key] = value if named.get(key) is None else named[key]
+        for key, value in named.items():
+            if key in self.only and value not in self.only[key]:
+                values = ", ".join(repr(each) for each in self.only[key])
+                raise UnsupportedModel(f"{where}: {key} {value!r} is not supported (only {values})")
+            if key not in self.used and key not in self.only and key not in self.no_effect:
+                raise ConfigError(self._unknown(key, where))
+        return {key: value_of(named, key, wanted, where) for key, wanted in self.used.items()}
+
+    def _unknown(self, key: str, where: str) -> str:
+        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1)
+        hint = f" (the nearest known one is {near[0]!r})" if near else ""
+        return f"{where}: the key {key!r} is not known{hint}; remove it if the model computes the same without it"
+
+
+def value_of(named: Mapping[str, Any], key: str, wanted: Key, where: str) -> Any:
+    """ConfigError for a missing or wrong one."""
+    if key not in named:
+        if wanted.default == REQUIRED:
+            raise ConfigError(f"{where} lacks {key!r}")
+        return wanted.default
+    value = named[key]
+    words, is_right = KINDS[wanted.kind]
+    if not (is_right(value) or (value is None and wanted.nullable)):
+        raise ConfigError(f"{where}: {key} is {value!r}, not {words}")
+    return value
+
+
+NO_EFFECT: dict[str, str] = {
+    "names, versions and marks of who wrote the file": """
+        _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
+        unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
+    "training": """
+        initializer_range attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits
+        pretraining_tp ep_size""",
+    "how transformers computes, or what it returns beside the logits": """
+        use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
+        chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled""",
+    "encoders, classifiers, earlier versions": """
+        is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
+        finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
+    "a request says how it is sampled, and the tokenizer what stands around a text": """
+        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+        bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+        begin_suppress_tokens bos_token_id pad_token_id sep_token_id""",
+    "lengths of the tokenizer, or of training": "max_sequence_length model_max_length",
+    "a window over some layers; windows are refused": "max_window_layers",
+}
+"""Reason -> keys, of every architecture."""
+_WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
+
+_USED = {
+    "vocab_size": Key("count"),
+    "hidden_size": Key("count"),
+    "intermediate_size": Key("count"),
+    "num_hidden_layers": Key("count"),
+    "num_attention_heads": Key("count"),
+    "rms_norm_eps": Key("number", 1e-6),
+    "tie_word_embeddings": Key("flag", False),
+    "layer_types": Key("names", None, nullable=True),
+    "rope_parameters": Key("object", None, nullable=True),
+    "rope_scaling": Key("object", None, nullable=True),
+    "rope_theta": Key("positive", None),
+    "partial_rotary_factor": Key("number", None),
+    "original_max_position_embeddings": Key("count", None),
+    "dtype": Key("text", None, nullable=True),
+    "eos_token_id": Key("tokens", None, nullable=True),
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_encoder_decoder": (False,),
+    "quantization_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}
+_WINDOW = {"sliding_window": Key("count", 4096, nullable=True), "use_sliding_window": Key("flag", False)}
+_OPTIONAL_HEAD_DIM = {"head_dim": Key("count", None, nullable=True)}
+_LATENT = {
+    "kv_lora_rank": Key("count"),
+    "q_lora_rank": Key("count", nullable=True),
+    "qk_rope_head_dim": Key("count"),
+    "qk_nope_head_dim": Key("count"),
+    "v_head_dim": Key("count"),
+    "head_dim": Key("count", None),
+    "qk_head_dim": Key("count", None),
+    "attention_bias": Key("flag", False),
+    "n_routed_experts": Key("count"),
+    "moe_intermediate_size": Key("count"),
+}
+_LATENT_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "mlp_bias": (False,)}
+_DTYPE = {"torch_dtype": "dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    module: str
+    """Of `chitu.models`."""
+    model_type: str
+    """By which transformers chooses its classes."""
+    keys: Keys
+
+
+def _architecture(
+    module: str,
+    model_type: str,
+    used: Mapping[str, Key],
+    only: Mapping[str, tuple[Any, ...]],
+    no_effect: frozenset[str] = frozenset(),
+    **aliases: str,
+) -> Architecture:
+    keys = Keys({**_USED, **used}, {**_ONLY, **only}, _WITHOUT_EFFECT | no_effect, {**_DTYPE, **aliases})
+    return Architecture(module, model_type, keys)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": _architecture(
+        "llama",
+        "llama",
+        {
+            "max_position_embeddings": Key("count", 2048),
+            "num_key_value_heads": Key("count", None, nullable=True),
+            **_OPTIONAL_HEAD_DIM,
+            "attention_bias": Key("flag", False),
+            "mlp_bias": Key("flag", False),
+        },
+        _NO_WINDOW,
+    ),
+    "MistralForCausalLM": _architecture(
+        "llama",
+        "mistral",
+        {
+            "max_position_embeddings": Key("count", 131072),
+            "num_key_value_heads": Key("count", 8),
+            **_OPTIONAL_HEAD_DIM,
+            "sliding_window": _WINDOW["sliding_window"],
+        },
+        _NO_BIAS,
+        frozenset({"use_sliding_window"}),  # a window is whatever `sliding_window` says
+    ),
+    "Qwen2ForCausalLM": _architecture(
+        "qwen2",
+        "qwen2",
+        {
+            "max_position_embeddings": Key("count", 32768),
+            "num_key_value_heads": Key("count", 32, nullable=True),
+            **_OPTIONAL_HEAD_DIM,
+            **_WINDOW,
+        },
+        {"mlp_bias": (False,)},
+        frozenset({"attention_bias"}),  # q, k and v always have biases, the output projection never
+    ),
+    "Qwen3ForCausalLM": _architecture(
+        "qwen3",
+        "qwen3",
+        {
+            "max_position_embeddings": Key("count", 32768),
+            "num_key_value_heads": Key("count", 32, nullable=True),
+            "head_dim": Key("count", 128),
+            "attention_bias": Key("flag", False),
+            **_WINDOW,
+        },
+        {"mlp_bias": (False,)},
+    ),
+    "Qwen3MoeForCausalLM": _architecture(
+        "qwen3_moe",
+        "qwen3_moe",
+        {
+            "max_position_embeddings": Key("count", 32768),
+            "num_key_value_heads": Key("count", 4),
+            "head_dim": Key("count", None),
+            "attention_bias": Key("flag", False),
+            **_WINDOW,
+            "num_experts": Key("count"),
+            "moe_intermediate_size": Key("count"),
+            "num_experts_per_tok": Key("count", 8),
+            "norm_topk_prob": Key("flag", False),
+            "decoder_sparse_step": Key("count", 1),
+            "mlp_only_layers": Key("layers", None, nullable=True),
+        },
+        {"mlp_bias": (False,)},
+        num_local_experts="num_experts",
+    ),
+    "DeepseekV2ForCausalLM": _architecture(
+        "deepseek",
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "max_position_embeddings": Key("count", 2048),
+            "num_key_value_heads": Key("count", None, nullable=True),
+            "first_k_dense_replace": Key("natural", 0),
+            "n_shared_experts": Key("natural", 2),
+            "num_experts_per_tok": Key("count"),
+            "routed_scaling_factor": Key("number", 1.0),
+            "topk_method": Key("text", "greedy"),
+            "n_group": Key("count", None, nullable=True),
+            "topk_group": Key("count", None, nullable=True),
+        },
+        # Weights that are divided by their sum: implementations of DeepSeek-V2 differ.
+        {**_LATENT_ONLY, "norm_topk_prob": (False, None), "scoring_func": ("softmax",), "rope_interleave": (True,)},
+        num_experts="n_routed_experts",
+    ),
+    "DeepseekV3ForCausalLM": _architecture(
+        "deepseek",
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "max_position_embeddings": Key("count", 4096),
+            "num_key_value_heads": Key("count", 128, nullable=True),
+            "first_k_dense_replace": Key("natural", 3),
+            "n_shared_experts": Key("natural", 1),
+            "num_experts_per_tok": Key("count", 8),
+            "routed_scaling_factor": Key("number", 2.5),
+            "norm_topk_prob": Key("flag", True, nullable=True),
+            "n_group": Key("count", 8),
+            "topk_group": Key("count", 4),
+            "rope_interleave": Key("flag", True, nullable=True),
+            # Unlike in transformers layers behind the last one are refused unless the config speaks of them.
+            "num_nextn_predict_layers": Key("natural", 0),
+        },
+        {**_LATENT_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        num_local_experts="n_routed_experts",
+        num_mtp_layers="num_nextn_predict_layers",
+    ),
+}
+"""Name in config.json -> what is known of it."""

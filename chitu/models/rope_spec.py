@@ -1,0 +1,126 @@
+"""What config.json says about rotary position embeddings. No torch.
+
+Called by `models/config.py`. A config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both
+where they say the same: `transformers` takes one dictionary whole and drops the other, and which one depends on its
+version. A key that the type of rope does not use is refused, because it would be dropped without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config_keys import Key, Keys
+
+DICTIONARIES = ("rope_parameters", "rope_scaling")
+TOP_LEVEL = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that may stand beside the dictionaries and mean the same as in them."""
+_ANY = {"rope_type": Key("text", "default"), "rope_theta": Key("positive", 10_000.0)}
+_FACTOR = {"factor": Key("positive")}
+_ORIGINAL = {"original_max_position_embeddings": Key("count", None)}
+ROPE_TYPES: dict[str, dict[str, Key]] = {
+    "default": {},
+    "linear": _FACTOR,
+    "llama3": {**_FACTOR, **_ORIGINAL, "low_freq_factor": Key("positive"), "high_freq_factor": Key("positive")},
+    "yarn": {
+        **_FACTOR,
+        **_ORIGINAL,
+        "attention_factor": Key("number", None, nullable=True),
+        "beta_fast": Key("positive", None, nullable=True),
+        "beta_slow": Key("positive", None, nullable=True),
+        "mscale": Key("number", None, nullable=True),
+        "mscale_all_dim": Key("number", None, nullable=True),
+        "truncate": Key("flag", True),
+    },
+}
+"""Type -> the keys that it uses beside `_ANY`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. `factor` is used by all types but `default`; what is below by those it names."""
+
+    type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    """And `high_freq_factor`: llama3."""
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """llama3, yarn."""
+    beta_fast: float = 32.0
+    """And what is below: yarn."""
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    """Of cos and sin."""
+    score_factor: float = 1.0
+    """Of the scores of latent attention."""
+
+    def reach_tokens(self, max_positions: int) -> int:
+        """Tokens that a sequence may have. With yarn a config may still have the number of before it was lengthened."""
+        if self.type != "yarn":
+            return max_positions
+        return max(max_positions, int(self.factor * self.original_max_position_embeddings))
+
+
+def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> RopeSpec:
+    """`values`: of the whole config. ConfigError, UnsupportedModel by the key's name."""
+    names = [name for name in DICTIONARIES if values[name]] or [DICTIONARIES[0]]
+    specs = [_read(values, name, max_positions, where) for name in names]
+    if specs[0] != specs[-1]:
+        raise ConfigError(
+            f"{where}: rope_parameters and rope_scaling say different things; keep one of them (rope_parameters, with "
+            "rope_theta in it, where transformers 5 wrote the file)"
+        )
+    return specs[0]
+
+
+def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) -> RopeSpec:
+    given = dict(values[name] or {})
+    for key in TOP_LEVEL:
+        value = values[key]
+        if value is not None and given.setdefault(key, value) != value:
+            raise ConfigError(f"{where}: {key} is {value!r}, but {name}.{key} is {given[key]!r}; keep one of them")
+    kind = str(given.get("rope_type", given.get("type", "default")))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"{where}: {name}.rope_type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
+    keys = Keys(
+        used={**_ANY, **ROPE_TYPES[kind]},
+        only={"partial_rotary_factor": (1.0,)},
+        no_effect=frozenset({"finetuned"}),  # a mark of some that were trained with it
+        aliases={"type": "rope_type"},
+    )
+    rope = keys.read(given, f"{where}: {name} (rope_type {kind!r})")
+    is_yarn, factor = kind == "yarn", float(rope.get("factor", 1.0))
+    all_dim = rope.get("mscale_all_dim")
+    return RopeSpec(
+        type=kind,
+        theta=float(rope["rope_theta"]),
+        factor=factor,
+        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
+        original_max_position_embeddings=rope.get("original_max_position_embeddings") or max_positions,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        is_truncated=rope.get("truncate", True),
+        attention_factor=_attention_factor(rope) if is_yarn else 1.0,
+        score_factor=_mscale(factor, float(all_dim)) ** 2 if all_dim else 1.0,
+    )
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _attention_factor(yarn: Mapping[str, Any]) -> float:
+    """What cos and sin are multiplied by."""
+    if yarn["attention_factor"] is not None:
+        return float(yarn["attention_factor"])
+    factor, mscale, all_dim = float(yarn["factor"]), yarn["mscale"], yarn["mscale_all_dim"]
+    if mscale and all_dim:
+        return _mscale(factor, float(mscale)) / _mscale(factor, float(all_dim))
+    return _mscale(factor)
