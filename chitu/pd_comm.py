@@ -313,6 +313,8 @@ class CommLoop:
         if self._joined and own is None:
             self._next_join_s = 0.0
         self._joined = own is not None
+        if own is not None and not self._instance.returns:
+            self._instance = msgspec.structs.replace(self._instance, returns=True)
         if own is not None and own.draining:
             self._start_draining(callbacks)
         if view.router_incarnation != self._router_incarnation:

@@ -3,16 +3,18 @@
 The pure core: messages and a clock in, replies and a view out. `serve/coordination_ports.py` is its shell on the
 router's loop thread, which alone calls it.
 
-Invariants: at most one live incarnation of an instance (role, engine_rank), the newest that joined; all live P and D
-have one KV layout; an instance is in the view exactly while its lease runs, or until its death is known sooner (by
-its pid on this machine, by the word of its launcher on another). A lost instance is reported once through `on_lost`,
-after it left the view. One is called dead in the view only where all its processes are known to have ended; silence
-and a Leave of its own prove nothing. Nothing here knows of requests.
+Invariants: at most one live incarnation of an instance (role, engine_rank): a process that joins for the first time
+takes the place of another one, which is refused from then on, as is one that returns to find its place taken; all live
+P and D have one KV layout; an instance is in the view exactly while its lease runs, or until its death is known sooner
+(by its pid on this machine, by the word of its launcher on another). A lost instance is reported once through
+`on_lost`, after it left the view. One is called dead in the view only where all its processes are known to have ended;
+silence and a Leave of its own prove nothing. Nothing here knows of requests.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,6 +47,8 @@ MAX_TICK_GAP_S = 0.5
 LINGER_S = 2.0
 """An instance is called dead so long after its processes ended: its kernel may still have been sending what they wrote,
 as it does over TCP."""
+KEPT_REPLACED = 1024
+"""Incarnations whose place was taken, to be refused."""
 KEPT_DEAD = 64
 """Deaths in a view; peers remember those of their own peers."""
 
@@ -82,6 +86,9 @@ class PDCoordination:
         self._deadlines = deadlines
         self._events = events
         self._members: dict[tuple[Role, int], _Member] = {}
+        self._last: dict[tuple[Role, int], InstanceInfo] = {}
+        """Who joined as this instance last, member or not."""
+        self._replaced: deque[int] = deque(maxlen=KEPT_REPLACED)
         self._ended: list[tuple[float, int]] = []
         """Incarnations without a process, and when they may be called dead; in this order."""
         self._last_tick_s = clock.monotonic()
@@ -200,16 +207,19 @@ class PDCoordination:
         key = (info.role, info.engine_rank)
         now_s = self._clock.monotonic()
         lease_end_s = now_s + self._deadlines.lease_s
-        present = self._members.get(key)
-        if present is not None and present.info.incarnation > info.incarnation:
+        present, last = self._members.get(key), self._last.get(key, info)
+        is_other = last.incarnation != info.incarnation
+        if is_other and (info.returns or info.incarnation in self._replaced):
             raise ConfigError(
-                f"{_name(info)} is a newer process already (incarnation {present.info.incarnation}, pid "
-                f"{present.info.pid}): end one of the two, or give it another rank"
+                f"{_name(info)} is another process by now (incarnation {last.incarnation}, pid {last.pid}): "
+                "end one of the two, or give it another rank"
             )
         self._require_compatible(info)
-        if present is not None and present.info.incarnation == info.incarnation:
+        if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s
+            # Peers that see it for the first time are to know that it was new to this router.
+            info = msgspec.structs.replace(info, returns=present.info.returns)
             if present.info != info and not present.info.draining:
                 present.info = info
                 self._publish()
@@ -217,6 +227,9 @@ class PDCoordination:
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
         self._events.on_joined(info)  # raises where it cannot be sent anything: then it is no member
+        if is_other:
+            self._replaced.append(last.incarnation)
+        self._last[key] = info
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
         self._publish()

@@ -7,7 +7,6 @@ label and never a key. An *instance* is one torchrun; it is addressed as (role, 
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -19,7 +18,7 @@ REGISTRATION_ROOM = Room(bytes(16))
 """Room 0: the frame registers a peer instead of belonging to a request (S3)."""
 
 Incarnation = NewType("Incarnation", int)
-"""Start time of a process in ns. The newer one of an instance wins; messages of an older one are dropped."""
+"""Names one process for ever: random, never 0, and without an order. Which one is an instance now, the router says."""
 
 
 class Role(StrEnum):
@@ -58,7 +57,7 @@ def new_room() -> Room:
 
 def new_incarnation() -> Incarnation:
     """This process's incarnation; call it once, at start."""
-    return Incarnation(time.time_ns())
+    return Incarnation(int.from_bytes(os.urandom(8)) >> 1 | 1)
 
 
 def _to_uuid(text: str) -> uuid.UUID:

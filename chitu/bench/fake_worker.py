@@ -56,6 +56,8 @@ from chitu.received_requests import ReceivedRequests
 from chitu.token_manager import TokenManager
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
+STARTED = "sockets bound at"
+"""Said on standard error, with the seconds of the monotonic clock."""
 ROLE_OF_LETTER = {role.letter: role for role in Role}
 
 
@@ -132,6 +134,7 @@ class FakeWorker:
         self._context = make_context(derive(cluster_key()))
         self._incarnation: Incarnation = new_incarnation()
         self._instances = [self._make(name) for name in names]
+        print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
         own_port = _TokenSocket(self._connect(options.token_port)) if options.token_port else None
         send = own_port.send if own_port is not None else (lambda frame: False)

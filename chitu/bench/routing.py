@@ -6,7 +6,7 @@ tokens (token ids; one in two continues an earlier prompt). A decision is everyt
 time of its thread: it waits for nothing, and what else the machine does is not its cost.
 
 Joins: the real router process with a made-up P0 and D0 and one request after the other; then D1 starts. From its
-incarnation (sockets bound, nothing sent yet) to the moment at which the router sends it the first request.
+start (sockets bound, nothing sent yet) to the moment at which the router sends it the first request.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from chitu.bench.fake_worker import STARTED
 from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.chat.client import RouterClient
@@ -85,11 +86,10 @@ def _count(selector: PairSelector, pair: Sequence[InstanceInfo], sign: int) -> N
 
 
 def join_s(router: RouterUnderTest) -> float:
-    """Seconds from the incarnation of a new D1 to its first request. D1 is ended again."""
+    """Seconds from the moment at which a new D1 has bound its sockets to its first request. D1 is ended again."""
     body = b'{"model": "bench", "prompt": [1, 2, 3], "max_tokens": 1}'
     request = urllib.request.Request(f"{router.url}/v1/completions", body, {"Content-Type": "application/json"})
     client = RouterClient(router.url)
-    wall_over_monotonic_ns = time.time_ns() - time.monotonic_ns()
     worker = router.start_worker("D1", wait=False)
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     try:
@@ -99,8 +99,9 @@ def join_s(router: RouterUnderTest) -> float:
             snapshot = client.cluster()
             for instance in snapshot.instances:
                 if instance.name == "D1" and instance.status == "up":
-                    # Both clocks are this machine's, so the router's times and an incarnation can be compared.
-                    born_s = (int(instance.incarnation) - wall_over_monotonic_ns) / 1e9
+                    # Both clocks are this machine's monotonic one, so the router's times and D1's can be compared.
+                    log = (router.folder / "worker.log").read_text(encoding="utf-8")
+                    born_s = float(log.rpartition(STARTED)[2].split()[0])
                     served_s = [r.created_at_s for r in snapshot.requests if r.decode == "D1"]
                     if first_s := min((at_s for at_s in served_s if at_s > born_s), default=None):
                         return first_s - born_s

@@ -4,9 +4,9 @@ The router's process runs the server on `bootstrap_port` (`BootstrapServer.app` 
 and renews it, D lists all of them. `BootstrapServer.register/lookup/expire` are pure values-in, values-out and belong
 to the router's event loop; `BootstrapClient` blocks and belongs to a helper thread of P and D.
 
-An entry is a lease: `expire` drops what was not renewed. A newer incarnation replaces an older one; an older one is
-refused (410), so a dying process cannot take its successor's place. Where the cluster has a key, `/route` wants its
-token (401); `/health` is open.
+An entry is a lease: `expire` drops what was not renewed. Another incarnation replaces it, and the replaced one is
+refused from then on (410), so a dying process cannot take its successor's place. Where the cluster has a key, `/route`
+wants its token (401); `/health` is open.
 """
 
 from __future__ import annotations
@@ -49,10 +49,16 @@ class RouteError(ChituError):
         self.status = status
 
 
+KEPT_REPLACED = 64
+"""Of each rank."""
+
+
 @dataclass(slots=True)
 class _Lease:
     entry: RouteEntry
     ends_s: float
+    replaced: tuple[int, ...] = ()
+    """Incarnations that had the rank before, as long as it has always been somebody's."""
 
 
 class BootstrapServer:
@@ -67,7 +73,7 @@ class BootstrapServer:
     # ---------------------------------------------------------------------------------------------------------- core
 
     def register(self, entry: RouteEntry) -> None:
-        """Add or renew. RouteError 400, 409 (layout differs from the other prefills') or 410 (an older incarnation)."""
+        """Add or renew. RouteError 400, 409 (layout differs from the other prefills') or 410 (it was replaced)."""
         if entry.role is not Role.PREFILL:
             raise RouteError(400, f"only prefill instances register here, not {entry.role.value}")
         if entry.engine_rank < 0 or not 0 < entry.rank_port <= 65535 or not entry.rank_ip or entry.tp_size < 1:
@@ -79,8 +85,10 @@ class BootstrapServer:
         self.expire()
         held = self._leases.get(entry.engine_rank)
         name = instance_name(entry.role, entry.engine_rank)
-        if held is not None and held.entry.incarnation > entry.incarnation:
-            raise RouteError(410, f"{name}: incarnation {entry.incarnation} is older than {held.entry.incarnation}")
+        replaced = held.replaced if held is not None else ()
+        if held is not None and entry.incarnation in replaced:
+            text = f"{name}: incarnation {held.entry.incarnation} has taken the place of {entry.incarnation}"
+            raise RouteError(410, text)
         for lease in self._leases.values():
             different = lease.entry.layout.mismatches(entry.layout)
             if different and lease.entry.engine_rank != entry.engine_rank:
@@ -89,7 +97,9 @@ class BootstrapServer:
                     f"{name}'s KV layout differs from P{lease.entry.engine_rank}'s in {'; '.join(different)}"
                     f" (P{lease.entry.engine_rank} {lease.entry.layout}, {name} {entry.layout})",
                 )
-        self._leases[entry.engine_rank] = _Lease(entry, self._clock.monotonic() + self._lease_s)
+        if held is not None and held.entry.incarnation != entry.incarnation:
+            replaced = (*replaced, held.entry.incarnation)[-KEPT_REPLACED:]
+        self._leases[entry.engine_rank] = _Lease(entry, self._clock.monotonic() + self._lease_s, replaced)
 
     def renew(self, engine_rank: int, incarnation: int) -> None:
         """A heartbeat of the instance came: its entry lives on. Unknown ones are ignored."""
@@ -100,7 +110,7 @@ class BootstrapServer:
     def forget(self, engine_rank: int, incarnation: int) -> None:
         """The instance left."""
         lease = self._leases.get(engine_rank)
-        if lease is not None and lease.entry.incarnation <= incarnation:
+        if lease is not None and lease.entry.incarnation == incarnation:
             del self._leases[engine_rank]
 
     def expire(self) -> None:

@@ -2,8 +2,8 @@
 
 Owned by `DecodeReceiver`; every method runs under its lock: `found` from the comm thread (cluster view) and from the
 helper thread that reads the bootstrap server, the rest from the comm thread, `peer` also from the step thread.
-Invariants: only the newest known incarnation of a rank is kept; the registration is repeated until P replies, and once
-P refused it, it is not repeated to that incarnation.
+Invariants: of a rank one incarnation is kept, the one in the view, or else the one that was found last; the
+registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chitu.types import REGISTRATION_ROOM
 
 @dataclass(slots=True)
 class PrefillPeer:
-    """The newest known incarnation of one P rank."""
+    """The incarnation of one P rank."""
 
     incarnation: int
     host: str
@@ -65,7 +65,7 @@ class PrefillDirectory:
     # --------------------------------------------------------------------------------------------------------- look-ups
 
     def peer(self, rank: int, incarnation: int) -> PrefillPeer | None:
-        """None where this incarnation was not found yet or is not the newest any more."""
+        """None where this incarnation was not found yet or another one has its rank."""
         peer = self._peers.get(rank)
         return peer if peer is not None and peer.incarnation == incarnation else None
 
@@ -76,7 +76,7 @@ class PrefillDirectory:
         return None
 
     def rank_of(self, incarnation: int) -> int | None:
-        """None where it is not the newest of its rank."""
+        """None where it has none, or no longer."""
         return next((rank for rank, peer in self._peers.items() if peer.incarnation == incarnation), None)
 
     def registered(self) -> dict[int, int]:
@@ -86,10 +86,11 @@ class PrefillDirectory:
     # ----------------------------------------------------------------------------------------------------- registration
 
     def found(self, rank: int, incarnation: int, host: str, port: int) -> None:
-        """Register with a P once per incarnation; repeated by `tick` until it replies."""
+        """Register with a P once per incarnation; repeated by `tick` until it replies. Where the view has another
+        incarnation of the rank, the view is right: the directory's may be an older one."""
         self._view.note(rank, incarnation)
         peer = self._peers.get(rank)
-        if peer is not None and incarnation < peer.incarnation:
+        if not self._view.is_present(rank, incarnation) and self._view.has_present(rank):
             return
         if peer is None or peer.incarnation != incarnation:
             peer = self._peers[rank] = PrefillPeer(incarnation, host, port)

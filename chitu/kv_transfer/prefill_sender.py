@@ -181,7 +181,7 @@ class PrefillSender:
         with self._lock:
             if new_peer is not None:
                 self._peers.add(new_peer)
-                self._rooms.fail_lost()  # those of the incarnation that it replaces
+                self._rooms.fail_lost()  # those of one that registered and never joined
             self._out.frame(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply)
 
     def _on_transfer_info(self, room: bytes, info: TransferInfo) -> None:

@@ -3,8 +3,7 @@
 Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
 without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.
 Nothing of a registration is used before all of it was checked: the layout against ours, the memory ranges for lying
-inside their arena, the port for being one. One entry per incarnation; a newer incarnation of a rank supersedes the
-older one, a message of the older one is dropped.
+inside their arena, the port for being one. One entry per incarnation; a message of one that was replaced is dropped.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class DecodePeers:
         """By incarnation."""
 
     def answer(self, info: KVArgsRegisterInfo) -> tuple[RegisterReply, DecodePeer | None] | None:
-        """What D is told, and the peer to `add` if it is a new one. None: a newer incarnation of its rank is known.
+        """What D is told, and the peer to `add` if it is a new one. None: it was replaced by now.
 
         Raises BadFrame where not even a refusal could be sent back.
         """
@@ -98,7 +97,7 @@ class DecodePeers:
         return reply, peer
 
     def add(self, peer: DecodePeer) -> None:
-        """Older incarnations of its rank count as dead from now on."""
+        """The cluster view need not have it yet."""
         self.table[peer.info.incarnation] = peer
         self._view.note(peer.info.engine_rank, peer.info.incarnation)
 

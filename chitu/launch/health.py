@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One answer. `joined`: incarnation (start time in ns) of every instance that takes requests, by name."""
+    """One answer. `joined`: incarnation of every instance that takes requests, by name."""
 
     is_usable: bool
     """Whether a request can be served now."""

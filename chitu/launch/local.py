@@ -139,12 +139,12 @@ class LocalCluster:
         return ask_health(self.host, self.ports["port"]) if "port" in self.ports else None
 
     def _all_joined(self, live: list[Member]) -> bool:
-        """Whether the router knows the present incarnation (its start time in ns) of every live instance."""
+        """Whether the router knows the present incarnation of every live instance."""
         health = self._health()
         if health is None or not health.is_usable:
             return False
         return all(
-            health.joined.get(member.name, 0) >= member.child.started_ns
+            health.joined.get(member.name) == member.progress.incarnation
             for member in live
             if member.child is not None and member.name != ROUTER
         )

@@ -133,8 +133,11 @@ class Node:
         health = ask_health(router.host, router.port)
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
+        # Of this node's instances those that it started, and none from before; of other nodes any one counts.
         self._joined = {
-            name: incarnation for name, incarnation in health.joined.items() if incarnation >= self._started_ns(name)
+            name: incarnation
+            for name, incarnation in health.joined.items()
+            if name not in local or incarnation == local[name].progress.incarnation
         }
         words += [
             f"{instance.name} on {instance.config.host} has not joined the router"
@@ -144,11 +147,6 @@ class Node:
             and (local[instance.name].progress.state == "ready" if instance.name in local else self.has_router)
         ]
         return words
-
-    def _started_ns(self, name: str) -> int:
-        """Incarnations from before are not those that this node started; of other nodes any one counts."""
-        member = self.supervisor.members.get(name)
-        return member.child.started_ns if member is not None and member.child is not None else 0
 
     def states(self) -> dict[str, Progress]:
         """For the display: the processes of this node, and on the router's node all others as far as it knows."""

@@ -73,7 +73,6 @@ class ChildProcess:
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
-        self.started_ns = time.time_ns()
         supervisor = os.getpid()
         try:
             with open_private(log) as output:

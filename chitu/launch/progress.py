@@ -1,7 +1,8 @@
 """How far a scheduler process has come, told to the supervisor through a file of JSON lines.
 
-The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready"}`,
-at its end `{"state": "drained"}` where an operator wanted it to leave, and while it reads weights `{"state": "loading",
+The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready",
+"incarnation": ...}` (by which the router's word of an instance is known to mean this process, not the one before), at
+its end `{"state": "drained"}` where an operator wanted it to leave, and while it reads weights `{"state": "loading",
 "done": bytes, "total": bytes}`. A file, not a pipe: it survives torchrun in between, and a process started by hand
 simply has none. Written by the main thread of the scheduler process, read by the supervisor.
 """
@@ -29,6 +30,8 @@ class Progress:
     state: str = "starting"
     done: int = 0
     total: int = 0
+    incarnation: int = 0
+    """Of an instance that is ready."""
 
 
 class ProgressWriter:
@@ -40,6 +43,9 @@ class ProgressWriter:
 
     def state(self, state: str) -> None:
         self._write({"state": state})
+
+    def ready(self, incarnation: int) -> None:
+        self._write({"state": "ready", "incarnation": incarnation})
 
     def loading(self, done: int, total: int) -> None:
         """Bytes of weights read so far; called as often as one likes."""
@@ -68,7 +74,8 @@ def read_progress(path: Path) -> Progress:
     for line in reversed(lines):
         try:
             record = json.loads(line)
-            return Progress(str(record["state"]), int(record.get("done", 0)), int(record.get("total", 0)))
+            numbers = (int(record.get(name, 0)) for name in ("done", "total", "incarnation"))
+            return Progress(str(record["state"]), *numbers)
         except (ValueError, TypeError, KeyError):
             continue
     return Progress()

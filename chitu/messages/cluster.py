@@ -153,6 +153,9 @@ class InstanceInfo(Wire, frozen=True):
     """Where `pid` means something (`net/process_deaths.py`): a reader of another one can tell nothing by it."""
     start_ticks: int = 0
     """Start time of `pid`, since pids are used again."""
+    returns: bool = False
+    """It was in a view before it joined this router, so it says nothing of others of its rank: they may be younger. One
+    that does not return was started after them."""
 
 
 class Join(Wire, frozen=True, tag="join"):

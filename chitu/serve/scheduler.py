@@ -121,7 +121,7 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
     )
     bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
     engine = build_engine(topology, instance, identity, comm, bootstrap, progress, makers)
-    progress.state("ready")
+    progress.ready(identity.incarnation)
     service = PDSchedulerService(topology, identity, host, comm, engine)
     _stop_on_signals(service.stop)
     logger.info("%s serves on port %d", identity.name, comm.port)

@@ -37,6 +37,7 @@ from chitu.serve.worker_feed import (
     packed,
     to_coordinator_codec,
 )
+from chitu.types import new_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,6 @@ class _Slot:
     worker: Worker | None = None
     failures: int = 0
     restart_at_s: float | None = None
-    last_incarnation: int = 0
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class WorkerPool:
             self._start_later(slot)
             return
         now_s = time.monotonic()
-        slot.last_incarnation = incarnation = max(time.time_ns(), slot.last_incarnation + 1)
+        incarnation = new_incarnation()
         worker = slot.worker = Worker(index, incarnation, process, channel_here, now_s, now_s)
         worker.feed = await Feed.open(
             feed_here,

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -98,7 +98,14 @@ def right_tokens(ask: Ask) -> list[int]:
 class ChaosCluster:
     """`with ChaosCluster(folder) as cluster:` serves, with `cluster.load` paused."""
 
-    def __init__(self, folder: Path, *settings: str, clients: int = 4, restart: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        clients: int = 4,
+        restart: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.holds = folder / "holds"
         self.holds.mkdir(parents=True)
         model = make_checksum_model(folder / "model", EngineConfig(0.004, 0.0002, str(self.holds)))
@@ -108,7 +115,7 @@ class ChaosCluster:
             entries=ENTRIES,
             log_dir=str(folder / "logs"),
             restart=restart,
-            env={"PD_MASTER_ADDR": ADDRESSES["router"]},
+            env={"PD_MASTER_ADDR": ADDRESSES["router"], **(env or {})},
         )
         self.wires = Wires(ADDRESSES, self._pids)
         self.load = SteadyLoad(lambda: self.processes.url, "m", short_ask, right_tokens, PATIENCE_S)

@@ -20,6 +20,7 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.messages import (
+    PROTOCOL_VERSION,
     AbortAck,
     AbortTransfer,
     AuxReady,
@@ -172,8 +173,11 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
     before = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
     pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
     layout = layout_of(cluster)
-    joins = [Join(1, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512)) for role in (Role.PREFILL, Role.DECODE)]
-    registration = KVArgsRegisterInfo(1, 7, 5, "127.0.0.1", 1, layout, (MEMORY,))
+    joins = [
+        Join(PROTOCOL_VERSION, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512))
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    registration = KVArgsRegisterInfo(PROTOCOL_VERSION, 7, 5, "127.0.0.1", 1, layout, (MEMORY,))
     targets: list[tuple[int, int, list[Any]]] = [
         (zmq.PUSH, cluster.ports["stats_port"], STATS),
         (zmq.PUSH, cluster.ports["token_port"], TOKENS),

@@ -12,6 +12,7 @@ import zmq
 from chitu.clock import RealClock
 from chitu.errors import ConfigError
 from chitu.messages import (
+    PROTOCOL_VERSION,
     CancelRequest,
     ClusterView,
     Drain,
@@ -100,13 +101,15 @@ class Router:
         self.drains += 1
         self.happened.wake()
 
-    def joins(self, count: int) -> bytes:
-        """Take so many joins; returns the identity that they came from."""
+    def joins(self, count: int, returns: bool = False) -> bytes:
+        """Take so many joins; returns the identity that they came from. `returns`: of an instance that was a member."""
         identity = b""
         for _ in range(count):
             assert self.coordination.poll(5000), "no join came"
             identity, frame = self.coordination.recv_multipart()
-            assert coordination_codec.decode(frame) == Join(1, self.info)
+            assert coordination_codec.decode(frame) == Join(
+                PROTOCOL_VERSION, msgspec.structs.replace(self.info, returns=returns)
+            )
         return identity
 
     def publish(self, router_incarnation: int, version: int, draining: bool = False) -> None:
@@ -163,7 +166,7 @@ def test_without_a_view_for_a_lease_it_joins_again_and_hears_the_next_view(route
     while router.coordination.poll(2 * 1000 * JOIN_S):
         router.coordination.recv_multipart()  # those from before
     assert router.loop.joined
-    router.joins(1)
+    router.joins(1, returns=True)
     assert not router.loop.joined
     router.publish(1, 2)
     assert router.loop.joined

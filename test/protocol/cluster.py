@@ -19,7 +19,7 @@ from collections.abc import Callable
 from cluster_process import Process
 from cluster_script import Op, play
 from cluster_writes import WriteWatch
-from pd_node import PAGE_BYTES
+from pd_node import PAGE_BYTES, mixed
 from pd_world import Frame
 
 from chitu.clock import FakeClock
@@ -92,7 +92,12 @@ class Cluster(ABC):
     # ------------------------------------------------------------------------------------------ what processes call
 
     def next_incarnation(self) -> int:
+        """Small (ports are made of them), never twice, and in no order."""
         self._incarnations += 1
+        return mixed(self._incarnations)
+
+    @property
+    def num_started(self) -> int:
         return self._incarnations
 
     def is_pid_alive(self, pid: int) -> bool:

@@ -65,6 +65,8 @@ class Surroundings(Protocol):
     """Room of the write that runs now."""
 
     def next_incarnation(self) -> int: ...
+    @property
+    def num_started(self) -> int: ...
     def is_pid_alive(self, pid: int) -> bool: ...
     def link(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
     def meanwhile(self) -> None: ...
@@ -159,6 +161,9 @@ class Process:
     def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
         self.world, self.role, self.rank = world, role, rank
         self.incarnation = self.pid = world.next_incarnation()
+        self.start_ticks = world.num_started
+        self.returns = False
+        """It was in a view of an earlier router."""
         self.port = 1000 + self.incarnation
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
@@ -242,7 +247,10 @@ class Process:
         """Those of even rank run on one machine and see at once when one is killed; of the others the router tells."""
         host, namespace = ("elsewhere", "") if self.rank % 2 else ("h", NAMESPACE)
         return InstanceInfo(
-            self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid, pid_namespace=namespace
+            *(self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid),
+            pid_namespace=namespace,
+            start_ticks=self.start_ticks,
+            returns=self.returns,
         )
 
     # ----------------------------------------------------------------------------------------------------- its threads
@@ -263,10 +271,9 @@ class Process:
         """As `CommLoop._drain_views`."""
         self.heard_s = self.world.clock.monotonic()
         self._is_router_silent = False
-        if view.router_incarnation < self.router:
-            return
         if view.router_incarnation != self.router:
             if self.router:
+                self.returns = True
                 self.scheduler.cancel_all()
             self.router = view.router_incarnation
         self.kv.comm_side.on_view(view)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
-from pd_node import PAGE_BYTES
+from pd_node import PAGE_BYTES, mixed
 
 from chitu.engine.fake import expected_tokens
 from chitu.errors import ChituError
@@ -78,7 +78,7 @@ class ClusterWorld(Cluster):
                 request.end = request.end or "router gone"
             self.orders.clear()
         else:
-            self.router_incarnation += 1
+            self.router_incarnation = mixed(self.router_incarnation)
             self._members = self.told_dead = ()
 
     # ------------------------------------------------------------------------------------------- router -> instances

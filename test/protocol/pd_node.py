@@ -55,6 +55,11 @@ LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
 Kind = TransferEventKind
 
 
+def mixed(number: int) -> int:
+    """Another number for each from 1 to 1008, up and down."""
+    return number * 613 % 1009
+
+
 class WatchedSums:
     """`PageSums` of a node: what was looked at, and a chance to do something meanwhile."""
 

@@ -9,7 +9,7 @@ import random
 import uuid
 from dataclasses import dataclass
 
-from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node
+from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
 
 from chitu.clock import FakeClock
 from chitu.config.schema import FaultConfig
@@ -82,7 +82,7 @@ class World:
 
     def next_incarnation(self) -> int:
         self._incarnations += 1
-        return self._incarnations
+        return mixed(self._incarnations)
 
     def is_pid_alive(self, pid: int) -> bool:
         return pid not in self._dead_pids

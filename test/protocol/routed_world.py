@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
+from pd_node import mixed
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.engine.fake import expected_tokens
@@ -253,7 +254,7 @@ class RoutedWorld(Cluster):
         self.reports.clear()
         for client in self.clients:
             client.is_cut = True
-        self.router_incarnation += self.is_router_alive
+        self.router_incarnation = mixed(self.router_incarnation)
 
     # ------------------------------------------------------------------------------------------------------------ ends
 

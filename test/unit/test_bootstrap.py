@@ -73,15 +73,17 @@ def test_wrong_requests_get_their_status_and_a_message(method: str, target: str,
     assert found == status and answer["error"]["message"]
 
 
-def test_a_newer_incarnation_replaces_an_older_one_which_is_refused_from_then_on() -> None:
+@pytest.mark.parametrize(("first", "second"), [(5, 6), (6, 5)])
+def test_another_incarnation_replaces_one_which_is_refused_from_then_on(first: int, second: int) -> None:
     server = BootstrapServer(FakeClock())
-    server.register(entry(incarnation=5))
-    server.register(entry(incarnation=6, port=5002))
+    server.register(entry(incarnation=first))
+    server.register(entry(incarnation=second, port=5002))
     assert server.lookup(0).rank_port == 5002
-    with pytest.raises(RouteError, match="older") as error:
-        server.register(entry(incarnation=5))
+    with pytest.raises(RouteError, match=f"{second} has taken the place of {first}") as error:
+        server.register(entry(incarnation=first))
     assert error.value.status == 410
-    assert server.lookup(0).incarnation == 6
+    server.register(entry(incarnation=second, port=5002))
+    assert server.lookup(0).incarnation == second
 
 
 def test_another_layout_is_refused_with_both_printed_but_a_lone_instance_may_change_its_own() -> None:
@@ -113,7 +115,8 @@ def test_an_entry_lives_as_long_as_it_is_renewed_by_its_own_incarnation() -> Non
 def test_an_instance_that_leaves_is_forgotten_but_not_its_successor() -> None:
     server = BootstrapServer(FakeClock())
     server.register(entry(0, incarnation=4))
-    server.forget(0, incarnation=3)
+    for other in (3, 5):
+        server.forget(0, incarnation=other)
     assert server.entries()
     server.forget(0, incarnation=4)
     assert not server.entries()
@@ -149,6 +152,7 @@ def test_the_client_registers_finds_lists_and_reports_refusals_over_a_real_socke
         try:
             client = BootstrapClient("127.0.0.1", http_server.server_port)
             assert client.get(0) is None and client.get_all() == []
+            client.put(entry(0, incarnation=2))
             client.put(entry(0, incarnation=3))
             assert client.get(0) == entry(0, incarnation=3)
             assert client.get_all() == [entry(0, incarnation=3)]

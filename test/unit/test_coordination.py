@@ -11,6 +11,7 @@ from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity
 from chitu.messages import (
+    PROTOCOL_VERSION,
     ClusterView,
     Drain,
     Heartbeat,
@@ -51,7 +52,7 @@ class World:
         self.lost.append((instance.incarnation, reason))
         self.died += [instance.incarnation] if has_died else []
 
-    def join(self, instance: InstanceInfo, version: int = 1) -> JoinReply:
+    def join(self, instance: InstanceInfo, version: int = PROTOCOL_VERSION) -> JoinReply:
         reply = self.core.on_message(Join(version, instance))
         assert isinstance(reply, JoinReply)
         return reply
@@ -88,7 +89,7 @@ def test_a_router_without_a_descriptor_says_nothing_and_takes_the_instance_later
         raise Capacity("Too many open files")
 
     world.on_joined = full
-    assert world.core.on_message(Join(1, info())) is None
+    assert world.core.on_message(Join(PROTOCOL_VERSION, info())) is None
     assert (world.members, world.views) == (set(), [])
     assert not world.beat(info())
     world.on_joined = lambda instance: None
@@ -153,14 +154,37 @@ def test_a_stall_of_the_router_is_not_the_instances_silence() -> None:
     assert not world.members
 
 
-def test_a_newer_incarnation_replaces_and_an_older_one_is_refused() -> None:
+@pytest.mark.parametrize(("first", "second"), [(5, 6), (6, 5)])
+def test_a_process_that_just_started_takes_the_place_of_another_which_is_refused(first: int, second: int) -> None:
     world = World()
-    world.join(info(incarnation=5))
-    assert world.join(info(incarnation=6)).code == ""
-    assert [incarnation for incarnation, _ in world.lost] == [5]
-    assert world.members == {(Role.PREFILL, 0, 6)}
-    reply = world.join(info(incarnation=5))
-    assert reply.code == "config" and "incarnation 6" in reply.message
+    world.join(info(incarnation=first))
+    assert world.join(info(incarnation=second)).code == ""
+    assert [incarnation for incarnation, _ in world.lost] == [first]
+    assert world.members == {(Role.PREFILL, 0, second)}
+    reply = world.join(info(incarnation=first))
+    assert reply.code == "config" and f"incarnation {second}" in reply.message
+    world.core.on_message(Leave(Role.PREFILL, 0, first))
+    assert world.members == {(Role.PREFILL, 0, second)}
+    world.core.on_message(Leave(Role.PREFILL, 0, second))
+    assert world.join(info(incarnation=first)).code == "config", "peers take it for dead"
+    assert world.join(info(incarnation=second)).code == ""
+
+
+def test_one_that_returns_takes_nobodys_place_and_is_shown_as_it_joined() -> None:
+    """It may be an older process that was frozen while its place was taken, at a router that is gone since."""
+    world = World()
+    returning = msgspec.structs.replace(info(incarnation=5), returns=True)
+    assert world.join(returning).code == "" and world.core.view.instances == (returning,)
+    world.core.on_message(Leave(Role.PREFILL, 0, 5))
+    world.join(info(incarnation=6))
+    assert world.join(returning).code == "config"
+    world.join(msgspec.structs.replace(info(incarnation=6), returns=True))
+    assert world.core.view.instances == (info(incarnation=6),), "it was new to this router"
+
+
+def test_leaves_of_another_incarnation_are_nobodys() -> None:
+    world = World()
+    world.join(info(incarnation=6))
     world.core.on_message(Leave(Role.PREFILL, 0, 5))
     assert world.members == {(Role.PREFILL, 0, 6)}
     world.core.on_message(Leave(Role.PREFILL, 0, 6))
@@ -169,7 +193,7 @@ def test_a_newer_incarnation_replaces_and_an_older_one_is_refused() -> None:
 
 def test_another_protocol_version_is_refused_with_both() -> None:
     reply = World().join(info(), version=99)
-    assert reply.code == "config" and "99" in reply.message and "speaks 1" in reply.message
+    assert reply.code == "config" and "99" in reply.message and "speaks 2" in reply.message
 
 
 def test_incompatible_layouts_are_refused_with_both_printed() -> None:

@@ -60,7 +60,7 @@ def test_progress_is_the_last_complete_line(tmp_path: Path) -> None:
     assert read_progress(path) == Progress("loading", 10, 40)
     writer.loading(40, 40)
     assert read_progress(path) == Progress("loading", 40, 40)
-    writer.state("ready")
+    writer.ready(7)
     with path.open("a") as file:
         file.write('{"state": "half')
-    assert read_progress(path) == Progress("ready")
+    assert read_progress(path) == Progress("ready", incarnation=7)

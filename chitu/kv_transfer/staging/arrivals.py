@@ -89,7 +89,7 @@ class StagedArrivals:
             raise BadFrame(f"P{rank} staged {message.length} bytes in a segment of {self._area.segment_bytes}")
         segment = self._segments[message.segment]
         if message.incarnation != segment.incarnation:
-            # The directory knows the newest incarnation of a rank alone, so this is a new one.
+            # The directory knows one incarnation of a rank, so this one has taken the other's place.
             segment.incarnation, segment.number = message.incarnation, 0
         if message.number < segment.number:
             return None  # late; P has used the segment again, so it knows

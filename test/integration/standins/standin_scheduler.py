@@ -46,6 +46,6 @@ signal.signal(signal.SIGUSR1, drained)
 signal.signal(signal.SIGUSR2, lambda *_: os.write(2, b"x" * 100_000 + b"\n") if behaviour == "talkative" else None)
 tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
-progress.state("ready")
+progress.ready(1)
 while True:
     signal.pause()

@@ -1,0 +1,104 @@
+"""Who is alive, lost and dead is told by views, pids and the router's word, never by which number is greater."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from chitu.kv_transfer.peer_view import KEPT_ABSENT, PeerView
+from chitu.messages import ClusterView, InstanceInfo, KVLayout
+from chitu.net.process_deaths import pid_namespace
+from chitu.types import Role
+
+LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
+HERE = pid_namespace()
+ORDERS = [(5, 9), (9, 5)]
+
+
+def elsewhere(incarnation: int, **fields: Any) -> InstanceInfo:
+    """Of rank 0, on another machine."""
+    info = InstanceInfo(Role.PREFILL, 0, incarnation, "h", 1, 2, LAYOUT, 100, 10, pid_namespace="there")
+    return msgspec.structs.replace(info, **fields)
+
+
+def view_of(*views: ClusterView, alive: set[int] | None = None) -> PeerView:
+    pids = {10} if alive is None else alive
+    peers = PeerView(Role.PREFILL, "me", lambda pid: pid in pids)
+    for view in views:
+        assert peers.update(view)
+    return peers
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS)
+def test_who_the_router_puts_in_anothers_place_is_alive_and_the_other_one_dead(first: int, second: int) -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(first),)), ClusterView(1, 2, (elsewhere(second),)))
+    assert not peers.is_lost(0, second) and not peers.is_dead(0, second) and not peers.is_replaced(0, second)
+    assert peers.is_lost(0, first) and peers.is_dead(0, first) and peers.is_replaced(0, first)
+    assert [i.incarnation for i in peers.present()] == [second]
+
+
+@pytest.mark.parametrize(("first", "second"), ORDERS)
+def test_the_view_of_another_router_counts_whatever_its_number(first: int, second: int) -> None:
+    peers = view_of(ClusterView(first, 7, (elsewhere(1),)), ClusterView(second, 1, ()))
+    assert not peers.present() and not peers.is_lost(0, 1), "it has not joined this router yet"
+    assert peers.update(ClusterView(second, 2, (elsewhere(1, returns=True),))) and peers.present()
+    assert not peers.update(ClusterView(second, 2, ())), "the same again"
+
+
+def test_one_that_returns_to_a_new_router_proves_no_death() -> None:
+    """It may be an older one that was frozen, and the other one be writing."""
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(2, 1, (elsewhere(4, returns=True),)))
+    assert peers.is_lost(0, 5) and not peers.is_dead(0, 5)
+    peers.update(ClusterView(2, 2, (elsewhere(5, returns=True),)))
+    assert not peers.is_lost(0, 5) and peers.is_lost(0, 4)
+
+
+def test_one_that_just_started_proves_it_to_whatever_router_it_joined() -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(2, 1, (elsewhere(4),)))
+    assert peers.is_dead(0, 5) and not peers.is_lost(0, 4)
+
+
+@pytest.mark.parametrize(("ticks", "is_dead"), [(70, True), (50, False)])
+def test_on_one_machine_the_later_start_proves_it_too(ticks: int, is_dead: bool) -> None:
+    next_one = elsewhere(4, returns=True, start_ticks=ticks)
+    peers = view_of(ClusterView(1, 1, (elsewhere(5, start_ticks=60),)), ClusterView(2, 1, (next_one,)))
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is is_dead
+
+
+def test_a_replaced_process_of_this_machine_is_dead_when_it_has_ended_and_not_before() -> None:
+    alive = {10, 11}
+    old, new = elsewhere(5, pid_namespace=HERE), elsewhere(6, pid=11, pid_namespace=HERE)
+    peers = view_of(ClusterView(1, 1, (old,)), ClusterView(1, 2, (new,)), alive=alive)
+    assert peers.is_lost(0, 5) and not peers.is_dead(0, 5)
+    alive -= {10}
+    assert peers.is_dead(0, 5)
+
+
+def test_the_pid_of_a_process_that_was_seen_to_end_may_be_used_again() -> None:
+    alive = {10}
+    peers = view_of(ClusterView(1, 1, (elsewhere(5, pid_namespace=HERE),)), alive=alive)
+    alive.clear()
+    assert peers.find_ended()
+    alive.add(10)
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5)
+
+
+def test_of_those_that_no_view_had_the_last_one_may_still_join() -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)))
+    for incarnation in (7, 6):
+        peers.note(0, incarnation)
+    assert peers.is_lost(0, 7) and not peers.is_lost(0, 6) and not peers.is_lost(0, 5)
+    peers.update(ClusterView(1, 2, (elsewhere(7),)))
+    assert not peers.is_lost(0, 7) and peers.is_dead(0, 5)
+    assert peers.is_lost(0, 6) and not peers.is_dead(0, 6), "it may be younger than this view"
+
+
+@pytest.mark.parametrize("count", [KEPT_ABSENT, KEPT_ABSENT + 1])
+def test_of_those_that_are_gone_a_bounded_number_is_remembered(count: int) -> None:
+    peers = view_of()
+    for number in range(1, count + 2):
+        peers.update(ClusterView(1, number, (elsewhere(number),)))
+    assert peers.is_dead(0, 2) and not peers.is_lost(0, count + 1)
+    assert peers.is_dead(0, 1) is (count == KEPT_ABSENT)
