@@ -3,7 +3,7 @@
 Then they pass again, and within `HEALED_S` every instance serves, nothing hangs, nothing is wrong, no page and no
 descriptor is lost. By hand, for every pair of processes, both ways and one way, each for so many seconds:
 
-    SILENCE_S=5,20,120 pytest -s test/integration/test_silence.py
+    SILENCE_S=5,20,120 pytest -s test/integration/test_silent_network.py
 """
 
 from __future__ import annotations
@@ -36,14 +36,22 @@ pytestmark = pytest.mark.timeout(max(seconds for seconds, _ in CELLS) + 180)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SilenceCluster]:
     with SilenceCluster(tmp_path_factory.mktemp("silence")) as cluster:
+        cluster.check_all_serve()
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def most_descriptors(cluster: SilenceCluster) -> dict[str, int]:
+    """With every connection open; some are only opened when they are needed."""
+    return cluster.descriptors()
+
+
 @pytest.mark.parametrize(("seconds", "wires"), CELLS)
-def test_after_a_silence_everything_is_as_before(cluster: SilenceCluster, seconds: float, wires: str) -> None:
+def test_after_a_silence_everything_is_as_before(
+    cluster: SilenceCluster, most_descriptors: dict[str, int], seconds: float, wires: str
+) -> None:
     """`wires`: `a-b` is silent both ways, `a>b` one way."""
     load, network = cluster.load, cluster.net
-    before = cluster.descriptors()
     load.resume()
     for wire in wires.split(","):
         a, separator, b = wire.partition(">") if ">" in wire else wire.partition("-")
@@ -57,7 +65,10 @@ def test_after_a_silence_everything_is_as_before(cluster: SilenceCluster, second
     assert set(outcomes) <= {RIGHT} | ({"no_instance", "prefill_lost", "decode_lost"} if wires == ALL else set())
     cluster.check_all_serve()
     rest_s = wait_for(lambda: not cluster.not_at_rest(), HEALED_S, lambda: "; ".join(cluster.not_at_rest()))
-    wait_for(lambda: cluster.descriptors() == before, HEALED_S, lambda: f"{before} before, {cluster.descriptors()} now")
-    print(
-        f"\n{wires} silent for {seconds:g} s: all back after {healed_s:.1f} s, at rest after {rest_s:.1f} s; {outcomes}"
-    )
+    times = f"all back after {healed_s:.1f} s, at rest {rest_s:.1f} s later"
+    print(f"\n{wires} silent for {seconds:g} s: {times}; {dict(outcomes)}")
+
+    def leaked() -> dict[str, int]:
+        return {name: n for name, n in cluster.descriptors().items() if n > most_descriptors[name]}
+
+    wait_for(lambda: not leaked(), HEALED_S, lambda: f"{leaked()} descriptors, {most_descriptors} before")
