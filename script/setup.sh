@@ -141,14 +141,12 @@ else
     fi
 fi
 
-extras=dev
-if [ -z "$(missing_packages .venv/bin/python)" ]; then
-    case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null || true)" in
-        12.*) extras=dev,mooncake-cuda12 ;;
-        13.*) extras=dev,mooncake-cuda13 ;;
-        *) extras=dev,mooncake ;;
-    esac
-fi
+case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null || true)" in
+    12.*) extras=dev,nixl-cuda12 mooncake=mooncake-cuda12 ;;
+    13.*) extras=dev,nixl mooncake=mooncake-cuda13 ;;
+    *) extras=dev,nixl mooncake=mooncake ;; # NIXL's wheel runs without a GPU, too
+esac
+[ -n "$(missing_packages .venv/bin/python)" ] || extras+=,$mooncake
 say "installing chitu[$extras]"
 "${pip[@]}" --constraint "$constraints" --editable ".[$extras]"
 echo "$stamp" >.venv/chitu-setup.stamp

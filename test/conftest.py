@@ -5,6 +5,8 @@ import os
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# UCX (of NIXL) listens on every interface that it is not told to leave alone.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 # Without a GPU Triton's kernels are interpreted; it reads this when it is imported, be it by torch.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

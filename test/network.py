@@ -2,7 +2,7 @@
 
 What a TCP proxy cannot do: here the kernels at both ends have real connections, so silence is silence (no reset, no
 acknowledgement), and a round trip is one for every library, Mooncake and UCX too. A host has its own loopback and one
-TUN device, `net0`; files, shared memory and pids are those of the test. The forwarder is a process of its own that
+TUN device, `DEVICE`; files, shared memory and pids are those of the test. The forwarder is a process of its own that
 holds the other ends of the TUN devices. Nothing is added to the test's own namespace, so nothing can leave.
 
     with Network(["router", "p0", "d0"]) as net:
@@ -43,7 +43,8 @@ from chitu.launch.process import die_with_parent
 
 SUBNET = "10.77.0"
 MTU = 1500
-DEVICE = "net0"
+DEVICE = min(set(os.listdir("/sys/class/net")) - {"lo", "bonding_masters"}, default="net0")
+"""UCX looks for devices in /sys, which shows those of the namespace that mounted it: a host's has a name from there."""
 QUEUE_PACKETS = 10_000
 MAX_BACKLOG_S = 2.0
 """A slow wire drops what would wait longer in its queue, as a router's buffer does."""

@@ -107,6 +107,11 @@ class KVManager:
         """P: granted segments that a failed write may still hit."""
         return self.sender.num_quarantined_segments if self.sender is not None else 0
 
+    @property
+    def suspended_ranks(self) -> tuple[int, ...]:
+        """P: engine ranks of the D that it does not write to until a failed write has settled."""
+        return self.sender.suspended_ranks if self.sender is not None else ()
+
     def start(self) -> None:
         """Start P's transfer threads, D's verifying thread."""
         if self.sender is not None:

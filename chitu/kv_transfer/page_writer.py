@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
@@ -30,7 +30,6 @@ from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.kv_transfer.transport import WriteError
 from chitu.lifecycle import SenderEvent, SenderState
 from chitu.messages import AuxReady, Scattered
-from chitu.types import room_text
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +41,8 @@ class Visit:
     writer: DecodeWriter
     place: Place | None = None
     """Of what is staged."""
+    unsettled: dict[bytes, SendEntry] = field(default_factory=dict)
+    """Of a settle: all rooms that it is for. One whose write fails later is none of them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,15 +78,15 @@ class PageWriter:
             return None
         writer = entry.data.peer.writer
         if batch.is_settle:
-            if entry.state is not SenderState.SETTLING or not entry.data.is_unsettled:
+            if entry.state is not SenderState.SETTLING or not entry.data.is_unsettled or writer is None:
                 return None
-        elif entry.state is not SenderState.TRANSFERRING:
+            entry.data.is_in_flight = True
+            return Visit(batch, entry, writer, unsettled=self._rooms.unsettled(entry.data.peer))
+        if entry.state is not SenderState.TRANSFERRING:
             return None
-        elif entry.data.peer.is_suspended or writer is None:
+        if entry.data.peer.is_suspended or writer is None:
             error = TransferFailed(f"{entry.data.peer.name} does not take writes")
             self._rooms.fail(batch.room, SenderEvent.WRITE_FAILED, error)
-            return None
-        if writer is None:
             return None
         place: Place | None = None
         if self.stager.wants(batch, entry.data, entry.data.peer):
@@ -167,7 +168,7 @@ class PageWriter:
         assert peer is not None
         entry.data.is_in_flight = False
         if visit.batch.is_settle:
-            self._settle_tried(room, entry.data, outcome)
+            self._settle_tried(visit, peer, outcome)
         elif outcome.error is not None:
             self._write_failed(room, entry.data, outcome.error, peer, place)
         else:
@@ -201,22 +202,28 @@ class PageWriter:
             cost.note_staged(*self.stager.size_of(batch, entry.data), seconds)
         self._landed(room, entry, batch, (nbytes,), is_staged=True)
 
-    def _settle_tried(self, room: bytes, record: SendRoom, outcome: Outcome) -> None:
+    def _settle_tried(self, visit: Visit, peer: DecodePeer, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self._out.log(logging.WARNING, "settling room %s: %s", room_text(room), outcome.error.message)
-        if outcome.is_settled:
-            assert record.peer is not None
-            record.is_unsettled = False
-            record.peer.is_suspended = False
-            self.stager.settled(room, record.peer)
+            self._out.log(logging.WARNING, "settling writes to %s: %s", peer.name, outcome.error.message)
+        if not outcome.is_settled:
+            return
+        for room, entry in visit.unsettled.items():
+            entry.data.is_unsettled = False
+            self.stager.settled(room, peer)
+            self._rooms.release_if_settled(room)
+        if peer.is_suspended and not self._rooms.unsettled(peer):
+            peer.is_suspended = False
+            self._out.log(logging.INFO, "%s takes writes again", peer.name)
 
     def _write_failed(
         self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer, place: Place | None
     ) -> None:
         if isinstance(failure, WriteError) and not failure.settled:
             record.is_unsettled = True
-            if place is None or self.stager.write_failed(place, peer):
+            is_out_of_reach = place is None or self.stager.write_failed(place, peer)
+            if is_out_of_reach and not peer.is_suspended:
                 peer.is_suspended = True
+                self._out.log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
         elif place is not None:
             self.stager.dropped(place, peer)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)

@@ -50,8 +50,8 @@ class KVManagerConfig:
     transfer_threads: int = 1
     write_timeout_s: float = 5.0
     """Of one write; a peer that takes longer is suspended until its writes have settled."""
-    settle_timeout_s: float = 0.25
-    """Of one settle attempt, which keeps a transfer thread; it is repeated every `retry_interval_s`."""
+    settle_timeout_s: float = 0.02
+    """Of one settle attempt, which keeps a transfer thread; repeated every `retry_interval_s`, one for each D."""
     max_batch_bytes: int = 16 << 20
     """KV bytes of one write at most (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"

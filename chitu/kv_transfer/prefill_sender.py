@@ -98,6 +98,11 @@ class PrefillSender:
         return sum(peer.segments.count(SegmentState.QUARANTINED) for peer in list(self._peers.table.values()))
 
     @property
+    def suspended_ranks(self) -> tuple[int, ...]:
+        """Engine ranks of the D that are not written to until a failed write has settled."""
+        return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
+
+    @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:
         """S3's table of registered D, by incarnation."""
         return self._peers.table

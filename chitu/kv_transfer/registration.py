@@ -42,6 +42,8 @@ class DecodePeer:
     """Of its staging memory, none where it has none; kept over reconnects, like its incarnation."""
     is_suspended: bool = False
     """A write to it failed and may still land (staged: in every segment): no new write before a settle succeeded."""
+    settle_due_s: float = 0.0
+    """The next attempt, of whichever of its rooms is to be settled."""
 
     @property
     def cost(self) -> TransferCost | None:

@@ -66,7 +66,6 @@ class SendRoom:
     """A transfer thread is inside a transport call for this room."""
     is_unsettled: bool = False
     """A write failed and may still land."""
-    settle_due_s: float = NEVER_S
     error: ChituError | None = None
     repeat_due_s: float = NEVER_S
     is_peer_done: bool = False
@@ -168,8 +167,6 @@ class SendRooms:
         if record.is_unsettled:
             assert peer is not None
             if not self._view.is_dead(peer.info.engine_rank, peer.info.incarnation):
-                if record.settle_due_s == NEVER_S:
-                    record.settle_due_s = self._clock.monotonic()
                 return
         self.table.apply(room, SenderEvent.SETTLED)
         self._queue.drop(room)
@@ -190,6 +187,12 @@ class SendRooms:
             error = transition.entry.data.error
             self.table.bury(room, Tombstone(error.code if error else "", error.message if error else ""))
 
+    def unsettled(self, peer: DecodePeer) -> dict[bytes, SendEntry]:
+        """Rooms with a write to this D that failed and may still land."""
+        return {
+            room: entry for room, entry in self.table.items() if entry.data.peer is peer and entry.data.is_unsettled
+        }
+
     # ------------------------------------------------------------------------------------------------------------ clock
 
     def tick(self, now_s: float) -> None:
@@ -207,8 +210,9 @@ class SendRooms:
             self.release_if_settled(room)
             if self.table.get(room) is not entry:
                 return
-            if record.settle_due_s <= now_s and not record.is_in_flight and entry.state is SenderState.SETTLING:
-                record.settle_due_s = now_s + self._deadlines.retry_interval_s
+            peer = record.peer
+            if record.is_unsettled and not record.is_in_flight and peer is not None and peer.settle_due_s <= now_s:
+                peer.settle_due_s = now_s + self._deadlines.retry_interval_s
                 self._queue.put_settle(room)
         if record.repeat_due_s <= now_s:
             self._send_status(room, entry)

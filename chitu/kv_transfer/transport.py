@@ -16,6 +16,8 @@ from chitu.errors import TransferFailed
 from chitu.messages import RankMemory, TransportSession
 from chitu.types import Ready
 
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 5e-3
+
 
 class CopyList(NamedTuple):
     """`length[i]` bytes from local address `src[i]` to `dst[i]` in the peer's address space."""
@@ -35,6 +37,12 @@ class WriteError(TransferFailed):
     def __init__(self, message: str, settled: bool) -> None:
         super().__init__(message)
         self.settled = settled
+
+
+def pause_s(waited_s: float) -> float:
+    """How long to sleep before the next look at what a library does, after so long a wait: it ends a twentieth late at
+    most, and a wait of seconds keeps no core busy."""
+    return min(max(SHORTEST_PAUSE_S, waited_s / 20), LONGEST_PAUSE_S)
 
 
 class PeerHandle(Protocol):
@@ -72,7 +80,10 @@ class Transport(Protocol):
         ...
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """After an unsettled failure: True once no byte of any earlier write to this peer can land any more."""
+        """After an unsettled failure: True once no byte of any earlier write to this peer can land any more.
+
+        What one call has found counts for the next, so calls with a `timeout_s` of 0 get there as well. Another write
+        to this peer may run meanwhile; what it leaves is the next call's."""
         ...
 
     def disconnect(self, peer: PeerHandle) -> None:

@@ -46,6 +46,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """P: of `bytes_moved`, through segments."""
     segments_quarantined: int = 0
     """P: granted segments that a failed write may still hit."""
+    suspended: tuple[int, ...] = ()
+    """P: engine ranks of the D that it does not write to until a failed write has settled."""
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0

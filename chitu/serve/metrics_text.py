@@ -197,6 +197,9 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     quarantined = [(labels, load.segments_quarantined) for labels, load in loads]
     text = "Segments of D that a failed write of this P may still hit"
     yield gauge("chitu_instance_quarantined_segments", text, quarantined, PER_INSTANCE)
+    suspended = [(labels, len(load.suspended)) for labels, load in loads]
+    text = "D that this P does not write to until a failed write has settled"
+    yield gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),

@@ -1,18 +1,22 @@
-"""The other process of the transport tests: `python transport_process.py receive|send KIND`. Kinds:
+"""The other process of the transport tests: `python transport_process.py receive|send KIND [HOST]`. Kinds:
 shm, mooncake, nixl, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the
 GPU).
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
-stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name). Ends at end of file.
+stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name), `break` (ends all TCP
+connections of this process). Ends at end of file.
 `send`: reads a `RankMemory` line, writes all its pages to the peer from a thread, prints `sent`, and exits normally.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 import threading
 import zlib
+from pathlib import Path
 
 import msgspec
 import torch
@@ -38,7 +42,7 @@ def new_pool(kind: str = "shm") -> KVPool:
     return KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, "cuda:0" if kind == "cuda_ipc_gpu" else "cpu")
 
 
-def new_transport(kind: str) -> Transport:
+def new_transport(kind: str, host: str = "127.0.0.1") -> Transport:
     if kind == "cuda_ipc":
         from cuda_ipc_twin import cuda_ipc_twin
 
@@ -48,8 +52,8 @@ def new_transport(kind: str) -> Transport:
         return transport
     if kind == "nixl":
         os.environ["UCX_TLS"] = "tcp"  # as between hosts; within one, UCX writes without the peer having to run
-        return NixlTransport("127.0.0.1")
-    return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
+        return NixlTransport(host)
+    return ShmTransport() if kind == "shm" else MooncakeTransport(host)
 
 
 def region(pool: KVPool, index: int) -> torch.Tensor:
@@ -60,8 +64,19 @@ def page_crcs(pool: KVPool, index: int) -> list[int]:
     return [zlib.crc32(page.numpy().data) for page in region(pool, index).cpu()]
 
 
-def receive(kind: str) -> None:
-    pool, transport = new_pool(kind), new_transport(kind)
+def break_connections() -> None:
+    """End every TCP connection that this process has, whoever made it."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_socket():
+                with socket.socket(fileno=os.dup(int(path.name))) as end:
+                    if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
+                        end.getpeername()
+                        end.shutdown(socket.SHUT_RDWR)
+
+
+def receive(kind: str, host: str) -> None:
+    pool, transport = new_pool(kind), new_transport(kind, host)
     buffers = MetadataBuffers(pool.aux_rows, 4 * LAYOUT.vocab_size)
     transport.register(pool.arena_base, pool.arena_bytes)
     print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
@@ -69,6 +84,9 @@ def receive(kind: str) -> None:
         match line.split():
             case ["crc", index]:
                 print(*page_crcs(pool, int(index)), flush=True)
+            case ["break"]:
+                break_connections()
+                print("broken", flush=True)
             case ["verify", slot, room]:
                 try:
                     buffers.verify(int(slot), bytes.fromhex(room))
@@ -78,8 +96,8 @@ def receive(kind: str) -> None:
     transport.close()
 
 
-def send(kind: str) -> None:
-    pool, transport = new_pool(kind), new_transport(kind)
+def send(kind: str, host: str) -> None:
+    pool, transport = new_pool(kind), new_transport(kind, host)
     transport.register(pool.arena_base, pool.arena_bytes)
     peer_memory = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=RankMemory)
     pages = range(NUM_PAGES)
@@ -99,4 +117,4 @@ def send(kind: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"receive": receive, "send": send}[sys.argv[1]](sys.argv[2])
+    {"receive": receive, "send": send}[sys.argv[1]](*sys.argv[2:])

@@ -322,7 +322,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "running": 2},
+            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "running": 2},
         },
     ),
     (
@@ -334,7 +334,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": dict.fromkeys(LoadReport.__struct_fields__, 0),
+            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": []},
             "requests": [{"link": 5, "last": 9}],
             "reads": 3,
         },

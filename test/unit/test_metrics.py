@@ -246,6 +246,13 @@ def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:
     assert parts("chitu_instance_aux_slots", "P0", "state") == {"free": 6, "used": 2}
 
 
+def test_a_p_tells_how_many_d_it_does_not_write_to() -> None:
+    suspended, sound = (instance(f"P{n}", Role.PREFILL, LoadReport(suspended=d)) for n, d in enumerate([(0, 3), ()]))
+    report = report_of(RouterMetrics(), suspended, sound)
+    samples = families(report)["chitu_instance_suspended_peers"].samples
+    assert {s.labels["instance"]: s.value for s in samples} == {"P0": 2, "P1": 0}
+
+
 def test_an_instance_that_is_away_is_down_and_has_no_load() -> None:
     here, away = instance("P0", Role.PREFILL, LoadReport(steps=3)), instance("D1", Role.DECODE, None)
     coordination = CoordinationMetrics(expired_leases={"D1": 2})

@@ -1,4 +1,7 @@
-"""What the kernel still sends to a host on connections that were closed already (Linux, /proc/net/tcp)."""
+"""What the kernel still sends to a host on connections that were closed already (Linux, /proc/net/tcp).
+
+Of the network namespace that the calling thread is in.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def has_unacknowledged(host: str) -> bool:
     try:
         wanted = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         addresses = {_mapped(ipaddress.ip_address(text)) for text in wanted}
-        for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for path in ("/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"):
             with open(path) as table:
                 next(table)
                 for line in table:

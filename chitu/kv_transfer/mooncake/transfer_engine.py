@@ -8,19 +8,26 @@ over TCP; RDMA was never run here. What the code below is shaped by:
 * Its calls answer with integers and `initialize` says 0 for anything, so protocol, device and host are checked here.
 * More than about 2048 entries in flight to a peer fail, the accepted part still goes out: at most `MAX_ENTRIES` are in
   flight, under a lock per peer, and the queue limits are raised before the engine is made.
-* The synchronous calls spin on a core. A list goes out as one asynchronous batch plus its last entry as a single
-  write, which can be polled with sleeps; there is one lane, so when that entry is done, so is the batch.
-* After a failure or timeout the engine goes on: queued entries are written later, from the then current source bytes.
-  Entries of one lane are served in order, each acknowledged, so a later read that succeeds (a *fence*) means that
-  every entry before it has ended. That alone proves nothing: a connection that was dropped on a timeout leaves up to a
-  receive buffer of bytes in the peer's kernel, and with a stopped peer (SIGSTOP, 1 MiB write, SIGCONT) they landed
-  0.1 to 0.2 ms AFTER the fence on the new connection in 2 of 5 runs. So `settle` wants, in this order: a fence; no
-  closed connection to that host with bytes its kernel has not acknowledged; then `DRAIN_FENCES` more fences. The
-  peer's one I/O thread serves every readable connection 64 KiB at a time, so that many rounds empty a receive buffer
-  of 64 MiB. This last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer
-  (connection refused) is settled at once. Over RDMA only a dead peer is settled.
+* The synchronous calls spin on a core, so nothing here calls them. A list goes out as one asynchronous batch plus its
+  last entry as a single write, which can be polled with sleeps; there is one lane, so when that entry has ended, so has
+  the batch.
+* A write that did not end in time goes on: queued entries are written later, from the then current source bytes. An
+  entry is COMPLETED when the peer has acknowledged it, which it does after the last byte was put into its memory. So
+  handles of late writes are kept, and `settle` waits until they have ended: that all were COMPLETED proves that nothing
+  of them is to come. For this the engine's own time limits are set to a day: each would drop a connection that is
+  merely slow, with bytes under way that nobody tells of; TCP repeats what a silent network has swallowed.
+* FAILED is an entry whose connection broke, and its end is not known: bytes may lie unread in the peer's kernel, where
+  a new connection overtakes them (with a stopped peer they landed 0.1 to 0.2 ms after a read on a new connection that
+  succeeded, in 2 of 5 runs). The engine sends one entry at a time, so that is one entry at most. Evidence that it is
+  over, in this order: all handles have ended; our kernel has no closed connection to that host with bytes that were
+  not acknowledged; and a *drain*, a read of twice as many bytes as that entry has, has succeeded behind them. The
+  peer's one I/O thread takes turns between its connections and moves one piece (MC_TCP_SLICE_SIZE) a turn, be it of
+  ours that it reads or of the drain that it sends, so it has reached the end of the one before that of the other. This
+  last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
+  settled at once. Over RDMA only a dead peer is settled.
 * `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
-  just then; a fence of a frozen peer takes MC_TRANSFER_TIMEOUT (5 s, its minimum), so `settle` may overrun by that.
+  just then.
+* One entry a round trip: over a real network many small pieces are slow, which is another reason for `staging/`.
 * GPU memory is registered and sent like the host's, by a build with CUDA; without it only staging memory on the host
   can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staging/`. Both
   ways were never run here.
@@ -44,28 +51,57 @@ from chitu.kv_transfer.host_memory import mapping_of
 from chitu.kv_transfer.mooncake.closing_sockets import has_unacknowledged
 from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.staging.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
-from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
+from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError, pause_s
 from chitu.messages import RankMemory, TransportSession
 
 NAME = "mooncake"
 MAX_ENTRIES = 512
 """Entries in flight to one peer, over all threads."""
-DRAIN_FENCES = 1024
+PENDING, DONE = 0, 1
+"""Of an entry's status; another number is a failure."""
 FENCE_BYTES = 64
-FIRST_SLEEP_S, LONGEST_SLEEP_S = 5e-5, 5e-4
-CONNECT_TIMEOUT_S = 0.5
+FENCE_TIMEOUT_S = 3.0
+"""Of the read that `connect` tries: two round trips, or a lost packet."""
+FENCE_TRIES = 3
+"""The engine may have a connection that broke while it was idle: the first try finds that out, the next fails without
+being sent, and the third waits for a new connection."""
+REFUSED_TIMEOUT_S = 0.5
+NEVER_S = "86400"
 INFINIBAND = "/sys/class/infiniband"
-FORCED_ENVIRONMENT = {"MC_TCP_LANES_PER_PEER": "1"}
+FORCED_ENVIRONMENT = {
+    "MC_TCP_LANES_PER_PEER": "1",
+    "MC_NUM_TCP_IO_THREADS": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": NEVER_S,
+    "MC_TCP_STATUS_TIMEOUT_SEC": NEVER_S,
+}
 """`settle` and the polling of batches rely on it."""
 DEFAULT_ENVIRONMENT = {
     "MC_TRANSFER_TIMEOUT": "5",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
 """What an operator may set otherwise. Read by the engine when it is made."""
+
+
+@dataclass(slots=True, frozen=True)
+class LateWrite:
+    """Did not end in time: handles of its last entry and of the entries before (0: there are none)."""
+
+    last: int
+    batch: int
+    largest_bytes: int
+    """Of its entries."""
+
+
+@dataclass(slots=True, frozen=True)
+class Drain:
+    """A read on its way. `target` is kept until it has ended, because the engine writes there."""
+
+    handle: int
+    target: np.ndarray[Any, np.dtype[np.uint8]]
+    doubts: int
+    """Of the peer, when it was begun."""
 
 
 @dataclass(slots=True)
@@ -74,13 +110,23 @@ class MooncakePeer:
     host: str
     port: int
     arenas: tuple[Arena, ...]
-    """Where it can be written; the first is read by fences."""
+    """Where it can be written; the first is read by the fence."""
     reaches_pages: bool = True
     """See `staging/copier.py`; so the next."""
     reaches_host_segments: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while entries are in flight."""
+    """Held while entries are in flight, and by whoever settles."""
+    late: list[LateWrite] = field(default_factory=list)
+    doubts: int = 0
+    """Writes so far whose end is not known."""
+    doubtful_bytes: int = 0
+    """Of the largest entry of those that no drain has followed; 0: every write has ended well."""
+    drain: Drain | None = None
     is_closed: bool = False
+
+    def doubt(self, largest_bytes: int) -> None:
+        self.doubts += 1
+        self.doubtful_bytes = max(self.doubtful_bytes, largest_bytes)
 
 
 class MooncakeTransport:
@@ -106,6 +152,7 @@ class MooncakeTransport:
         os.environ.update(FORCED_ENVIRONMENT)
         if protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"
+            os.environ["MC_TRANSFER_TIMEOUT"] = NEVER_S  # a batch that is asked for later than this has "failed"
         module = _import_engine()
         self._has_cuda = bool(getattr(module, "SUPPORT_CUDA", True))
         self._is_host_only = False
@@ -159,7 +206,7 @@ class MooncakeTransport:
         peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
         # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
         # now, while the peer has just spoken to us, so that no write can meet it.
-        if not self._fence(peer, time.monotonic() + CONNECT_TIMEOUT_S):
+        if not any(self._fence(peer) for _ in range(FENCE_TRIES)):
             raise TransferFailed(f"mooncake: {session.session_id} does not let me read its arena")
         return peer
 
@@ -184,18 +231,18 @@ class MooncakeTransport:
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, MooncakePeer)
-        deadline_s = time.monotonic() + timeout_s
-        if _is_refused(peer):
-            return True
-        if self._protocol != "tcp":
+        started_s = time.monotonic()
+        if not peer.lock.acquire(timeout=timeout_s):
             return False
-        while not self._fence(peer, deadline_s) or has_unacknowledged(peer.host):
-            if time.monotonic() > deadline_s:
-                return False
-            if _is_refused(peer):
-                return True
-            time.sleep(0.02)
-        return all(self._fence(peer, deadline_s) for _ in range(DRAIN_FENCES))
+        try:
+            while not self._is_settled(peer):
+                waited_s = time.monotonic() - started_s
+                if waited_s >= timeout_s:
+                    return False
+                time.sleep(pause_s(waited_s))
+            return True
+        finally:
+            peer.lock.release()
 
     def disconnect(self, peer: PeerHandle) -> None:
         """The engine keeps no handle of ours; its connection goes when the peer does."""
@@ -218,34 +265,85 @@ class MooncakeTransport:
         if len(src) > 1:
             batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
             if batch == 0:
+                peer.doubt(max(length))
                 raise WriteError(f"mooncake: {peer.session_id} took no batch of {len(src) - 1} writes", settled=False)
         last = self._engine.transfer_submit_write(peer.session_id, src[-1], dst[-1], length[-1])
         if last == 0:
+            peer.doubt(max(length))
             raise WriteError(f"mooncake: {peer.session_id} took no write", settled=False)
-        sleep_s = FIRST_SLEEP_S
-        while (status := self._engine.transfer_check_status(last)) == 0:
-            if time.monotonic() > deadline_s:
-                raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", settled=False)
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
-        if status != 1:
+        write = LateWrite(last, batch, max(length))
+        status = self._wait(last, deadline_s)
+        if status == PENDING:
+            peer.late.append(write)
+            raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", settled=False)
+        if not self._has_ended_well(write, status):
+            peer.doubt(write.largest_bytes)
             raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", settled=False)
-        if batch != 0 and (status := self._engine.get_batch_transfer_status([batch])) != 0:
-            raise WriteError(f"mooncake: the batch to {peer.session_id} failed (status {status})", settled=False)
 
-    def _fence(self, peer: MooncakePeer, deadline_s: float) -> bool:
-        """Read a few bytes of the peer: it succeeds only behind everything that was queued before."""
-        if time.monotonic() > deadline_s:
+    def _wait(self, handle: int, deadline_s: float) -> int:
+        """Status of a single entry (of which the engine forgets the handle), or PENDING."""
+        started_s = time.monotonic()
+        while (status := int(self._engine.transfer_check_status(handle))) == PENDING:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                break
+            time.sleep(pause_s(now_s - started_s))
+        return status
+
+    def _has_ended_well(self, write: LateWrite, status: int) -> bool:
+        """Whether all entries were acknowledged. The last one has this status; over TCP the others have ended then."""
+        if status != DONE and self._protocol != "tcp":
             return False
-        base, nbytes = peer.arenas[0]
-        scratch = int(self._scratch.ctypes.data)
-        return bool(self._engine.transfer_sync_read(peer.session_id, scratch, base, min(FENCE_BYTES, nbytes)) == 0)
+        is_batch_done = write.batch == 0 or self._engine.get_batch_transfer_status([write.batch]) == 0
+        return status == DONE and is_batch_done
+
+    def _fence(self, peer: MooncakePeer) -> bool:
+        """Read a few bytes of the peer."""
+        base, _ = peer.arenas[0]
+        handle = self._read(peer, int(self._scratch.ctypes.data), base, FENCE_BYTES)
+        return handle != 0 and self._wait(handle, time.monotonic() + FENCE_TIMEOUT_S) == DONE
+
+    def _read(self, peer: MooncakePeer, target: int, source: int, nbytes: int) -> int:
+        """Handle of a read of the peer, 0 where that is impossible."""
+        return int(self._engine.batch_transfer_async_read(peer.session_id, [target], [source], [nbytes]))
+
+    def _is_settled(self, peer: MooncakePeer) -> bool:
+        """One look at what is on its way to this peer; begins a drain where one is due. Its lock is held."""
+        if self._protocol != "tcp":
+            return _is_refused(peer)
+        while peer.late:
+            write = peer.late[0]
+            status = int(self._engine.transfer_check_status(write.last))
+            if status == PENDING:
+                return False
+            peer.late.pop(0)
+            if not self._has_ended_well(write, status):
+                peer.doubt(write.largest_bytes)
+        if peer.drain is not None:
+            status = int(self._engine.transfer_check_status(peer.drain.handle))
+            if status == PENDING:
+                return False
+            if peer.drain.doubts == peer.doubts if status == DONE else _is_refused(peer):
+                peer.doubtful_bytes = 0
+            peer.drain = None
+        elif peer.doubtful_bytes and not has_unacknowledged(peer.host):
+            self._begin_drain(peer)
+        return not peer.doubtful_bytes
+
+    def _begin_drain(self, peer: MooncakePeer) -> None:
+        base, arena_bytes = max(peer.arenas, key=lambda arena: arena[1])
+        target = np.zeros(min(max(FENCE_BYTES, 2 * peer.doubtful_bytes), arena_bytes), np.uint8)
+        handle = self._read(peer, int(target.ctypes.data), base, len(target))
+        if handle != 0:
+            peer.drain = Drain(handle, target, peer.doubts)
+        elif _is_refused(peer):
+            peer.doubtful_bytes = 0
 
 
 def _is_refused(peer: MooncakePeer) -> bool:
     """Whether the peer's host says that nobody listens on its handshake port: its process is gone."""
     try:
-        socket.create_connection((peer.host, peer.port), timeout=CONNECT_TIMEOUT_S).close()
+        socket.create_connection((peer.host, peer.port), timeout=REFUSED_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:

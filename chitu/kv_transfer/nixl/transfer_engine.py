@@ -35,7 +35,7 @@ import numpy as np
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_transfer.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.plan import Int64s, require_inside
-from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
+from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError, pause_s
 from chitu.messages import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 MAX_ENTRIES = 4096
 """Entries of one request; a longer list goes out as several."""
 FENCE_BYTES = 64
-FIRST_SLEEP_S, LONGEST_SLEEP_S = 5e-5, 5e-4
 CONNECT_TIMEOUT_S = 2.0
 
 
@@ -253,14 +252,14 @@ class NixlTransport:
             except Exception as error:  # a local check: nothing was sent
                 raise WriteError(f"nixl: {peer.session_id} takes no such request: {error!r}", settled=True) from error
         state = self._ask(peer, lambda: agent.transfer(handle))
-        sleep_s = FIRST_SLEEP_S
+        started_s = time.monotonic()
         while state == "PROC":
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 with self._lock:
                     peer.pending.append(handle)
                 raise WriteError(f"nixl: the request to {peer.session_id} did not end in time", settled=False)
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+            time.sleep(pause_s(now_s - started_s))
             state = self._ask(peer, lambda: agent.check_xfer_state(handle))
         with self._lock, contextlib.suppress(Exception):  # it has ended, whatever is said of it
             agent.release_xfer_handle(handle)
