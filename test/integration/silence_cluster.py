@@ -76,7 +76,13 @@ class SilenceCluster:
         specs[ROUTER] = replace(specs[ROUTER], argv=(*specs[ROUTER].argv, "--ready-file", str(ready_file)))
         specs = {name: replace(spec, argv=tuple(net.argv(name, spec.argv))) for name, spec in specs.items()}
         self.processes = Supervisor(
-            list(specs), specs.__getitem__, logs, restart=False, on_event=lambda text: None, env=self._env
+            list(specs),
+            specs.__getitem__,
+            logs,
+            restart=False,
+            on_event=lambda text: None,
+            env=self._env,
+            max_log_bytes=topology.log.max_mb << 20,
         )
         self._stack.callback(lambda: self.processes.stop(1.0))
         for name in specs:
@@ -120,6 +126,12 @@ class SilenceCluster:
             if load is None or load.pages_free != load.pages_total or load.aux_free != load.aux_total:
                 words.append(f"{instance.name}: {load}")
         return words
+
+    def suspended(self, name: str) -> tuple[int, ...]:
+        """Engine ranks of the D that this P does not write to now, as the router knows it."""
+        loads = {instance.name: instance.load for instance in self._client.cluster().instances}
+        load = loads[name]
+        return load.suspended if load is not None else ()
 
     def descriptors(self) -> dict[str, int]:
         """Open ones of each process."""

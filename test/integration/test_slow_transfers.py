@@ -1,0 +1,69 @@
+"""Mooncake between hosts whose wires are slow, then silent, then sound again: the pairs come back by themselves.
+
+A slow write ends in nobody's time, so each P stops writing to each D. It goes on when the writes are known to be over:
+within `HEALED_S` all serve, no page is kept, and nobody was busy with waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_cluster import DEADLINES, PATIENCE_S, wait_for
+from silence_cluster import KEY, SilenceCluster
+
+from chitu.bench.steady_load import RIGHT, count_outcomes
+
+SLOW_BYTES_S = 2000
+SUSPENDED_S = 40.0
+"""Writes of 5 s have failed to some D on both P."""
+SILENT_S = 6.0
+TCP_PAUSE_S = 30.0
+"""TCP tries again after as long as the trouble has lasted, at most; the trouble here is shorter."""
+HEALED_S = TCP_PAUSE_S + 10
+"""And the settle attempts, and the breakers."""
+SETTINGS = [
+    f"{KEY}.pd_disaggregation.transport=mooncake",
+    f"{DEADLINES}.bootstrap_s=2",
+    f"{DEADLINES}.queue_s=4",
+    f"{DEADLINES}.transfer_s=4",
+    f"{DEADLINES}.heartbeat_interval_s=0.2",
+    f"{DEADLINES}.retry_interval_s=0.2",
+]
+WIRES = list(itertools.product(("P0", "P1"), ("D0", "D1")))
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def cpu_s(cluster: SilenceCluster, name: str) -> float:
+    child = cluster.processes.members[name].child
+    assert child is not None
+    parent = psutil.Process(child.pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
+
+
+def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it_is_back(tmp_path: Path) -> None:
+    pytest.importorskip("mooncake.engine")
+    with SilenceCluster(tmp_path, *SETTINGS) as cluster:
+        load, network = cluster.load, cluster.net
+        load.resume()
+        for p, d in WIRES:
+            network.set(p, d, rate_bytes_s=SLOW_BYTES_S)
+        wait_for(lambda: all(cluster.suspended(p) for p in ("P0", "P1")), SUSPENDED_S, lambda: "no pair is suspended")
+        load.pause(PATIENCE_S + 10)
+        for p, d in WIRES:
+            network.drop(p, d)
+        before = {p: cpu_s(cluster, p) for p in ("P0", "P1")}
+        threading.Event().wait(SILENT_S)
+        assert all(cpu_s(cluster, p) - before[p] < SILENT_S / 2 for p in before), "a thread is busy with waiting"
+        assert any(cluster.suspended(p) for p in ("P0", "P1")), "what is silent cannot have settled"
+        network.heal()
+        healed_s = wait_for(lambda: not cluster.not_at_rest(), HEALED_S, lambda: "; ".join(cluster.not_at_rest()))
+        assert not any(cluster.suspended(p) for p in ("P0", "P1"))
+        outcomes = count_outcomes(load.take_answers())
+        assert not outcomes.keys() & {"wrong", "hung"}
+        cluster.check_all_serve()
+        print(f"\nat rest {healed_s:.1f} s after the heal; before: {outcomes}, {RIGHT} after")
