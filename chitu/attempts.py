@@ -72,6 +72,8 @@ class Attempts:
         self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self._first_tokens: DeadlineWheel[bytes] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self.rooms: dict[bytes, Attempt] = {}
+        self.num_tokens = 0
+        """Of the prompts in `rooms`."""
         """Those that run, in order of creation."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
@@ -208,6 +210,7 @@ class Attempts:
         )
         generation.attempt, generation.noted = attempt, False
         self.rooms[attempt.room] = attempt
+        self.num_tokens += attempt.num_tokens
         if attempt.prefill is not None:  # how long a unified instance may compute a prompt nobody says
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
@@ -333,6 +336,7 @@ class Attempts:
     def _release(self, attempt: Attempt, state: RequestState) -> None:
         """The attempt is over: whatever still comes for its room is stale."""
         del self.rooms[attempt.room]
+        self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
         if attempt.prefill is not None and attempt.first_token_s is None:

@@ -24,6 +24,7 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import (
     ChituError,
+    InvalidRequest,
     NoInstance,
     ProtocolError,
     TooManyRequests,
@@ -67,6 +68,7 @@ class PDRequestRouter:
         self._selector = selector
         self._clock = clock
         self._max_in_flight = config.max_in_flight
+        self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
         self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines)
@@ -106,35 +108,47 @@ class PDRequestRouter:
     def require_admission(self) -> None:
         """The cheap first look at a request that nobody has parsed yet: TooManyRequests or Overloaded."""
         try:
-            self._require_admission(1)
+            self._require_admission(1, 1)
         except ChituError as error:
             raise self.rejected(error) from None
 
-    def require_room_for(self, count: int) -> None:
-        """TooManyRequests where so many more requests are over the bound, Overloaded where they would wait too long;
+    def require_room_for(self, count: int, num_tokens: int) -> None:
+        """TooManyRequests where so many more requests, with so many prompt tokens in all, are over the bound;
+        Overloaded where they would wait too long; InvalidRequest where they are over the bound by themselves;
         NoInstance where nothing can serve."""
         try:
-            self._require_room_for(count)
+            self._require_room_for(count, num_tokens)
         except ChituError as error:
             raise self.rejected(error, count) from None
 
-    def _require_room_for(self, count: int) -> None:
+    def _require_room_for(self, count: int, num_tokens: int) -> None:
         if not self.candidates.usable:
             raise NoInstance(self.candidates.why_unusable())
-        self._require_admission(count)
+        if num_tokens > self._max_tokens:
+            raise InvalidRequest(
+                f"prompts times choices are {num_tokens} tokens; at most {self._max_tokens} are taken at once "
+                "(router.max_tokens_in_flight)",
+                "prompt",
+            )
+        self._require_admission(count, num_tokens)
 
-    def _require_admission(self, count: int) -> None:
+    def _require_admission(self, count: int, num_tokens: int) -> None:
         if self.in_flight + count > self._max_in_flight:
             raise TooManyRequests(
                 f"{self.in_flight} requests are running and {count} more would pass the limit of "
                 f"{self._max_in_flight} (router.max_in_flight); try again later"
+            )
+        if self._attempts.num_tokens + num_tokens > self._max_tokens:
+            raise TooManyRequests(
+                f"prompts of {self._attempts.num_tokens} tokens are running and {num_tokens} more would pass the limit "
+                f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
             )
         self._admission.require()
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
         at most once per turn. TooManyRequests, NoInstance."""
-        self.require_room_for(1)
+        self.require_room_for(1, request.num_tokens)
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
         generation = Generation(request, wake, now_s + timeout_s, now_s)

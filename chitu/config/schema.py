@@ -213,6 +213,9 @@ class RouterConfig(Section, frozen=True):
     """Over `policy`, for D."""
     max_in_flight: Positive = 4096
     """Requests at once in the whole router; more get 429. Each of several `workers` may have its equal part."""
+    max_tokens_in_flight: Positive = 32 << 20
+    """Prompt tokens of these requests, so that long prompts cannot take all memory: a token is four bytes here, and
+    four in each message to P and D. More get 429; a body that has more by itself 400. Divided among `workers`, too."""
     max_body_bytes: Positive = 2 << 20
     """Of one request; more get 413. A prompt of 262,144 tokens fits. JSON is decoded in one piece, in which nobody
     else's token moves: up to 15 ms for each MiB. Contexts that are longer, or batches that are larger, need more."""

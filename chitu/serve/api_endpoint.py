@@ -117,16 +117,21 @@ class ApiEndpoint:
 
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:
-    """The configuration of one of `config.workers` API processes: of `max_in_flight` and `max_total_body_bytes` its
-    part, and a token port of its own. Rates of clients are counted by each for itself, because a client with one
-    connection has one process only."""
+    """The configuration of one of `config.workers` API processes: its part of `max_in_flight`, `max_tokens_in_flight`
+    and `max_total_body_bytes`, and a token port of its own. Rates of clients are counted by each for itself, because a
+    client with one connection has one process only."""
     workers = config.workers
     limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
     # A fixed token port means it and the ones behind it.
     token_port = config.token_port + index if config.token_port else 0
     bodies_bytes = max(1, config.max_total_body_bytes // workers)
+    tokens = max(1, config.max_tokens_in_flight // workers)
     return msgspec.structs.replace(
-        config, max_in_flight=limit, max_total_body_bytes=bodies_bytes, token_port=token_port
+        config,
+        max_in_flight=limit,
+        max_tokens_in_flight=tokens,
+        max_total_body_bytes=bodies_bytes,
+        token_port=token_port,
     )
 
 

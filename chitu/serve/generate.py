@@ -140,7 +140,8 @@ class GenerationRoutes:
         options, model = job.options, self._model
         total = len(job.prompts) * options.n
         if total > 1:  # of one `add_request` asks the same
-            self._router.require_room_for(total)
+            num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
+            self._router.require_room_for(total, num_tokens)
         per_token = options.stream or bool(options.stops)
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids

@@ -66,6 +66,7 @@ class World:
         self,
         *roles: Role,
         max_in_flight: int = 8,
+        max_tokens_in_flight: int = 1000,
         retry: RetryConfig | None = None,
         breaker: BreakerConfig | None = None,
         deadlines: DeadlineConfig | None = None,
@@ -75,6 +76,7 @@ class World:
         self.outbox = RecordingOutbox()
         config = RouterConfig(
             max_in_flight=max_in_flight,
+            max_tokens_in_flight=max_tokens_in_flight,
             request_timeout_s=60.0,
             retry=retry or RetryConfig(),
             breaker=breaker or BreakerConfig(),

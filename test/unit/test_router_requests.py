@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from router_world import ONE_TRY, World, pair
 
-from chitu.errors import NoInstance, TooManyRequests
+from chitu.errors import InvalidRequest, NoInstance, TooManyRequests
 from chitu.generation import Generation
 from chitu.messages import (
     CancelRequest,
@@ -123,6 +123,28 @@ def test_bounds_on_number_and_time() -> None:
     world.router.tick()
     assert [g.error.code for g in generations if g.error] == ["request_timeout"] * 2
     world.add()
+
+
+def test_prompt_tokens_in_flight_are_bounded_and_come_back_however_a_request_ends() -> None:
+    world = World(Role.PREFILL, Role.PREFILL, Role.DECODE, max_tokens_in_flight=6)
+    (first, _), (second, _) = world.add(), world.add()
+    with pytest.raises(TooManyRequests, match="max_tokens_in_flight"):
+        world.add()
+    with pytest.raises(TooManyRequests, match="max_tokens_in_flight"):
+        world.router.require_admission()
+    with pytest.raises(InvalidRequest, match="max_tokens_in_flight") as refused:
+        world.router.require_room_for(2, 7)
+    assert refused.value.param == "prompt"
+    world.router.cancel(first)
+    world.router.require_room_for(1, 3)
+    third, _ = world.add()
+    world.lose(Role.PREFILL)  # whatever it prefilled is tried elsewhere, and counts once
+    with pytest.raises(TooManyRequests):
+        world.router.require_room_for(1, 3)
+    world.clock.advance(61)
+    world.router.tick()
+    assert second.done and third.done
+    world.router.require_room_for(2, 6)
 
 
 def test_the_journal_tells_where_a_request_is_and_where_its_time_went() -> None:

@@ -282,6 +282,7 @@ def test_the_shares_add_up_to_what_the_router_may_take(workers: int, max_in_flig
     shares = [share_of(config, index) for index in range(workers)]
     assert sum(share.max_in_flight for share in shares) == max(max_in_flight, workers)
     assert 0 <= config.max_total_body_bytes - sum(share.max_total_body_bytes for share in shares) < workers
+    assert 0 <= config.max_tokens_in_flight - sum(share.max_tokens_in_flight for share in shares) < workers
     assert max(s.max_in_flight for s in shares) - min(s.max_in_flight for s in shares) <= 1
     assert [share.token_port for share in shares] == list(range(29700, 29700 + workers))
     anywhere = msgspec.structs.replace(config, token_port=0)
