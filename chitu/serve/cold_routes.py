@@ -157,7 +157,7 @@ def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRou
             for token in body.tokens:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
-            return {"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)}
+            return {"prompt": model.tokenizer.decode_in_pieces(body.tokens, body.skip_special_tokens)}
 
         return await answer(request, work)
 
