@@ -12,7 +12,7 @@ cancel), its surplus row writes into a page that it still holds, and the token o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
@@ -21,7 +21,7 @@ from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Resto
 from chitu.errors import ChituError
 from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
 from chitu.lifecycle import SequenceState
-from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
+from chitu.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
 
@@ -94,14 +94,23 @@ class DecodeManager:
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
 
-    def has_room(self, sequence: Sequence, tokens: int, others: Iterable[Sequence] = ()) -> bool:
-        """Whether `sequence` may get pages for `tokens` now; `others` hold pages too and will decode here later."""
-        active = [*self.transfer.values(), *self.running.values(), *others]
-        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in active}
-        reserve = growth_reserve(active, self._cache.page_size, held, self._config.reserved_decode_tokens)
-        return self._slots.num_free > 0 and may_admit(
-            self._cache.num_free_pages, self._cache.pages_for(tokens), reserve, nothing_active=not active
-        )
+    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int], bool]:
+        """Of one turn: whether a sequence may get pages for so many tokens now. One that may counts from then on: the
+        caller admits it. `others` hold pages too and will decode here later."""
+        if not self._slots.num_free:
+            return lambda sequence, tokens: False
+        reserve = GrowthReserve(self._cache.page_size, self._config.reserved_decode_tokens)
+        for active in (*self.transfer.values(), *self.running.values(), *others):
+            reserve.add(active, len(self._cache.get_page_indices(active.room)))
+
+        def may_start(sequence: Sequence, tokens: int) -> bool:
+            wanted, free = self._cache.pages_for(tokens), self._cache.num_free_pages
+            if not self._slots.num_free or not may_admit(free, wanted, reserve.pages, nothing_active=reserve.is_empty):
+                return False
+            reserve.add(sequence, wanted)
+            return True
+
+        return may_start
 
     def _grow(self, plan: StepPlan) -> None:
         needy = self._needy()
@@ -140,8 +149,11 @@ class DecodeManager:
         self.retractions += 1
 
     def _resume(self, plan: StepPlan) -> None:
+        if not self.retracted:
+            return
+        may_start = self.open_admission()
         for sequence in sorted(self.retracted.values(), key=lambda s: s.order):
-            if not self.has_room(sequence, sequence.kv_len + 1):
+            if not may_start(sequence, sequence.kv_len + 1):
                 return
             del self.retracted[sequence.room]
             self._slots.take(sequence)
@@ -152,12 +164,13 @@ class DecodeManager:
 
     def _announce(self) -> None:
         """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
-        if self._receiver is None or self.retracted:
+        if self._receiver is None or self.retracted or not self.waiting:
             return
         aux = self._resources.aux
         assert aux is not None
+        may_start = self.open_admission()
         for sequence in list(self.waiting.values()):
-            if not aux.num_free or not self.has_room(sequence, sequence.prompt_len):
+            if not aux.num_free or not may_start(sequence, sequence.prompt_len):
                 return
             del self.waiting[sequence.room]
             self._slots.take(sequence)

@@ -12,6 +12,7 @@ torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -62,8 +63,8 @@ class PDScheduler:
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
         self._resources.settle = self._settle
         self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
-        may_start = None if role is Role.PREFILL else self._may_start
-        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, may_start)
+        admission = None if role is Role.PREFILL else self._open_admission
+        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, admission)
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
@@ -159,11 +160,12 @@ class PDScheduler:
         plan.release.extend(self._resources.slots.take_releases())
         return Step(plan, first_tokens, chunks, decoding)
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        """A unified instance's admission: like D's, with the prompts that are being computed counted in."""
-        return not self._decode.retracted and self._decode.has_room(
-            sequence, sequence.prompt_len, self._prefill.computing.values()
-        )
+    def _open_admission(self) -> Callable[[Sequence], bool]:
+        """A unified instance's: like D's, with the prompts that are being computed counted in."""
+        if self._decode.retracted:
+            return lambda sequence: False
+        may_start = self._decode.open_admission(self._prefill.computing.values())
+        return lambda sequence: may_start(sequence, sequence.prompt_len)
 
     # ------------------------------------------------------------------------------------------------- launch and read
 

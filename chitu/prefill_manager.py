@@ -21,7 +21,8 @@ from chitu.scheduling.sequence import Sequence
 
 
 class PrefillManager:
-    """`sender` is P's; None on a unified instance, whose admission rule is `may_admit`."""
+    """`sender` is P's; None on a unified instance, for which `open_admission` gives each turn's rule: whether a
+    sequence may start now; the one that may does."""
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class PrefillManager:
         resources: Resources,
         clock: Clock,
         sender: PrefillSenderLike | None = None,
-        may_admit: Callable[[Sequence], bool] | None = None,
+        open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
     ) -> None:
         self._config = config
         self._resources = resources
@@ -37,7 +38,7 @@ class PrefillManager:
         self._slots = resources.slots
         self._clock = clock
         self._sender = sender
-        self._may_admit = may_admit or self._fits
+        self._open_admission = open_admission or (lambda: self._fits)
         self.waiting: dict[bytes, Sequence] = {}
         self.computing: dict[bytes, Sequence] = {}
         self.inflight: dict[bytes, Sequence] = {}
@@ -109,8 +110,11 @@ class PrefillManager:
                 self._sender.send_kv_cache(chunk.sequence.room, chunk.sequence.aux_slot)
 
     def _admit(self, plan: StepPlan) -> None:
+        if not self.waiting:
+            return
+        may_start = self._open_admission()
         for sequence in by_urgency(self.waiting.values()):
-            if not self._may_admit(sequence):
+            if not may_start(sequence):
                 return  # strictly in order: a large request is not overtaken for ever by small ones
             del self.waiting[sequence.room]
             self._slots.take(sequence)

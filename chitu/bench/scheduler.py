@@ -2,10 +2,11 @@
 
     python -m chitu.bench.scheduler
 
-Runs a unified scheduler at 1, 64 and 256 running requests. Everything but the model is real: admission, page growth,
-finish checks, the token message (encoded and sent through a real ZMQ socket to a reader). Time is CPU time of the
-process divided by steps, so a busy machine does not change it much. With overlap a step is launched before the one
-before is read, as on a GPU; the same work in another order, which must not cost more.
+Runs a unified scheduler at 1 to 4096 running requests, which are all admitted in its first turn. Everything but the
+model is real: admission, page growth, finish checks, the token message (encoded and sent through a real ZMQ socket to a
+reader). Time is CPU time of the process divided by admissions or steps, so a busy machine does not change it much. With
+overlap a step is launched before the one before is read, as on a GPU; the same work in another order, which must not
+cost more.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class IdleExecutor:
     def close(self) -> None: ...
 
 
-def measure(running: int, overlap: bool) -> tuple[float, float, int]:
-    """(CPU us per step, CPU us per step and request, steps) with so many requests decoding."""
+def measure(running: int, overlap: bool) -> tuple[float, float, float, int]:
+    """(CPU us per admission, CPU us per step, the same per request, steps) with so many requests decoding."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reader, port = bind(context, zmq.PULL, "127.0.0.1", 0)
     writer = connect(context, zmq.PUSH, "127.0.0.1", port)
@@ -75,7 +76,11 @@ def measure(running: int, overlap: bool) -> tuple[float, float, int]:
 
     scheduler = PDScheduler(
         PDSchedulerParts(
-            config=SchedulerConfig(max_running_requests=running, max_batched_tokens=PROMPT_TOKENS * running),
+            config=SchedulerConfig(
+                max_running_requests=running,
+                max_batched_tokens=PROMPT_TOKENS * running,
+                max_waiting_requests=running,
+            ),
             deadlines=DeadlineConfig(),
             executor=executor,
             cache=PagedKVCacheManager(running * ((PROMPT_TOKENS + OUTPUT_TOKENS) // 16 + 1), 16),
@@ -91,7 +96,9 @@ def measure(running: int, overlap: bool) -> tuple[float, float, int]:
         message = scheduler_codec.decode(encode(request))
         assert isinstance(message, UnifiedRequest)
         scheduler.submit(message)
+    start_s = time.thread_time()
     scheduler.step()
+    admission_s = time.thread_time() - start_s - executor.cpu_s
     executor.cpu_s = 0.0
     steps = 0
     start_s = time.thread_time()
@@ -105,7 +112,7 @@ def measure(running: int, overlap: bool) -> tuple[float, float, int]:
     for socket in (reader, writer):
         socket.close()
     context.term()
-    return cpu_s / steps * 1e6, cpu_s / steps / running * 1e6, steps
+    return admission_s / running * 1e6, cpu_s / steps * 1e6, cpu_s / steps / running * 1e6, steps
 
 
 def main() -> None:
@@ -114,10 +121,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [
         (running, "on" if overlap else "off", *measure(running, overlap))
-        for running in (1, 64, 256)
+        for running in (1, 64, 256, 1024, 4096)
         for overlap in (False, True)
     ]
-    columns = ("running requests", "overlap", "us/step", "us/step/request", "steps")
+    columns = ("running requests", "overlap", "us/admission", "us/step", "us/step/request", "steps")
     publish("scheduler", columns, rows, arguments.json_dir)
 
 

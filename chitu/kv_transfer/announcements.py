@@ -129,6 +129,8 @@ class Announcements:
         assert transition is not None
         entry, record = transition.entry, transition.entry.data
         record.info, record.peer, record.dst_pages = info, peer, dst_pages
+        peer.aux_rooms[info.dst_aux_index] = room
+        peer.page_rooms.update(dict.fromkeys(dst_pages[info.prefix_pages :], room))
         record.units_left = self._config.layout.num_layers * (len(dst_pages) - info.prefix_pages)
         if entry.state is SenderState.WAITING:
             self._go_on(room, entry)
@@ -158,16 +160,15 @@ class Announcements:
         that takes staged groups alone gives pages back at once: we name none of them."""
         if peer.is_staged_alone:
             return
-        wanted = set(dst_pages[info.prefix_pages :])
-        for other, entry in self._table.items():
-            record = entry.data
-            if record.peer is not peer or record.info is None or entry.state not in WRITABLE_STATES:
-                continue
-            if record.info.dst_aux_index == info.dst_aux_index:
-                raise BadFrame(f"aux slot {info.dst_aux_index} is announced for room {room_text(other)}")
-            if not wanted.isdisjoint(record.dst_pages[record.info.prefix_pages :]):
-                page = min(wanted.intersection(record.dst_pages[record.info.prefix_pages :]))
-                raise BadFrame(f"page {page} is announced for room {room_text(other)}")
+        self._require_free("aux slot", info.dst_aux_index, peer, peer.aux_rooms.get(info.dst_aux_index))
+        for page in dst_pages[info.prefix_pages :]:
+            self._require_free("page", page, peer, peer.page_rooms.get(page))
+
+    def _require_free(self, what: str, number: int, peer: DecodePeer, room: bytes | None) -> None:
+        """BadFrame where `room`, the last one that this was announced for, may still be written to."""
+        entry = self._table.get(room) if room is not None else None
+        if room is not None and entry is not None and entry.data.peer is peer and entry.state in WRITABLE_STATES:
+            raise BadFrame(f"{what} {number} is announced for room {room_text(room)}")
 
     def _refuse(self, room: bytes, peer: DecodePeer, error: ChituError, is_settled: bool = True) -> None:
         """One Failed status; D's repeats of TransferInfo get another one."""

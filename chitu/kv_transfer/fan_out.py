@@ -5,6 +5,7 @@ On P all write and sum up pages; on D, where nobody writes, they sum up (`verify
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
 its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
 (comm thread), lane 1 sums up (transfer threads, D's verifying thread), the others write and settle (transfer threads).
+The sockets lie in a folder that only this user can enter, until all followers have connected.
 Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
 """
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import shutil
+import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -24,7 +27,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from chitu.errors import ChituError, TransferFailed, from_code
+from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
 from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.orders import (
     Answer,
@@ -48,15 +51,32 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 10.0
 SUM_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
 """A socket without its follower blocks the sender so long."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes, Linux."""
+FOLDER_PREFIX = "chitu-lanes-"
+HELLO = 0
+"""Number of the answer that nobody asked for: a follower has connected."""
 
 T = TypeVar("T")
 
 
 def lane_address(base: str, lane: int, tp_rank: int) -> str:
-    """Abstract `ipc` name (Linux): no file is left behind, nothing listens on a network."""
-    return f"ipc://@{base}/{lane}/{tp_rank}"
+    return f"ipc://{base}/{lane}.{tp_rank}"
+
+
+def make_lane_folder() -> str:
+    """A new folder of mode 0700, which keeps other users from the sockets in it. In the temporary folder, or in /tmp
+    where a path in that would be longer than a socket's may be. Raises ConfigError where there is none."""
+    longest = MAX_SOCKET_PATH - len(os.fsencode(f"/{FOLDER_PREFIX}12345678/99.99"))
+    parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(os.fsencode(path)) <= longest), None)
+    try:
+        return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
+    except OSError as error:
+        raise ConfigError(f"no folder for the sockets between ranks: {error}; set TMPDIR to a short path") from error
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,6 +123,10 @@ class Lane:
             return Result(own, [_answer_to(order.number, socket, deadline_s) for socket in self._sockets])
         finally:
             self._lock.release()
+
+    def wait_connected(self, deadline_s: float) -> bool:
+        """Whether all followers are there. Before the first order."""
+        return all(_answer_to(HELLO, socket, deadline_s) is not None for socket in self._sockets)
 
     def tell(self, order: Order) -> None:
         """Say something that is not answered."""
@@ -227,7 +251,7 @@ class FanOut:
     def __init__(self, num_followers: int, transfer_threads: int, answer_grace_s: float = 1.0) -> None:
         self.answer_grace_s = answer_grace_s
         self.num_lanes = 2 + transfer_threads
-        self.base = f"chitu-{uuid.uuid4().hex}"
+        self.base = make_lane_folder()
         self.num_followers = num_followers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control, self.sum_lane, *self._data = (
@@ -235,6 +259,14 @@ class FanOut:
         )
         self._numbers = itertools.count(1)
         self._num_opened = 0
+
+    def wait_connected(self) -> None:
+        """Then the names of the sockets are gone: nobody else can connect, and a process that is killed leaves nothing
+        behind. Raises Internal where a follower does not come."""
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        if not all(lane.wait_connected(deadline_s) for lane in (self._control, self.sum_lane, *self._data)):
+            raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
+        shutil.rmtree(self.base, ignore_errors=True)
 
     def open(self, info: KVArgsRegisterInfo, open_own: Callable[[], ShardWriter]) -> FannedWriter:
         """Connect all ranks to a D. Comm thread. Raises TransferFailed with the reasons of those that could not."""
@@ -261,3 +293,4 @@ class FanOut:
         """End the followers' lane threads. No transfer thread runs any more."""
         if all([lane.close() for lane in (self._control, self.sum_lane, *self._data)]):
             self._context.term()
+        shutil.rmtree(self.base, ignore_errors=True)

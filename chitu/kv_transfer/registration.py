@@ -45,6 +45,11 @@ class DecodePeer:
     settle_due_s: float = 0.0
     """The next attempt, of whichever of its rooms is to be settled."""
 
+    page_rooms: dict[int, bytes] = field(default_factory=dict)
+    """The last room that each page was announced for, over or not: no more than it has pages."""
+    aux_rooms: dict[int, bytes] = field(default_factory=dict)
+    """The same of its aux slots."""
+
     @property
     def cost(self) -> TransferCost | None:
         """Set: each write to it takes the way that is faster."""

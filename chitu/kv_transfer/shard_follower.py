@@ -16,7 +16,7 @@ import zmq
 
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.checksums import PageSums
-from chitu.kv_transfer.fan_out import lane_address
+from chitu.kv_transfer.fan_out import HELLO, lane_address
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.orders import (
     Answer,
@@ -82,6 +82,7 @@ class ShardFollower:
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
+        socket.send(encoder.encode(Answer(HELLO)))
         while True:
             order = order_decoder.decode(socket.recv())
             if isinstance(order, End):

@@ -14,28 +14,36 @@ from collections.abc import Iterable
 from chitu.scheduling.sequence import Sequence
 
 
-def growth_reserve(
-    active: Iterable[Sequence], page_size: int, pages_of: dict[bytes, int], reserved_decode_tokens: int
-) -> int:
-    """Pages to keep back for requests that are admitted already.
+class GrowthReserve:
+    """Pages to keep back for requests that are admitted already. To add one costs the same however many there are.
 
     Each gets what it still may need, at most `reserved_decode_tokens`; and whatever happens, the neediest one can run
     to its end (S0, "allocatable tokens"): the rest can be retracted to host memory.
     """
-    total = 0
-    neediest = 0
-    for sequence in active:
-        held = pages_of[sequence.room]
-        to_the_end = max(0, -(-sequence.final_len // page_size) - held)
-        soon_tokens = min(sequence.final_len, sequence.kv_len + reserved_decode_tokens)
-        total += max(0, -(-soon_tokens // page_size) - held)
-        neediest = max(neediest, to_the_end - _returned_by_retraction(sequence, pages_of))
-    return max(total, neediest)
 
+    def __init__(self, page_size: int, reserved_decode_tokens: int) -> None:
+        self._page_size = page_size
+        self._reserved_decode_tokens = reserved_decode_tokens
+        self._soon = 0
+        self._held = 0
+        """By all of them."""
+        self._longest = 0
+        """Pages that the neediest has in the end."""
+        self.is_empty = True
 
-def _returned_by_retraction(sequence: Sequence, pages_of: dict[bytes, int]) -> int:
-    """Pages that retracting everybody else of `pages_of` would give back."""
-    return sum(pages_of.values()) - pages_of[sequence.room]
+    def add(self, sequence: Sequence, held: int) -> None:
+        """It is admitted, and holds so many pages."""
+        in_the_end = -(-sequence.final_len // self._page_size)
+        soon_tokens = min(sequence.final_len, sequence.kv_len + self._reserved_decode_tokens)
+        self._soon += max(0, -(-soon_tokens // self._page_size) - held)
+        self._held += held
+        self._longest = max(self._longest, in_the_end, held)
+        self.is_empty = False
+
+    @property
+    def pages(self) -> int:
+        # What retracting all others returns to the neediest, with its own, is what all of them hold.
+        return max(self._soon, self._longest - self._held)
 
 
 def may_admit(free_pages: int, wanted_pages: int, reserve: int, nothing_active: bool) -> bool:

@@ -167,6 +167,8 @@ def build_engine(
             fan_out = FanOut(instance.config.tp_size - 1, 0)
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
         greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes))
+        if fan_out is not None:
+            fan_out.wait_connected()
         assert isinstance(engine.runner, ModelRunner)
         executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]

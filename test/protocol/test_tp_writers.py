@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import shutil
+import socket
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from shard_pools import Ranks, layout_of
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
-from chitu.kv_transfer.fan_out import FannedWriter, FanOut
+from chitu.kv_transfer.fan_out import FannedWriter, FanOut, lane_address, make_lane_folder
 from chitu.kv_transfer.shard_follower import ShardFollower
 from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards
 from chitu.kv_transfer.transport import WriteError
@@ -179,3 +186,55 @@ def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -
         writer.write_pages([MOVE], 5.0)
     assert caught.value.settled
     assert len(pair.open().write_pages([MOVE], 5.0)) == 2
+
+
+def connects_as(uid: int, path: str) -> bool:
+    """In a child process, as that user."""
+    child = os.fork()
+    if not child:  # nothing but system calls: other threads do not exist here
+        code = 1
+        with contextlib.suppress(OSError):
+            os.setgid(uid)
+            os.setuid(uid)
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).connect(path)
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_another_user_cannot_take_a_followers_place_and_the_folder_is_gone_once_all_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:
+        os.chmod(open_to_all, 0o777)
+        monkeypatch.setattr(tempfile, "tempdir", open_to_all)
+        fan_out = FanOut(1, transfer_threads=2)
+        assert stat.S_IMODE(os.stat(fan_out.base).st_mode) == 0o700
+        path = lane_address(fan_out.base, 2, 1).removeprefix("ipc://")
+        assert os.path.dirname(path) == fan_out.base and stat.S_ISSOCK(os.stat(path).st_mode)
+        with open("/proc/net/unix", encoding="utf-8") as names:
+            assert fan_out.base in (text := names.read()) and f"@{fan_out.base}" not in text
+        if os.getuid() == 0:
+            assert not connects_as(65534, path)
+        ranks = Ranks(FakeFabric(), "p", layout_of(4, 2))
+        follower = ShardFollower(ranks.layout, 1, ranks.pools[1], [ranks.transports[1]], fan_out.base, 4)
+        follower.start(thread)
+        fan_out.wait_connected()
+        assert not os.listdir(open_to_all), "what is killed from here on leaves nothing"
+        fan_out.close()
+        follower.close()
+
+
+def test_lanes_go_to_slash_tmp_where_the_temporary_folder_has_too_long_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = str(tmp_path)
+    for length, is_there in ((80, True), (81, False)):
+        folder = base + "/" + "x" * (length - len(base) - 1)
+        os.mkdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        lanes = make_lane_folder()
+        assert (os.path.dirname(lanes) == folder) == is_there
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(lane_address(lanes, 99, 99).removeprefix("ipc://"))
+        shutil.rmtree(lanes)

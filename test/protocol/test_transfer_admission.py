@@ -87,6 +87,35 @@ def test_what_is_announced_for_one_room_is_not_written_for_another(
     assert pair.p.sender.state(pair.room) is SenderState.WAITING, "the first one is not disturbed"
 
 
+class CountedRooms(dict):  # type: ignore[type-arg]
+    """How many rooms were looked at."""
+
+    looked_at = 0
+
+    def get(self, *arguments: object) -> object:
+        self.looked_at += 1
+        return super().get(*arguments)
+
+    def items(self) -> object:  # type: ignore[override]
+        self.looked_at += len(self)
+        return super().items()
+
+
+def test_an_announcement_costs_by_its_own_pages_however_many_rooms_there_are() -> None:
+    costs = []
+    for num_others in (0, 1, 3):
+        pair = Pair().join()
+        for index in range(num_others + 1):
+            room = bytes(15) + bytes([index + 1])
+            assert pair.p.prefill(room, 10, pair.d)
+            pages = pack_i32([3 * index, 3 * index + 1, 3 * index + 2])
+            counted = pair.p.sender._table._entries = CountedRooms(pair.p.sender._table._entries)
+            pair.p.sender.on_frame(room, encode(TransferInfo(pair.d.incarnation, pages, index, 10)))
+            assert pair.p.sender.state(room) is SenderState.WAITING
+        costs.append(counted.looked_at)
+    assert len(set(costs)) == 1
+
+
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
     pair = Pair()
     pair.d.receiver._directory.registration = msgspec.structs.replace(

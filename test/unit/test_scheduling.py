@@ -1,8 +1,19 @@
 """The pure batch policies: who computes, who grows, who gives way."""
 
+from collections.abc import Collection
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import FakeClock
+from chitu.config.schema import SchedulerConfig
+from chitu.decode_manager import DecodeManager
+from chitu.engine.executor import StepPlan
 from chitu.messages import SamplingParams, pack_i32
-from chitu.scheduling.decode import growth_reserve, may_admit, victims_for_growth
+from chitu.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.scheduling.prefill import select_chunks, speculation_to_undo
+from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
 
 
@@ -10,7 +21,7 @@ def sequence(
     order: int, prompt_len: int = 10, max_tokens: int = 6, kv_len: int = 0, announced: bool = True
 ) -> Sequence:
     return Sequence(
-        bytes([order]) * 16,
+        order.to_bytes(16, "big"),
         f"r{order}",
         order,
         0.0,
@@ -44,11 +55,73 @@ def test_speculation_gives_way_youngest_first_and_only_when_that_helps() -> None
 def test_the_growth_reserve_lets_everybody_grow_soon_and_one_to_its_end() -> None:
     a = sequence(1, prompt_len=8, max_tokens=100, kv_len=8)
     b = sequence(2, prompt_len=8, max_tokens=4, kv_len=8)
-    held = {a.room: 2, b.room: 2}
     # a: 8 + 16 tokens soon = 6 pages, 4 more than it has; b: 12 tokens at most = 3 pages, 1 more.
     # a to its end: 108 tokens = 27 pages, 25 more, of which retracting b returns 2.
-    assert growth_reserve([a, b], 4, held, reserved_decode_tokens=16) == 23
-    assert growth_reserve([b], 4, {b.room: 2}, reserved_decode_tokens=16) == 1
+    reserve = GrowthReserve(4, reserved_decode_tokens=16)
+    assert reserve.is_empty and reserve.pages == 0
+    reserve.add(b, 2)
+    assert reserve.pages == 1
+    reserve.add(a, 2)
+    assert reserve.pages == 23 and not reserve.is_empty
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 80), st.integers(0, 20)), max_size=8),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
+def test_the_growth_reserve_is_what_it_says(
+    load: list[tuple[int, int, int, int]], page_size: int, reserved: int
+) -> None:
+    reserve = GrowthReserve(page_size, reserved)
+    active = [sequence(n, prompt_len, tokens, kv_len) for n, (prompt_len, tokens, kv_len, _) in enumerate(load)]
+    held = [pages for *_, pages in load]
+    for one, pages in zip(active, held, strict=True):
+        reserve.add(one, pages)
+    soon, neediest = 0, 0
+    for one, pages in zip(active, held, strict=True):
+        soon += max(0, -(-min(one.final_len, one.kv_len + reserved) // page_size) - pages)
+        to_the_end = max(0, -(-one.final_len // page_size) - pages)
+        neediest = max(neediest, to_the_end - (sum(held) - pages))
+    assert reserve.pages == max(soon, neediest)
+
+
+class CountedCache(PagedKVCacheManager):
+    looks = 0
+
+    def get_page_indices(self, room: bytes) -> Collection[int]:  # type: ignore[override]
+        self.looks += 1
+        return super().get_page_indices(room)
+
+
+class Aux:
+    num_free = 1 << 20
+
+    def allocate(self) -> int:
+        return 0
+
+    def free(self, slot: int) -> None: ...
+
+
+class Announced:
+    """D's transfer layer, which takes everything."""
+
+    def announce(self, *arguments: object) -> None: ...
+
+
+def test_the_admissions_of_a_turn_look_at_each_request_a_few_times_however_many_there_are() -> None:
+    count = 400
+    cache = CountedCache(8 * count, 4)
+    resources = Resources(cache, 2 * count, Aux())  # type: ignore[arg-type]
+    manager = DecodeManager(SchedulerConfig(), resources, FakeClock(), Announced())  # type: ignore[arg-type]
+    for turn in range(2):
+        for index in range(count):
+            manager.add(sequence(turn * count + index, 10, 2))
+        cache.looks = 0
+        manager.schedule(StepPlan())
+        assert len(manager.transfer) == (turn + 1) * count
+        assert cache.looks < 5 * count, "for every admission, each that runs is looked at again"
 
 
 def test_admission_keeps_the_reserve_unless_nobody_is_there_to_keep_it_for() -> None:
