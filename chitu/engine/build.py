@@ -113,7 +113,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             num_pages = device_pages(
                 share_of_device(topology, instance, config.devices[tp_rank]),
                 device_memory(device),
-                reserve_bytes(spec, itemsize, rows, num_slots, config.tp_size),
+                reserve_bytes(spec, itemsize, rows, num_slots, spec.max_model_len, config.tp_size),
                 num_aux_slots * aux_row_bytes(spec.vocab_size),
                 bytes_per_page,
                 useful,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
+from chitu.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from chitu.models.config import ModelSpec
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
@@ -92,13 +93,25 @@ def share_of_device(topology: Topology, instance: Instance, device: str) -> floa
     return left / (len(ranks) - len(fixed))
 
 
-def reserve_bytes(spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, tp_size: int = 1) -> int:
-    """What steps need beside weights and pages, at most: activations of `max_rows` rows, and logits of all slots in
-    float32, as a recorded step and a sampler that sorts them hold them."""
+SLOT_TOKEN_BYTES = 32
+"""Of each token that a slot can hold: its id, its place in the page table, and twice the id again where penalties count
+it (the table of seen tokens doubles as it grows)."""
+EDIT_BYTES = 2 * 12
+"""Of each entry of logit_bias and each masked id: a place and a value, of the present batch and of the next one."""
+
+
+def reserve_bytes(
+    spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, max_model_len: int, tp_size: int = 1
+) -> int:
+    """What steps need beside weights and pages, at most: activations of `max_rows` rows, logits of all slots in float32
+    as a recorded step and a sampler that sorts them hold them, and what is kept of each slot."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
     logits = num_slots * spec.vocab_size * (4 * 4 + 2 * 8)
-    return CONTEXT_BYTES + 2 * max_rows * width * itemsize + logits
+    counts = spec.vocab_size * 4
+    edits = (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(spec.eos_token_ids)) * EDIT_BYTES
+    slots = num_slots * (max_model_len * SLOT_TOKEN_BYTES + counts + edits)
+    return CONTEXT_BYTES + 2 * max_rows * width * itemsize + logits + slots
 
 
 def device_pages(

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from chitu.engine import sampling_ops
 from chitu.engine.sampling_layout import (
+    NO_ENTRIES,
     BatchLayout,
-    PaddedTable,
     Segment,
     SlotState,
+    edits_of,
+    entries_of,
     place,
     rows_at_once,
     segments_of,
@@ -68,8 +70,6 @@ class Sampler:
         self._special: set[int] = set()
         self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
         self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
-        self._bias = PaddedTable(num_slots, device)
-        self._mask = PaddedTable(num_slots, device)
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
         # A count of 0 protects token 0 where it is padding only.
@@ -110,7 +110,8 @@ class Sampler:
             filtered=random and (0 < params.top_k < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0),
             penalised=(params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
             num_tokens=token_ids.shape[0],
-            biased=bool(bias),
+            bias=entries_of(bias),
+            masked=entries_of(dict.fromkeys(masked, -torch.inf)),
             masked_steps=params.min_tokens - emitted if masked else 0,
         )
         self._states[slot] = state
@@ -130,8 +131,6 @@ class Sampler:
         ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row, state.num_tokens]
         self._floats[slot] = upload(floats, self.device, torch.float64)
         self._ints[slot] = upload(ints, self.device)
-        self._bias.set(slot, list(bias), list(bias.values()))
-        self._mask.set(slot, masked, [-torch.inf] * len(masked))
 
     def release(self, slot: int) -> None:
         """Free a slot; a free one stays free."""
@@ -208,9 +207,9 @@ class Sampler:
             flat[cells] = sampling_ops.penalised(
                 flat.take(cells), counts, floats[:, _PRESENCE], floats[:, _FREQUENCY], floats[:, _REPETITION]
             )
-        edited = layout.slots[: layout.num_edited]
-        self._bias.add_to_(work, edited)
-        self._mask.add_to_(work, edited)
+        for edits in (layout.bias, layout.mask):
+            if edits is not None:
+                edits.add_to_(work)
 
     def _draw(self, work: Tensor, segment: Segment, slots: Tensor) -> Tensor:
         """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
@@ -250,6 +249,8 @@ class Sampler:
             slots=self._indices([slots[row] for row in rows]),
             num_greedy=num_greedy,
             num_edited=num_edited,
+            bias=edits_of([state.bias for state in ordered[:num_edited]], self.vocab_size, self.device),
+            mask=edits_of([state.masked for state in ordered[:num_edited]], self.vocab_size, self.device),
             penalised=self._indices(penalised) if penalised else None,
             penalised_slots=[slots[rows[i]] for i in penalised],
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
@@ -267,7 +268,7 @@ class Sampler:
             state = self._require(slot)
             state.masked_steps -= 1
             if state.masked_steps == 0:
-                self._mask.set(slot, [], [])
+                state.masked = NO_ENTRIES
                 self._layout = None
                 if not state.special:
                     self._special.discard(slot)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from chitu.engine.sampling_ops import FilterNeeds
-from chitu.engine.upload import upload
+from chitu.engine.upload import upload_tensor
 
 ROWS_AT_ONCE = 64
 """Rows drawn together on an accelerator; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
@@ -26,27 +28,35 @@ CPU_ENTRIES_AT_ONCE = 1 << 16
 """Logits drawn together on a CPU: what stays in its cache (measured: twice as fast as 16 rows of 152 k)."""
 
 
-class PaddedTable:
-    """Per slot a short list of (token id, value to add), as one padded pair of tensors that grows when needed."""
+@dataclass(slots=True)
+class Edits:
+    """What is added to logits, as a flat list: its cost is that of the entries of the rows that it is for."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._ids = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
-        self._values = torch.zeros(num_slots, 0, dtype=torch.float32, device=device)
+    cells: Tensor
+    """row * vocab_size + token id, int64."""
+    values: Tensor
+    """float32."""
 
-    def set(self, slot: int, ids: list[int], values: list[float]) -> None:
-        missing = len(ids) - self._ids.shape[1]
-        if missing > 0:
-            self._ids = torch.nn.functional.pad(self._ids, (0, missing))
-            self._values = torch.nn.functional.pad(self._values, (0, missing))
-        self._ids[slot].zero_()
-        self._values[slot].zero_()
-        self._ids[slot, : len(ids)] = upload(ids, self._ids.device)
-        self._values[slot, : len(ids)] = upload(values, self._ids.device, torch.float32)
+    def add_to_(self, logits_RV: Tensor) -> None:
+        logits_RV.view(-1).index_add_(0, self.cells, self.values)
 
-    def add_to_(self, logits: Tensor, slots: Tensor) -> None:
-        """Padding adds 0 to token 0."""
-        if self._ids.shape[1]:
-            logits.scatter_add_(1, self._ids.index_select(0, slots), self._values.index_select(0, slots))
+
+Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""Of one row: token ids, each once, and the values to add."""
+NO_ENTRIES: Entries = (np.zeros(0, np.int64), np.zeros(0, np.float32))
+
+
+def entries_of(values: dict[int, float]) -> Entries:
+    return np.fromiter(values, np.int64, len(values)), np.fromiter(values.values(), np.float32, len(values))
+
+
+def edits_of(rows: list[Entries], vocab_size: int, device: torch.device) -> Edits | None:
+    """`rows[i]` is for row i; None where there is nothing to add."""
+    if not any(len(ids) for ids, _ in rows):
+        return None
+    cells = np.concatenate([ids + row * vocab_size for row, (ids, _) in enumerate(rows)])
+    values = np.concatenate([values for _, values in rows])
+    return Edits(upload_tensor(torch.from_numpy(cells), device), upload_tensor(torch.from_numpy(values), device))
 
 
 @dataclass(slots=True)
@@ -60,13 +70,14 @@ class SlotState:
     penalised: bool
     num_tokens: int
     """Prompt and emitted tokens at the last `admit`, plus those since while `penalised`."""
-    biased: bool
+    bias: Entries
+    masked: Entries
     masked_steps: int
-    """Tokens still to emit before eos and stop ids are allowed."""
+    """Tokens still to emit before eos and stop ids (`masked`) are allowed."""
 
     @property
     def edited(self) -> bool:
-        return self.penalised or self.biased or self.masked_steps > 0
+        return self.penalised or len(self.bias[0]) > 0 or self.masked_steps > 0
 
     @property
     def special(self) -> bool:
@@ -95,6 +106,8 @@ class BatchLayout:
     """The work matrix starts with the edited greedy rows; the others are drawn."""
     num_edited: int
     """Its first rows are edited: greedy ones, then random ones."""
+    bias: Edits | None
+    mask: Edits | None
     penalised: Tensor | None
     """Work rows with penalties."""
     penalised_slots: list[int]

@@ -212,6 +212,40 @@ def test_min_tokens_leaves_eos_alone_for_a_request_that_ignores_it() -> None:
     assert run(sampler, [0], rows) == [EOS[0]]
 
 
+def num_kept(sampler: Sampler) -> int:
+    """Numbers on the device, however they are held, but for those of penalties."""
+    found, seen = [sampler], set()
+    total = 0
+    while found:
+        value = found.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            total += value.numel()
+        elif type(value).__module__.startswith("chitu.engine.sampl"):
+            names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+            found += [getattr(value, name) for name in names] + list(getattr(value, "__dict__", {}).values())
+    return total
+
+
+def test_the_longest_list_costs_only_while_its_request_runs() -> None:
+    one = msgspec.structs.replace(GREEDY, logit_bias={7: 1.0}, stop_token_ids=(3,), min_tokens=9)
+    all_tokens = msgspec.structs.replace(
+        GREEDY, logit_bias={t: 1.0 for t in range(VOCAB)}, stop_token_ids=tuple(range(VOCAB)), min_tokens=9
+    )
+    costs = []
+    sampler = Sampler(8, VOCAB, CPU, EOS)
+    for params in (one, all_tokens, one):
+        sampler.admit(0, ids([1]), 1, params)
+        for slot in (1, 2, 3):
+            sampler.admit(slot, ids([1]), 1, one)
+        sampler.sample(logits_of(4), [0, 1, 2, 3])
+        costs.append(num_kept(sampler))
+    assert costs[0] == costs[2] < costs[1]
+    assert costs[1] - costs[0] <= 2 * 2 * VOCAB, "of one request, in the batch of four"
+
+
 def test_only_requests_with_penalties_take_memory_for_counts() -> None:
     sampler = Sampler(64, VOCAB, CPU, EOS)
     for slot in range(64):

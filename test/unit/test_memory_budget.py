@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.config.schema import CacheConfig
 from chitu.config.topology import find_instance
@@ -13,9 +14,12 @@ from chitu.engine.memory_budget import (
     DeviceMemory,
     device_pages,
     num_pages_for,
+    reserve_bytes,
     share_of_device,
 )
 from chitu.errors import ConfigError
+from chitu.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from chitu.models.config import read_model_spec
 from chitu.types import Role
 
 CARD = DeviceMemory(total_bytes=80 * GIB, free_bytes=60 * GIB, own_bytes=16 * GIB)
@@ -63,6 +67,14 @@ def test_pages_are_what_weights_and_steps_leave_of_the_share():
     assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6) == (40 - 16 - 2 - 1) * GIB // PAGE
     assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 100) == 100
     assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6, staging_bytes=GIB) == (40 - 16 - 2 - 2) * GIB // PAGE
+
+
+def test_what_a_slot_keeps_is_counted():
+    spec = read_model_spec(TINY_MODEL_DIR, None)
+    few, many = (reserve_bytes(spec, 2, 64, num_slots, 1000) for num_slots in (1, 2))
+    lists = 12 * (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS)
+    token_ids, counts, logits = 1000 * 8, 4 * spec.vocab_size, 4 * spec.vocab_size
+    assert many - few >= lists + token_ids + counts + logits
 
 
 def test_no_room_is_a_sentence_with_the_numbers():
