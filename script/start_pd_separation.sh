@@ -7,7 +7,7 @@
 # The hosts take the places of the topology's (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
 # checkout must be at the same path on every machine; when one machine's processes end, those of the others are ended,
 # and so they are on Ctrl-C. PD_SSH is the ssh command (default: ssh -tt), PYTHON the interpreter. Other options are
-# those of `chitu node`.
+# those of `chitu node`. With --ssh all machines get the cluster key of CHITU_CLUSTER_KEY, of the topology, or a new one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/pd_common.sh"
@@ -37,10 +37,15 @@ command=(env PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$t
 children=() interrupted="" ending="" code=0
 end_all() { ending=1; kill -TERM "${children[@]}" 2>/dev/null || true; }
 trap 'interrupted=1; end_all' TERM INT HUP
+make_key "$topology"
+# The key goes by stdin into a file that only its user reads: neither ssh's command line nor the other side's shows it.
+keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
+    file=$(${PD_SSH:-ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r')
+    [ -n "$file" ] || fail "${machines[index]} did not take the cluster key"
     # ssh ends when it is told to; the terminal that -tt gives the other side then sends SIGHUP to the node's processes.
     ${PD_SSH:-ssh -tt} "${machines[index]}" \
-        "cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
+        "export CHITU_CLUSTER_KEY=\$(cat $(printf %q "$file")); rm -f $(printf %q "$file"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
         </dev/null &
     children+=($!)
 done

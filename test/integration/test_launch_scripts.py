@@ -1,0 +1,63 @@
+"""One launcher for several machines gives them one cluster key, which no command line shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+OWN_KEY = "0123456789-of-the-operator"
+
+
+def executable(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+def run(script: list[str], environment: dict[str, str], key: str | None) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "CHITU_"))}
+    keys = {"CHITU_CLUSTER_KEY": key} if key else {}
+    command = ["bash", *script, "--model", "/models/m"]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**inherited, **environment, **keys}, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("key", [None, OWN_KEY])
+def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str | None) -> None:
+    # Makes the key as the interpreter that it is, and is the node: tells what it was given.
+    python = executable(
+        tmp_path / "python",
+        f'[ "$1" != -c ] || exec {sys.executable} "$@"',
+        f'echo "$CHITU_CLUSTER_KEY $PD_MASTER_ADDR" >>{tmp_path}/nodes',
+        f'tr "\\0" " " </proc/$$/cmdline >>{tmp_path}/commands',
+    )
+    ssh = executable(
+        tmp_path / "ssh", f'echo "$@" >>{tmp_path}/commands', f'unset CHITU_CLUSTER_KEY; TMPDIR={tmp_path} bash -c "$2"'
+    )
+    (tmp_path / "commands").touch()
+    script = ["script/start_pd_separation.sh", "--hosts", "127.0.0.1,127.0.0.2", "--ssh"]
+    run(script, {"PYTHON": python, "PD_SSH": ssh}, key)
+    given = [line.split() for line in (tmp_path / "nodes").read_text().splitlines()]
+    assert [address for _, address in given] == ["127.0.0.1"] * 2
+    (shared,) = {key for key, _ in given}
+    assert shared == key if key else len(shared) == 64
+    commands = (tmp_path / "commands").read_text()
+    assert "--node-index 1" in commands and shared not in commands
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "ssh", "nodes", "commands"}
+
+
+@pytest.mark.parametrize("key", [None, OWN_KEY])
+def test_srun_takes_the_key_along_in_the_environment(tmp_path: Path, key: str | None) -> None:
+    executable(tmp_path / "srun", f'echo "$CHITU_CLUSTER_KEY" >{tmp_path}/key; echo "$@" >{tmp_path}/command')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    run(["script/srun_pd_disagg_1p1d_two_nodes.sh"], {"PATH": path, "PYTHON": sys.executable}, key)
+    shared = (tmp_path / "key").read_text().strip()
+    assert shared == key if key else len(shared) == 64
+    assert shared not in (tmp_path / "command").read_text()
