@@ -15,11 +15,13 @@ import zmq
 from serve_process import ServeProcess, wait_until
 
 from chitu.messages import Leave, coordination_codec
+from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.sockets import bind
 from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"
+KEY = "of this cluster 0123456789"
 START = """
 import sys
 from chitu.launch.node import NodeOptions, run_node
@@ -54,7 +56,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             told = f"touch {tmp_path / 'told'}"
             argv = [sys.executable, "-c", START, str(timeout_s), str(tmp_path / "logs"), told, f"model.path={tmp_path}"]
             process = ServeProcess(
-                [*argv, f"model.served_name={behaviour}", *overrides, *more], {"PYTHONPATH": str(STANDINS)}
+                [*argv, f"model.served_name={behaviour}", *overrides, *more],
+                {"PYTHONPATH": str(STANDINS), "CHITU_CLUSTER_KEY": KEY},
             )
             return stack.enter_context(process)
 
@@ -84,7 +87,7 @@ def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start:
 
 
 def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp_path: Path) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = make_context(derive(KEY))
     coordination, port = bind(context, zmq.ROUTER, "127.0.0.1", 0)
     node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}")
     node.wait_line("Ctrl-C ends it")
