@@ -208,7 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         router_keys = (f"policy={args.policy}", f"workers={args.workers}")
         overrides = (*(f"dp_config.router.{key}" for key in router_keys), "model.served_name=bench")
         with RouterUnderTest(Path(folder), model, overrides) as router:
-            router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3))
+            any_model = ("--vocab-size", str(1 << 20))
+            router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3), *any_model)
             results = uvloop.run(measure(router, "bench", args))
     columns = ("mode", "clients", "req/s", "tok/s", "CPU us/req", "CPU us/tok", "tok/CPU-s", "p50 ms", "p99 ms")
     rows = [
