@@ -27,6 +27,7 @@ setup(
         "msgspec>=0.19",
         "pyyaml>=6",
         "fastapi>=0.115",
+        "uvicorn>=0.34",
         "uvloop>=0.21",
         "httptools>=0.6",
         "rich>=13",

@@ -2,7 +2,7 @@
 # Everything that only a GPU can show: test/gpu, then `chitu bench gpu`, each under a time limit. Needs no network and no
 # installation, only the libraries below (as in `pip download` for this Python, unpacked into one folder on PYTHONPATH):
 #   torch, triton, numpy, safetensors, tokenizers, transformers, and
-#   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvloop,
+#   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvicorn, uvloop,
 #   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, opentelemetry-api (newer FastAPIs import it),
 #   typing-extensions, pytest, pytest-timeout, hypothesis
 #   and, for the rows of their transports, mooncake-transfer-engine-cuda13 and nixl-cu13

@@ -170,7 +170,7 @@ class BootstrapServer:
         return msgspec.json.encode(self.lookup(engine_rank))
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI application; lifespan events are answered too."""
+        """ASGI application (`uvicorn.Config(server.app)`); lifespan events are answered too."""
         if scope["type"] == "lifespan":
             while True:
                 event = await receive()

@@ -30,7 +30,7 @@ def findings(topology: Topology) -> Iterator[Finding]:
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Finding(supported, "python", version if supported else f"{version}: 3.11 to 3.13 is needed", fatal=True)
     yield _torch()
-    for name in ("transformers", "tokenizers", "zmq", "msgspec", "fastapi", "httptools"):
+    for name in ("transformers", "tokenizers", "zmq", "msgspec", "fastapi", "uvicorn"):
         yield _importable(name, name, fatal=name != "transformers")
     yield _importable("triton", "triton", "the kernels of a GPU; without them it computes with torch's operations")
     yield _flashinfer()

@@ -86,7 +86,7 @@ class RouterProcess:
         # Leases and the view's repetition; request time-outs.
         keep_ticking(self._membership.tick, self._api.tick, self._flush_log)
         await self._membership.start()
-        self._http.start()
+        await self._http.start()
 
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}

@@ -17,11 +17,11 @@ import asyncio
 import enum
 import logging
 import socket
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from email.utils import formatdate
+from collections.abc import Awaitable, Callable
 from typing import cast
+
+from uvicorn.server import ServerState
 
 from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, SlowRequest
 from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers
@@ -49,24 +49,19 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.05, 5.0
 class Serving:
     """What the connections of one server share."""
 
-    def __init__(self, app: App, limits: HTTPLimits, headers: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, app: App, limits: HTTPLimits, state: ServerState) -> None:
+        """`state`: uvicorn's connections and tasks, and the headers of every answer, which it renews each second."""
         self.app = app
         self.limits = limits
+        self.state = state
+        self.connections = cast("set[Connection]", state.connections)
         self.bodies = BodyBudget(limits.max_total_body_bytes)
-        self.connections: set[Connection] = set()
         self.late: dict[Connection, None] = {}
         """Those beyond the bound, oldest first."""
-        self.tasks: set[asyncio.Task[None]] = set()
-        self._headers = [(name.encode(), value.encode()) for name, value in headers]
-        self._date_s = 0
 
     def default_headers(self) -> Headers:
         """Of every answer."""
-        now_s = int(time.time())
-        if now_s != self._date_s:
-            self._date_s = now_s
-            self._default_headers = [(b"date", formatdate(now_s, usegmt=True).encode()), *self._headers]
-        return self._default_headers
+        return self.state.default_headers
 
 
 class _Phase(enum.Enum):
@@ -296,7 +291,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, exchange: Exchange) -> None:
         self._running = exchange
-        tasks = self._server.tasks
+        tasks = self._server.state.tasks
         task = self._loop.create_task(self._serve(exchange))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -1,4 +1,7 @@
-"""HTTP on a socket of ours, on a loop of ours: accepting, and what all connections of a server share. Loop thread."""
+"""uvicorn on a socket of ours, on a loop of ours, without its signal handlers, and with a protocol class of ours for
+its connections (`http_connection.py`, docs/adr/0008). uvicorn keeps connections, tasks and the headers of every answer,
+and ends them; accepting is ours, as uvloop takes one connection a turn. Loop thread.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
 
 from chitu.errors import ConfigError
 from chitu.serve.http_connection import App, Connection, Serving
@@ -17,7 +22,6 @@ log = logging.getLogger(__name__)
 CONNECTIONS_PER_TURN = 64
 """Accepted at once; the loop has other work, too."""
 ACCEPT_PAUSE_S = 0.05
-STOP_POLL_S = 0.02
 
 
 def listen(host: str, port: int, key: str) -> socket.socket:
@@ -95,6 +99,14 @@ class Listener:
             self.resume()
 
 
+class _Server(uvicorn.Server):
+    """The process has two servers and drains on its own terms, so neither may take the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class HTTPServer:
     """Serves `app` on `sock` from `start` until `stop`. Without `sock`: only connections that it adopts."""
 
@@ -109,11 +121,32 @@ class HTTPServer:
         self._loop = asyncio.get_running_loop()
         self._listener = Listener(self._loop, sock, self.adopt) if sock is not None else None
         self.port = self._listener.port if self._listener is not None else 0
-        self._serving = Serving(app, within_descriptors(limits or HTTPLimits()), headers)
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",  # a bound method would be taken for ASGI 2
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            headers=list(headers),
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+        self._serving = Serving(app, within_descriptors(limits or HTTPLimits()), self._server.server_state)
         self._adoptions: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """From now on connections are taken."""
+    async def start(self) -> None:
+        """Returns once connections are taken."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[]))
+        while not (self._server.started and self._serving.state.default_headers):
+            if self._task.done():
+                self._task.result()
+                raise ConfigError("the HTTP server ended while it started")
+            await asyncio.sleep(0)
         if self._listener is not None:
             self._listener.resume()
 
@@ -140,14 +173,12 @@ class HTTPServer:
     async def stop(self, timeout_s: float) -> None:
         """Close: idle connections at once, busy ones after their response, all of them after `timeout_s`."""
         self.stop_accepting()
-        serving = self._serving
-        for connection in list(serving.connections):
-            connection.shutdown()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while serving.connections or serving.tasks or self._adoptions:
-                    await asyncio.sleep(STOP_POLL_S)
-        for connection in list(serving.connections):
+        if self._adoptions:
+            await asyncio.wait(self._adoptions, timeout=timeout_s)
+        self._server.config.timeout_graceful_shutdown = max(1, round(timeout_s))
+        self._server.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._task, timeout_s + 0.5)
+        for connection in list(self._serving.connections):
             connection.transport.abort()
-        for task in [*serving.tasks, *self._adoptions]:
-            task.cancel()

@@ -83,7 +83,7 @@ class Membership:
     async def start(self) -> None:
         """Returns once every port takes connections."""
         self.ports.start(self.coordination)
-        self._bootstrap_http.start()
+        await self._bootstrap_http.start()
 
     def port_table(self) -> dict[str, int]:
         return {

@@ -181,7 +181,7 @@ class WorkerProcess:
         """Serve until told to end; then drain and close."""
         self._api.start()
         keep_ticking(self._api.tick, self._report, self._flush_log)
-        self._http.start()
+        await self._http.start()
         self._intake.start()
         settle_memory()
         self._feed.send(WorkerReady(self._api.token_port))

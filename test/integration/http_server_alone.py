@@ -43,7 +43,7 @@ class Echo:
 @asynccontextmanager
 async def serving(app: App, limits: HTTPLimits) -> AsyncIterator[int]:
     server = HTTPServer(app, listen("127.0.0.1", 0, "port"), limits=limits)
-    server.start()
+    await server.start()
     try:
         yield server.port
     finally:
