@@ -66,16 +66,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja before chat_template.json before the one in tokenizer_config.json."""
+    """Templates by name: chat_template.jinja before chat_template.json before the one in tokenizer_config.json.
+
+    ConfigError for one that is not where it must be."""
     templates: dict[str, str] = {}
     inline = tokenizer_config.get("chat_template")
     if isinstance(inline, str):
         templates[DEFAULT] = inline
-    elif isinstance(inline, list):
-        templates |= {entry["name"]: entry["template"] for entry in inline}
     as_json = folder / "chat_template.json"
-    if as_json.is_file():
-        templates[DEFAULT] = json.loads(as_json.read_text(encoding="utf-8"))["chat_template"]
+    try:
+        if isinstance(inline, list):
+            templates |= {str(entry["name"]): str(entry["template"]) for entry in inline}
+        if as_json.is_file():
+            templates[DEFAULT] = str(json.loads(as_json.read_text(encoding="utf-8"))["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.path: {folder} has a chat template without its text: {error!r}") from error
     as_jinja = folder / "chat_template.jinja"
     if as_jinja.is_file():
         templates[DEFAULT] = as_jinja.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from chitu.errors import ConfigError, InvalidRequest
 from chitu.launch.tiny_tokenizer import train_tokenizer
 from chitu.tokenizer import Tokenizer
-from chitu.tokenizer.chat_template import ChatTemplate
+from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.core import DECODED_AT_ONCE
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
 
@@ -288,3 +288,13 @@ def test_loading_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_a_chat_template_without_its_text_is_refused(text, tmp_path):
+    (tmp_path / "chat_template.json").write_text(text)
+    with pytest.raises(ConfigError, match="chat template"):
+        find_templates(tmp_path, {})
+    (tmp_path / "chat_template.json").unlink()
+    with pytest.raises(ConfigError, match="chat template"):
+        find_templates(tmp_path, {"chat_template": [{"name": "default"}]})
