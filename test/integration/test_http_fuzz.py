@@ -369,7 +369,7 @@ def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unh
         if rng.random() < 0.5:
             body = broken_json(rng, entry)
         method = rng.choice(["PUT", "PUT", "PUT", "POST", "GET"])
-        reply = client.exchange(http_request(method, "/route", body, {"authorization": token_of(cluster).encode()}))
+        reply = client.exchange(http_request(method, "/route", body, {"authorization": auth["authorization"].encode()}))
         statuses[reply.status] += 1
         assert reply.status < 500, (reply, body)
         answer = json.loads(reply.body)
