@@ -26,6 +26,7 @@ from chitu.errors import (
     PrefillLost,
     RequestCancelled,
     RequestTimeout,
+    SilentLink,
     TokensLost,
     TransferTimeout,
     from_code,
@@ -136,6 +137,7 @@ class Attempts:
             attempt = self.rooms.get(missed.room)
             if attempt is not None and attempt.first_token_s is None:  # a token needs both halves
                 self.on_failure(attempt, missed.error, key)
+        self._on_silent(key, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have got lost on the way here."""
@@ -228,6 +230,24 @@ class Attempts:
             name = instance_name(full.role, full.engine_rank)
             self.on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
 
+    def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
+        """A D does not hear these P. What waits there goes on elsewhere, where it can; else it stays: they may come to
+        hear each other, and it has its deadlines. No breaker counts it: with others the two may do well. With one token
+        KV may be missing; with two it is there."""
+        name = instance_name(key.role, key.engine_rank)
+        if self._selector.on_silent(key, prefills):
+            peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
+            names = " and ".join(instance_name(i.role, i.engine_rank) for i in peers)
+            log.warning("%s hears %s", name, f"nothing of {names}: no requests for both" if peers else "every P again")
+        if not prefills or not self._selector.has_sound_pair:
+            return
+        for attempt in list(self.rooms.values()):
+            if attempt.decode != key or attempt.prefill is None or attempt.prefill.incarnation not in prefills:
+                continue
+            if attempt.generation.num_emitted <= attempt.num_continued + 1:
+                error = SilentLink(f"{name} hears nothing of P{attempt.prefill.engine_rank}")
+                self._try_again(attempt, Failure(error, frozenset()))
+
     def _dead_by_report(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> InstanceKey | None:
         """Whose death the other half of its pair reports: it saw the process end. Of a loss that the router knew before
         it remembers itself whether that was a death."""
@@ -278,6 +298,8 @@ class Attempts:
             return False
         chosen = {instance_key(instance) for instance in (target.prefill, target.decode) if instance is not None}
         if failure.needs_others and chosen & failure.suspects:
+            return False
+        if isinstance(failure.error, SilentLink) and self._selector.is_cut_off(target):
             return False
         record.note(failure, has_progressed)
         self._dispatcher.cancel(attempt)

@@ -194,6 +194,10 @@ class BootstrapTimeout(ServiceError):
     code = "bootstrap_timeout"
 
 
+class SilentLink(BootstrapTimeout):
+    """P and D live, and D hears nothing of P; same wire code."""
+
+
 class TransferFailed(ServiceError):
     code = "transfer_failed"
 

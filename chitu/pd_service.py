@@ -341,6 +341,7 @@ class PDSchedulerService:
                 # In this order: what the port was empty of has been noted.
                 reads=self._comm.num_reads,
                 requests=self._comm.received.report(),
+                silent=kv.silent_prefills if kv is not None else (),
             )
             try:
                 socket.send(encode(message), zmq.NOBLOCK)

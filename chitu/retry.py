@@ -25,6 +25,7 @@ from chitu.errors import (
     QueueTimeout,
     RequestLost,
     ServiceError,
+    SilentLink,
     TokensLost,
     TransferFailed,
     TransferTimeout,
@@ -38,7 +39,8 @@ BUSY = (Capacity, QueueTimeout, NoInstance)
 FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, Unreachable, Internal)
 """What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took requests or
 tokens of everything that runs there at once: what comes next may well come through."""
-CUTS = (RequestLost, TokensLost)
+CUTS = (RequestLost, TokensLost, SilentLink)
+"""What a broken or silent connection did, and no instance."""
 
 MAX_DEATHS = 2
 """Accidents of this kind under one request: then it is taken for their cause."""

@@ -115,6 +115,11 @@ class DecodeReceiver:
         with self._lock:
             return self._directory.registered()
 
+    def silent_prefills(self) -> tuple[int, ...]:
+        """Incarnations of P that rooms wait for and that do not answer. Any thread."""
+        with self._lock:
+            return self._directory.silent()
+
     # ------------------------------------------------------------------------------------------------------ step thread
 
     def announce(
@@ -167,6 +172,8 @@ class DecodeReceiver:
     def on_frame(self, room: bytes, payload: bytes) -> None:
         try:
             message = peer_codec.decode(payload)
+            with self._lock:
+                self._directory.heard(message.incarnation)
             if isinstance(message, RegisterReply):
                 if room != REGISTRATION_ROOM:
                     raise BadFrame(f"a registration reply in room {room_text(room)}")

@@ -112,6 +112,11 @@ class KVManager:
         """P: engine ranks of the D that it does not write to until a failed write has settled."""
         return self.sender.suspended_ranks if self.sender is not None else ()
 
+    @property
+    def silent_prefills(self) -> tuple[int, ...]:
+        """D: incarnations of P that do not answer it."""
+        return self.receiver.silent_prefills() if self.receiver is not None else ()
+
     def start(self) -> None:
         """Start P's transfer threads, D's verifying thread."""
         if self.sender is not None:

@@ -3,7 +3,9 @@
 Owned by `DecodeReceiver`; every method runs under its lock: `found` from the comm thread (cluster view) and from the
 helper thread that reads the bootstrap server, the rest from the comm thread, `peer` also from the step thread.
 Invariants: of a rank one incarnation is kept, the one in the view, or else the one that was found last; the
-registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation.
+registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation. P answers each
+registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it: who does not
+answer is silent until it is heard again.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
 from chitu.types import REGISTRATION_ROOM
 
+MAX_UNANSWERED = 2
+"""Registrations that a P may owe an answer to, `retry_interval_s` apart, before it counts as silent."""
+
 
 @dataclass(slots=True)
 class PrefillPeer:
@@ -36,6 +41,9 @@ class PrefillPeer:
     refusal: ChituError | None = None
     """P refused our registration; it will not change its mind within this incarnation."""
     repeat_due_s: float = 0.0
+    """It need not be asked before, again or for a sign of life."""
+    unanswered: int = 0
+    """Registrations sent since it was last heard."""
 
 
 class PrefillDirectory:
@@ -83,6 +91,15 @@ class PrefillDirectory:
         """engine_rank -> incarnation of the P that took our registration."""
         return {rank: peer.incarnation for rank, peer in self._peers.items() if peer.is_registered}
 
+    def silent(self) -> tuple[int, ...]:
+        """Incarnations of the P of the cluster that do not answer: nothing passes between us, one way or both."""
+        peers = self._peers.items()
+        return tuple(
+            peer.incarnation
+            for rank, peer in peers
+            if peer.unanswered >= MAX_UNANSWERED and not self._view.is_lost(rank, peer.incarnation)
+        )
+
     # ----------------------------------------------------------------------------------------------------- registration
 
     def found(self, rank: int, incarnation: int, host: str, port: int) -> None:
@@ -106,12 +123,26 @@ class PrefillDirectory:
                 self.found(instance.engine_rank, instance.incarnation, instance.host, instance.control_port)
         for rank, peer in self._peers.items():
             if self._view.is_lost(rank, peer.incarnation):
-                peer.is_registered, peer.repeat_due_s = False, 0.0
+                peer.is_registered, peer.repeat_due_s, peer.unanswered = False, 0.0, 0
 
     def tick(self, now_s: float) -> None:
         for rank, peer in self._peers.items():
-            if peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):
+            is_asked = peer.unanswered or not peer.is_registered
+            if is_asked and peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):
                 self._register(rank, peer)
+
+    def heard(self, incarnation: int) -> None:
+        """A frame of this P came."""
+        for peer in self._peers.values():
+            if peer.incarnation == incarnation:
+                peer.unanswered = 0
+                peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
+
+    def ask(self, rank: int, incarnation: int) -> None:
+        """A room has waited for a sign of this P for `retry_interval_s`: it is to give one, unless it just did."""
+        peer = self.peer(rank, incarnation)
+        if peer is not None and peer.repeat_due_s <= self._clock.monotonic():
+            self._register(rank, peer)
 
     def on_reply(self, message: RegisterReply) -> bool:
         """P took or refused the registration. False: the reply is of or to another incarnation."""
@@ -120,7 +151,6 @@ class PrefillDirectory:
             return False
         if peer.is_registered or peer.refusal is not None:
             return True
-        peer.repeat_due_s = NEVER_S
         if message.code:
             peer.refusal = from_code(message.code, message.message)
             text = "P%d refused this instance: %s"
@@ -131,9 +161,10 @@ class PrefillDirectory:
         return True
 
     def _register(self, rank: int, peer: PrefillPeer) -> None:
-        if peer.is_registered or peer.refusal is not None:
+        if peer.refusal is not None:
             peer.repeat_due_s = NEVER_S
             return
+        peer.unanswered += 1
         peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
         message = msgspec.structs.replace(self.registration, segments=self.grants.of(rank))
         self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, message)

@@ -159,10 +159,14 @@ class ReceiveRooms:
         if is_ending and self._view.is_dead(record.prefill_rank, record.prefill_incarnation):
             self.writer_stopped(room)
         elif record.repeat_due_s <= now_s:
-            if entry.state is ReceiverState.WAITING and not record.has_heard:
-                self._send_repeated(room, record, record.info)
-            elif is_ending:
+            if is_ending:
                 self._send_abort(room, record)
+                return
+            if record.has_heard:
+                record.repeat_due_s = now_s + self._deadlines.retry_interval_s
+            else:
+                self._send_repeated(room, record, record.info)
+            self._directory.ask(record.prefill_rank, record.prefill_incarnation)
 
     def _expire(self, room: bytes) -> None:
         entry = self.table.get(room)

@@ -80,6 +80,8 @@ class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     """Links from which something came since the last heartbeat."""
     reads: int = 0
     """How often, since start, the request port was found empty: where this grows, nothing that came lies unread."""
+    silent: tuple[int, ...] = ()
+    """D: incarnations of the P that do not answer it, though they are in the view: nothing passes between the two."""
 
 
 class RequestFailed(Wire, frozen=True, tag="request_failed"):

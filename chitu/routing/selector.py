@@ -1,7 +1,7 @@
 """`PairSelector`: the instances of the next request, and all that the choice needs to know.
 
 Owned by `PDRequestRouter`, on the loop thread. It keeps the state that policies may not have: the newest view, the
-loads, the prefix index, whose turn it is.
+loads, which pairs are cut off from each other, the prefix index, whose turn it is.
 
 Both halves of a pair advance with every request. After each common period of the two group sizes D's turn shifts by one
 more; so round robin, and the ties of least loaded, reach every pair: with 2P2D also P0-D1 and P1-D0.
@@ -39,6 +39,8 @@ class PairSelector:
         self._random_bits = random_bits
         self._prefixes = PrefixIndex() if prefill is prefix_affinity else None
         self._loads = LoadTable()
+        self._silent: dict[InstanceKey, frozenset[int]] = {}
+        """By D: incarnations of the P that it does not hear."""
         self._requests = first_turn
         self.candidates = Candidates()
         self.on_view(ClusterView(0, 0, ()))
@@ -57,6 +59,7 @@ class PairSelector:
 
     def on_lost(self, key: InstanceKey) -> None:
         self._loads.remove(key)
+        self._silent.pop(key, None)
 
     # -------------------------------------------------------------------------------------------------------- loads
 
@@ -67,13 +70,39 @@ class PairSelector:
     def on_report(self, key: InstanceKey, report: LoadReport) -> None:
         self._loads.report(key, report)
 
+    # ------------------------------------------------------------------------------------------------- links of P and D
+
+    def on_silent(self, decode: InstanceKey, prefills: frozenset[int]) -> bool:
+        """Incarnations of the P that a D does not hear now. True where that is news."""
+        if prefills == self._silent.get(decode, frozenset()):
+            return False
+        self._silent[decode] = prefills
+        if not prefills:
+            del self._silent[decode]
+        return True
+
+    @property
+    def has_sound_pair(self) -> bool:
+        """Some P and D hear each other."""
+        decodes = self._decode.positions
+        return any(not self.is_silent(prefill, decode) for prefill in self._prefill.positions for decode in decodes)
+
+    def is_silent(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
+        """Nothing passes between the two."""
+        return prefill.incarnation in self._silent.get(decode, ())
+
+    def is_cut_off(self, target: Target) -> bool:
+        prefill, decode = target
+        return prefill is not None and self.is_silent(instance_key(prefill), instance_key(decode))
+
     # ------------------------------------------------------------------------------------------------------- choice
 
     def select(self, token_ids: bytes, avoid: Set[InstanceKey] = NOBODY, blocked: Set[InstanceKey] = NOBODY) -> Target:
         """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve.
 
         `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out where others can
-        serve. Where not, those to avoid are tried again rather than those that are blocked.
+        serve. Where not, those to avoid are tried again rather than those that are blocked. Of the rest no pair is
+        taken between whose two nothing passes, unless there is no other.
         """
         candidates = self.candidates
         if not candidates.usable:
@@ -85,6 +114,10 @@ class PairSelector:
         if avoid or blocked:
             group = _without(group, avoid, blocked)
             last = None if last is None else _without(last, avoid, blocked)
+        if self._silent and last is not None:
+            decodes = last.positions
+            cut_off = {p for p in group.positions if all(self.is_silent(p, d) for d in decodes)}
+            group = _without(group, cut_off, NOBODY)
         names = prefix_names(token_ids) if self._prefixes is not None else []
         matches: Mapping[InstanceKey, int] = self._prefixes.match(names) if self._prefixes is not None else {}
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
@@ -93,6 +126,9 @@ class PairSelector:
             self._prefixes.add(names, instance_key(first))
         if last is None:
             return Target(None, first)
+        if self._silent:
+            prefill = instance_key(first)
+            last = _without(last, {d for d in last.positions if self.is_silent(prefill, d)}, NOBODY)
         request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
         return Target(first, last.instances[self._decode_policy(request, last)])
 

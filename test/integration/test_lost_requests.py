@@ -108,3 +108,48 @@ def test_an_instance_that_stands_still_for_less_than_a_lease_has_lost_nothing(cl
     cluster.processes.kill("D0", signal.SIGCONT)
     finish(cluster, "D0 stopped", [])
     assert cluster.processes.logs("router").count("request_lost") == before
+
+
+SILENCE_S = 6.0
+
+
+def served_by(cluster: ChaosCluster, pair: tuple[str, str], since_s: float) -> int:
+    """Requests of that pair that began since then (by the router's clock) and ended well."""
+    ended = [r for r in cluster.snapshot().requests if r.state == "finished" and r.created_at_s >= since_s]
+    return sum((request.prefill, request.decode) == pair for request in ended)
+
+
+def answered_within(cluster: ChaosCluster, seconds: float) -> int:
+    """So many right answers come in that time."""
+    cluster.load.take_answers()
+    threading.Event().wait(seconds)
+    return sum(answer.outcome == "right" for answer in cluster.load.take_answers())
+
+
+def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_on(cluster: ChaosCluster) -> None:
+    """Both live, both hear the router, and both serve with others. The deadline of such a wait is 10 s."""
+    links = ("D0>P0", "P0>D0")
+    for link in links:
+        wait_for(lambda link=link: cluster.wires.connections_of(link) == 1, 5, lambda link=link: f"no {link}")  # type: ignore[misc]
+    before = answered_within(cluster, SILENCE_S)
+    for link in links:
+        cluster.wires.freeze(link)
+    during = answered_within(cluster, SILENCE_S)
+    cluster.load.pause(PATIENCE_S)
+    answers = cluster.load.take_answers()
+    for link in links:
+        cluster.wires.heal(link)
+    moved = cluster.processes.logs("router").count("(bootstrap_timeout: D0 hears nothing of P0)")
+    longest_s = max((answer.ended_s - answer.started_s for answer in answers), default=0.0)
+    print(
+        f"\nP0-D0 silent: {before} answers in {SILENCE_S:g} s before, {during} during, {moved} moved, the last answers "
+        f"took up to {longest_s:.2f} s"
+    )
+    assert {answer.outcome for answer in answers} <= {"right"} and moved
+    assert during > before / 3, "the other three pairs serve as before"
+    wait_for(lambda: not cluster.not_whole(), 10, lambda: str(cluster.not_whole()))
+    healed_s = cluster.snapshot().time_s
+    cluster.load.resume()
+    wait_for(lambda: served_by(cluster, ("P0", "D0"), healed_s) > 0, 10, lambda: "P0-D0 is still left out")
+    cluster.load.pause(PATIENCE_S)
+    assert {answer.outcome for answer in cluster.load.take_answers()} == {"right"}

@@ -28,6 +28,7 @@ from chitu.messages import (
     RequestPortMessage,
     SamplingParams,
     pack_i32,
+    peer_codec,
     scheduler_codec,
     token_codec,
 )
@@ -93,7 +94,15 @@ class RoutedWorld(Cluster):
         """By incarnation."""
         self.readings: dict[int, Reading] = {}
         """By incarnation."""
+        self.silence: set[tuple[int, int]] = set()
+        """Of P and D: (incarnation of the sender, port of the other), between which everything gets lost."""
         super().__init__(num_prefill, num_decode)
+
+    # ------------------------------------------------------------------------------------------ between P and D
+
+    def link(self, host: str, port: int, room: bytes, payload: bytes) -> None:
+        if not self.silence or (peer_codec.decode(payload).incarnation, port) not in self.silence:
+            super().link(host, port, room, payload)
 
     # ------------------------------------------------------------------------------------- as the outbox of the router
 
@@ -134,7 +143,15 @@ class RoutedWorld(Cluster):
             for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
                 self._tell(failed)
         said = reading.received.report()
-        beat = Heartbeat(process.role, process.rank, process.incarnation, LoadReport(), said, reading.reads)
+        beat = Heartbeat(
+            process.role,
+            process.rank,
+            process.incarnation,
+            LoadReport(),
+            said,
+            reading.reads,
+            process.kv.silent_prefills,
+        )
         self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
 
     def take_tokens(self, frame: bytes) -> bool:

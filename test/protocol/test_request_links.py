@@ -155,3 +155,74 @@ def test_ps_word_of_a_failure_may_be_lost_and_is_said_again_with_the_next_heartb
     world.settle_down(3.0)
     world.turns(int(REPEATS * BEAT_S / 0.01))
     assert client.end == "finished" and world.router.metrics().retries == {"transfer_failed": 1}
+
+
+def silence(world: RoutedWorld, prefill: Process, decode: Process, ways: str) -> None:
+    if "to P" in ways:
+        world.silence.add((decode.incarnation, prefill.info.control_port))
+    if "to D" in ways:
+        world.silence.add((prefill.incarnation, decode.info.control_port))
+
+
+HEARD_S = 3 * DEADLINES.retry_interval_s + BEAT_S + 0.1
+"""The announcement, two registrations, and D's heartbeat."""
+
+
+@pytest.mark.parametrize("ways", ["to P and to D", "to P", "to D"])
+def test_a_pair_whose_two_do_not_hear_each_other_is_left_after_the_first_silence_and_taken_again(ways: str) -> None:
+    world = RoutedWorld(2, 2)
+    first = ask(world)
+    prefill, decode = (serving(world, first, role) for role in (Role.PREFILL, Role.DECODE))
+    silence(world, prefill, decode, ways)
+    assert seconds_until_next_attempt(world, first) <= HEARD_S < DEADLINES.transfer_s
+    for _ in range(8):
+        client = ask(world)
+        assert client.generation is not None and client.generation.attempt is not None
+        pair = serving(world, client, Role.PREFILL), serving(world, client, Role.DECODE)
+        assert pair != (prefill, decode)
+        world.turns(30)
+        assert (client.end, attempts(client)) == ("finished", 1)
+    assert world.router is not None and world.router.counters.breaker_openings == {}
+    world.silence.clear()
+    world.turns(100)
+    for _ in range(2):  # each pair has its turn
+        clients = [ask(world) for _ in range(4)]
+        pairs = [(serving(world, c, Role.PREFILL), serving(world, c, Role.DECODE)) for c in clients]
+        world.settle_down(3.0)
+        if (prefill, decode) in pairs:
+            break
+    assert (prefill, decode) in pairs and all(attempts(client) == 1 for client in clients)
+
+
+def test_kv_that_does_not_arrive_behind_the_first_token_moves_too() -> None:
+    world = RoutedWorld(2, 2)
+    client = ask(world, num_tokens=30)
+    prefill, decode = (serving(world, client, role) for role in (Role.PREFILL, Role.DECODE))
+    while not client.tokens:
+        world.turns(1)
+    assert decode.scheduler is not None and attempts(client) == 1
+    silence(world, prefill, decode, "to P and to D")
+    world.settle_down(3.0 + DEADLINES.transfer_s)
+    assert client.end == "finished"
+
+
+def test_the_only_pair_is_not_left_for_its_silence() -> None:
+    world = RoutedWorld(1, 1)
+    client = ask(world)
+    silence(world, world.of(Role.PREFILL)[0], world.of(Role.DECODE)[0], "to P and to D")
+    world.advance(DEADLINES.bootstrap_s * 0.8)
+    assert attempts(client) == 1
+    world.silence.clear()
+    world.settle_down(3.0)
+    assert client.end == "finished" and attempts(client) == 1
+
+
+def test_a_p_that_computes_for_long_is_not_silent() -> None:
+    """It says nothing of its rooms meanwhile, and answers what it is asked."""
+    world = RoutedWorld(2, 2)
+    client = ask(world)
+    serving(world, client, Role.PREFILL).is_slow = True
+    for _ in range(20):
+        world.turns(10)
+        assert all(not process.kv.silent_prefills for process in world.of(Role.DECODE))
+    assert not client.tokens and attempts(client) == 1

@@ -326,7 +326,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         },
     ),
     (
-        Heartbeat(Role.DECODE, 1, 7, LoadReport(), (RequestsReceived(5, 9),), 3),
+        Heartbeat(Role.DECODE, 1, 7, LoadReport(), (RequestsReceived(5, 9),), 3, (8, 6)),
         stats_codec,
         "",
         {
@@ -337,6 +337,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": []},
             "requests": [{"link": 5, "last": 9}],
             "reads": 3,
+            "silent": [8, 6],
         },
     ),
 ]

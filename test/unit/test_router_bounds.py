@@ -1,4 +1,5 @@
-"""What bounds the attempts of a request: deaths under it, cuts without a token, and what fails for another reason."""
+"""What bounds the attempts of a request: deaths under it, cuts without a token, what fails for another reason. And what
+becomes of those on a pair whose two do not hear each other."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from router_world import ONE_TRY, Client, World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, RetryConfig
 from chitu.errors import RequestLost, Unreachable
-from chitu.messages import SamplingParams, TokenBatch
+from chitu.messages import Heartbeat, LoadReport, SamplingParams, TokenBatch
 from chitu.net.http import error_headers
 from chitu.retry import MAX_CUTS, MAX_DEATHS, Failure
 from chitu.types import Role
@@ -218,3 +219,68 @@ def test_breakers_of_who_is_gone_are_not_made_again() -> None:
     present = {(i.role, i.engine_rank) for i in world.instances}
     assert {(key.role, key.engine_rank) for key in breakers._breakers} <= present
     assert "D0" not in world.router.counters.breaker_openings
+
+
+# ------------------------------------------------------------------------------------ a P and a D without a connection
+
+
+def beat(world: World, name: str, *silent: str) -> None:
+    """A heartbeat of this D, which does not hear those P."""
+    decode, incarnations = world.instance(name), tuple(world.instance(p).incarnation for p in silent)
+    world.router.on_heartbeat(
+        Heartbeat(decode.role, decode.engine_rank, decode.incarnation, LoadReport(), silent=incarnations)
+    )
+
+
+def test_a_silent_pair_is_left_out_and_no_instance_for_all_of_it() -> None:
+    world = two_pairs(max_in_flight=99)
+    clients = [world.add_client() for _ in range(12)]
+    on_it = [client for client in clients if world.pair(client.generation) == "P0-D0"]
+    _, started, decoding = on_it
+    world.emit(world.room(started.generation), 1)
+    world.emit(world.room(decoding.generation), 1, 2)
+    beat(world, "D0", "P0")
+    assert [c.generation.num_attempts for c in on_it if c.generation is not None] == [2, 2, 1]
+    pairs = {world.pair(world.add_client().generation) for _ in range(12)}
+    assert pairs == {"P0-D1", "P1-D0", "P1-D1"}
+    assert world.router.counters.breaker_openings == {}
+    assert world.router.counters.retries == {"bootstrap_timeout": 2}
+    beat(world, "D0")
+    assert "P0-D0" in {world.pair(world.add_client().generation) for _ in range(12)}
+
+
+def test_a_p_that_no_d_hears_gets_nothing() -> None:
+    world = two_pairs(max_in_flight=99)
+    beat(world, "D0", "P0")
+    beat(world, "D1", "P0")
+    assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P1-D0", "P1-D1"}
+    world.lose(Role.DECODE, 1)
+    world.join(Role.DECODE, 1)
+    assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P0-D1", "P1-D0", "P1-D1"}
+
+
+def test_what_no_other_pair_can_take_stays_and_is_taken_as_before() -> None:
+    world = two_pairs(max_in_flight=99)
+    clients = [world.add_client() for _ in range(4)]
+    beat(world, "D0", "P0", "P1")
+    assert {world.pair(client.generation) for client in clients} == {"P0-D1", "P1-D1"}
+    before = [world.room(client.generation) for client in clients]
+    beat(world, "D1", "P0", "P1")
+    assert [world.room(client.generation) for client in clients] == before
+    assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P0-D0", "P0-D1", "P1-D0", "P1-D1"}
+    alone = World(Role.PREFILL, Role.DECODE, Role.DECODE)
+    client = alone.add_client()
+    assert alone.pair(client.generation) == "P0-D0"
+    beat(alone, "D0", "P0")
+    assert alone.pair(client.generation) == "P0-D1", "the same P, which another D hears"
+
+
+def test_a_silence_that_comes_and_goes_fails_nobody() -> None:
+    world = two_pairs()
+    client = world.add_client()
+    for _ in range(2 * MAX_CUTS):
+        prefill, decode = world.pair(client.generation).split("-")
+        for name in ("D0", "D1"):
+            beat(world, name, *([prefill] if name == decode else []))
+    assert code(client) == "" and client.generation is not None
+    assert client.generation.num_attempts == MAX_CUTS
