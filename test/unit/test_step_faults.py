@@ -84,8 +84,9 @@ class PoisonedLate(LateExecutor):
 
 
 def has_poison(load: list[tuple[int, int, int]]) -> bool:
-    """By chance."""
-    return any(POISON in prompt_of(i, one[0]) or POISON in continued(i, *one)[3] for i, one in enumerate(load))
+    """By chance: in what is sent, tokens of another instance included, or in what is to come."""
+    asked = [continued(index, *one) for index, one in enumerate(load)]
+    return any(POISON in memoryview(sent).cast("i") or POISON in left for sent, _, _, left in asked)
 
 
 @pytest.mark.parametrize("where", ["admit", "prefill", "decode", "late"])
