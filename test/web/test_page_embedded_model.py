@@ -11,6 +11,7 @@ from conftest import OpenPage
 from playwright.sync_api import Route, expect
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
@@ -20,8 +21,8 @@ KEY = "sk-test-of-the-page"
 
 @pytest.fixture(scope="module")
 def locked_cluster(a_browser_starts: None) -> Iterator[LocalCluster]:
-    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=1000", f"dp_config.router.api_keys=['{KEY}']"]
-    topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, "log.level=WARNING"])
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=1000", "log.level=WARNING"]
+    topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings), (KEY,))
     with LocalCluster(topology, entries=Entries(torchrun=False)) as cluster:
         cluster.wait_ready()
         yield cluster
