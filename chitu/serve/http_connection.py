@@ -276,10 +276,7 @@ class Connection(asyncio.Protocol):
         elif phase is _Phase.LINGER:
             self.transport.abort()
         elif phase is _Phase.BODY and self._reading is not None:
-            self._requests.close()
-            self._reading.break_off(SlowRequest(f"the body was not complete after {seconds:g} s"))
-            if self._running is None:
-                self._end()  # its answer was given before
+            self._refuse(SlowRequest(f"the body was not complete after {seconds:g} s"))
         elif phase is _Phase.HEAD:
             self._refuse(SlowRequest(f"the head was not complete after {seconds:g} s"))
         elif self in self._server.late:
@@ -325,11 +322,17 @@ class Connection(asyncio.Protocol):
         self._rearm()
 
     def _refuse(self, error: ChituError) -> None:
-        """Of what comes nothing is a request; say so, behind the answers to what came before."""
-        self._refusal = error
+        """Nothing more is taken: of the request whose body is read, or, behind the answers to what came before, of what
+        is none."""
         self._requests.close()
-        if self._running is None:
-            self._say_refusal(error)
+        if self._reading is None:
+            self._refusal = error
+            if self._running is None:
+                self._say_refusal(error)
+        else:
+            self._reading.break_off(error)
+            if self._running is None:
+                self._end()  # its answer was given before
 
     def _say_refusal(self, error: ChituError) -> None:
         body = error_body(error)

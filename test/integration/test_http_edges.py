@@ -200,6 +200,19 @@ def test_requests_sent_ahead_are_answered_after_the_end() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("head", [b"transfer-encoding: chunked\r\n\r\nzz\r\n", b"transfer-encoding: gzip\r\n\r\n"])
+def test_a_body_whose_framing_is_wrong_is_refused_at_once(head: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(Echo(), HTTPLimits(body_s=1000)) as port:
+            client = await Client.connect(port)
+            client.send(b"POST / HTTP/1.1\r\nhost: h\r\n" + head)
+            assert await client.status() == 400
+            assert client.code == "invalid_request"
+            assert await client.is_closed()
+
+    run(scenario)
+
+
 def test_a_body_that_ends_too_early_is_refused() -> None:
     async def scenario() -> None:
         async with serving(Echo(), PATIENT) as port:
