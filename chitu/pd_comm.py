@@ -232,9 +232,12 @@ class CommLoop:
             except Capacity as error:
                 logger.warning("message dropped: %s", error)  # it is repeated until it is answered
             except zmq.Again:
-                # Protocol messages are repeated until answered; this peer has not read for 100,000 messages, or it is
-                # the router's coordination port and not there.
-                logger.warning("%s:%d takes no message, one is dropped", host, port)
+                # Protocol messages are repeated until answered: this peer has not read for 100,000 messages. What goes
+                # to the coordination port is not for a router that is not there.
+                if host == "coordination":
+                    logger.info("the router's coordination port is not there: a message to it is dropped")
+                else:
+                    logger.warning("%s:%d takes no message, one is dropped", host, port)
 
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))

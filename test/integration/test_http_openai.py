@@ -326,9 +326,11 @@ def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model:
     with RouterUnderTest(tmp_path, model, (lease,)) as router:
         worker = router.start_worker("P0,D0")
         directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
-        # The fake worker does not register, so this is its entry under a clock that is no newer than its own.
+        # The fake worker does not register, so this is its entry.
         layout = KVLayout("fake", 2, 2, 16, 16, "float32", 512)
-        entry = RouteEntry(Role.PREFILL, 0, "127.0.0.1", 1, 1, 1, layout)
+        snapshot = msgspec.json.decode(httpx.get(f"{router.url}/cluster").content, type=ClusterSnapshot)
+        (incarnation,) = [int(instance.incarnation) for instance in snapshot.instances if instance.name == "P0"]
+        entry = RouteEntry(Role.PREFILL, 0, "127.0.0.1", 1, 1, incarnation, layout)
         assert httpx.put(directory, content=msgspec.json.encode(entry)).status_code == 200
         assert len(httpx.get(directory).json()) == 1
         worker.terminate()

@@ -37,6 +37,8 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
         f'[ "$1" != -c ] || exec {sys.executable} "$@"',
         f'echo "$CHITU_CLUSTER_KEY $PD_MASTER_ADDR" >>{tmp_path}/nodes',
         f'tr "\\0" " " </proc/$$/cmdline >>{tmp_path}/commands',
+        # The first end is everyone's: nobody ends before both were there.
+        f'until [ "$(wc -l <{tmp_path}/nodes)" = 2 ]; do sleep 0.05; done',
     )
     ssh = executable(
         tmp_path / "ssh", f'echo "$@" >>{tmp_path}/commands', f'unset CHITU_CLUSTER_KEY; TMPDIR={tmp_path} bash -c "$2"'

@@ -23,6 +23,9 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "n_group": 4,
     "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 1,
 }
 
 
@@ -154,21 +157,19 @@ def test_experts_come_from_the_best_groups_only():
 
 
 def test_deepseek_settings_are_read_by_their_version():
-    spec = read_expert_spec(DEEPSEEK, "deepseek")
+    spec = read_expert_spec(DEEPSEEK, "DeepseekV3ForCausalLM", "m")
     assert spec is not None
     assert (spec.scoring, spec.group_votes, spec.top_groups, spec.has_choice_bias) == ("sigmoid", 2, 2, True)
     assert spec.layers == {1, 2, 3}
-    older = DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"]}
-    spec = read_expert_spec(older, "deepseek")
+    older = "DeepseekV2ForCausalLM"
+    spec = read_expert_spec(DEEPSEEK | {"topk_method": "greedy"}, older, "m")
     assert spec is not None
     assert (spec.scoring, spec.num_groups, spec.is_normalised, spec.has_choice_bias) == ("softmax", 1, False, False)
-    with pytest.raises(UnsupportedModel, match="norm_topk_prob"):
-        read_expert_spec(older | {"norm_topk_prob": True}, "deepseek")
-    with pytest.raises(UnsupportedModel, match="topk_method 'greedy'"):
-        read_expert_spec(DEEPSEEK | {"topk_method": "greedy"}, "deepseek")
+    with pytest.raises(UnsupportedModel, match="topk_method 'noaux_tc'"):
+        read_expert_spec(DEEPSEEK | {"topk_method": "noaux_tc"}, older, "m")
 
 
 def test_a_choice_that_cannot_be_made_is_refused():
     for changes in ({"n_group": 3}, {"topk_group": 5}, {"num_experts_per_tok": 5}):
         with pytest.raises(ConfigError):
-            read_expert_spec(DEEPSEEK | changes, "deepseek")
+            read_expert_spec(DEEPSEEK | changes, "DeepseekV3ForCausalLM", "m")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from network import Network
+from network import DEVICE, Network
 
 SILENT_S = 1.0
 
@@ -97,5 +97,5 @@ def test_hosts_have_their_own_ports_and_processes_run_there(network: Network) ->
     for name in ("a", "b", "c"):
         with network.inside(name):
             socket.create_server(("0.0.0.0", 4000)).close()
-    process = network.popen("c", ["ip", "-4", "-o", "addr", "show", "net0"], stdout=-1, text=True)
+    process = network.popen("c", ["ip", "-4", "-o", "addr", "show", DEVICE], stdout=-1, text=True)
     assert network.address("c") in process.communicate(timeout=20)[0]

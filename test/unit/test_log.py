@@ -52,8 +52,9 @@ class FullDisk(io.StringIO):
 
 @pytest.mark.parametrize("kind", [LogHandler, DeferredHandler])
 def test_a_line_that_cannot_be_written_is_lost_and_hurts_nobody(
-    kind: type[LogHandler], capsys: pytest.CaptureFixture[str]
+    kind: type[LogHandler], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # a library of another test may have turned it off
     handler = kind(FullDisk())
     handler.handle(record(logging.INFO, "nobody reads this"))
     handler.handle(record(logging.ERROR, "nor this"))
