@@ -161,8 +161,10 @@ class CommLoop:
         join_interval_s: float,
         lease_s: float,
     ) -> None:
-        """Joins, and joins again (by a connection made anew) where no view came for `lease_s`: by then the router may
-        have given this instance up, and its word of it may be lost on a connection that has only this end."""
+        """Joins while the newest view has not this instance. Where no view came for `lease_s` the router may have given
+        it up, and its word of it be lost on a connection that has only this end: then views come by a new one. Their
+        word is waited for: a router that is joined before its first view would lose what it sent ahead of that, as the
+        requests of its predecessor."""
         self._instance = instance
         silence = Silence(join_interval_s)
         poller = zmq.Poller()
@@ -201,7 +203,6 @@ class CommLoop:
         return socket
 
     def _renew_view(self, poller: zmq.Poller) -> None:
-        self._joined = False
         try:
             socket = self._open_view()
         except Capacity as error:  # no descriptor is left; the old one may still come back by itself

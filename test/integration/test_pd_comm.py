@@ -161,14 +161,23 @@ def test_joins_are_not_kept_for_a_router_that_is_not_there(router: Router) -> No
     assert router.thread.is_alive()
 
 
-def test_without_a_view_for_a_lease_it_joins_again_and_hears_the_next_view(router: Router) -> None:
+def test_after_a_lease_without_a_view_it_hears_the_next_one_and_joins_a_new_router_only_behind_its_view(
+    router: Router,
+) -> None:
     router.publish(1, 1)
     while router.coordination.poll(2 * 1000 * JOIN_S):
         router.coordination.recv_multipart()  # those from before
-    assert router.loop.joined
+    port = router.view.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    router.view.close()
+    assert not router.coordination.poll(3 * 1000 * LEASE_S), "what that router sends before its view would be dropped"
+    router.view, _ = bind(router.context, zmq.PUB, "127.0.0.1", int(port))
+    for _ in range(200):
+        router.view.send(encode(ClusterView(2, 1, ())))
+        if router.coordination.poll(50):
+            break
     router.joins(1, returns=True)
-    assert not router.loop.joined
-    router.publish(1, 2)
+    assert router.new_routers == 1
+    router.publish(2, 2)
     assert router.loop.joined
 
 
