@@ -3,11 +3,15 @@
 A slow write ends in nobody's time, so each P stops writing to each D. It goes on when the writes are known to be over:
 TCP tries again after as long as the trouble has lasted, at most, and `HEALED_S` later all serve and no page is kept.
 Nobody is busy with waiting.
+
+The staged case over 40 ms runs by hand alone (CHITU_NETWORK_TESTS=all): on a busy machine no two pairs may be
+suspended at one time.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from pathlib import Path
@@ -47,7 +51,19 @@ def cpu_s(cluster: SilenceCluster, name: str) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
 
 
-@pytest.mark.parametrize(("transfer", "round_trip_s"), [("direct", 0.002), ("staged", 0.04)])
+@pytest.mark.parametrize(
+    ("transfer", "round_trip_s"),
+    [
+        ("direct", 0.002),
+        pytest.param(
+            "staged",
+            0.04,
+            marks=pytest.mark.skipif(
+                os.environ.get("CHITU_NETWORK_TESTS") != "all", reason="by hand alone: CHITU_NETWORK_TESTS=all"
+            ),
+        ),
+    ],
+)
 def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it_is_back(
     tmp_path: Path, transfer: str, round_trip_s: float
 ) -> None:
