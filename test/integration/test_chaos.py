@@ -2,8 +2,9 @@
 
 A real 2P2D serves a steady load whose every answer is checked token by token. For each cell more requests are sent and
 held in the phase, the blow falls when the router shows them there, and then everything must come back by itself: no
-request hung, no wrong token, no page lost, and no failed request where a pair survived. `ALLOWED` says what clients may
-see. The table of all cells is printed at the end.
+request hung, no wrong token, no page lost, and no failed request where a pair survived. All the while the wall clock of
+each process jumps by an hour every two seconds: nothing may rest on it. `ALLOWED` says what clients may see. The table
+of all cells is printed at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 
 import pytest
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster, wait_for
+from wrong_clocks import JUMPING, wrong_clocks
 
 from chitu.bench.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Answer, Ask, count_outcomes
 
@@ -86,7 +88,8 @@ class Arena:
 
     def enter(self) -> ChaosCluster:
         if self._cluster is None:
-            self._cluster = ChaosCluster(self._folder / str(next(self._count))).__enter__()
+            folder = self._folder / str(next(self._count))
+            self._cluster = ChaosCluster(folder, env=wrong_clocks(folder / "clock", JUMPING)).__enter__()
         return self._cluster
 
     def leave(self) -> None:

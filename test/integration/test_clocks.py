@@ -1,37 +1,28 @@
-"""No wall clock decides who is who: processes that start with a clock an hour back serve, and all clocks may jump."""
+"""No wall clock decides who is who: processes that start with a clock an hour back serve.
+
+That all clocks may jump at any time is shown by the chaos matrix (`test_chaos.py`).
+"""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_cluster import PATIENCE_S, Blow, ChaosCluster
-from test_chaos import ALLOWED, RECOVERY_S, Phase, Row, run_cell
+from chaos_cluster import ChaosCluster
+from test_chaos import RECOVERY_S
+from wrong_clocks import wrong_clocks
 
 from chitu.bench.steady_load import RIGHT
 
 pytestmark = pytest.mark.timeout(150)
-SOURCE = Path(__file__).with_name("clock_shim.c")
-CELLS: list[tuple[Blow, str, Phase]] = [
-    ("SIGKILL", "P0", "decoding"),
-    ("SIGKILL", "router", "decoding"),
-]
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which a file `clock` rules the wall clock of what is started."""
-    folder = tmp_path_factory.mktemp("clock")
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None, "these tests need a C compiler"
-    library = folder / "clock.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", str(SOURCE), "-o", str(library), "-ldl"], check=True)
-    (folder / "clock").write_text("0")
-    return {"LD_PRELOAD": str(library), "CLOCK_FILE": str(folder / "clock")}
+    return wrong_clocks(tmp_path_factory.mktemp("clock"))
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +53,3 @@ def test_who_starts_again_with_a_clock_that_went_back_serves(
         cluster.mend("SIGKILL", name)
     cluster.wait_recovered(RECOVERY_S)
     assert {answer.outcome for answer in cluster.load.take_answers()} == {RIGHT}
-
-
-@pytest.mark.parametrize(("blow", "target", "phase"), CELLS)
-def test_clocks_that_jump_by_an_hour_change_nothing(
-    cluster: ChaosCluster, shim: dict[str, str], blow: Blow, target: str, phase: Phase
-) -> None:
-    clock = Path(shim["CLOCK_FILE"])
-    if clock.read_text() != "random":
-        clock.write_text("random")
-        for name in ("router", "P0", "P1", "D0", "D1"):
-            cluster.strike("SIGKILL", name)
-            cluster.mend("SIGKILL", name)
-        cluster.wait_recovered(RECOVERY_S)
-        cluster.load.pause(PATIENCE_S)
-        cluster.load.take_answers()
-    row = Row(blow, target, phase)
-    run_cell(cluster, row)
-    assert set(row.outcomes) <= ALLOWED.get((blow, target), set()) | {RIGHT}, "\n".join(row.details)
-    assert row.outcomes[RIGHT] > 0 and row.leaked == 0
