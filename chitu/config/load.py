@@ -129,6 +129,12 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def device_environment() -> dict[str, str]:
+    """What is set of CUDA_VISIBLE_DEVICES and of Slurm's words on a job and its GPUs (`launch/node_devices.py`)."""
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID")
+    return {name: value for name in names if (value := os.environ.get(name)) is not None}
+
+
 def process_mark() -> str | None:
     """`CHITU_PROCESS`: which tree of a local cluster this process belongs to (`launch/process.py`)."""
     return os.environ.get("CHITU_PROCESS")
