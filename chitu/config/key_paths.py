@@ -93,6 +93,24 @@ def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -
             refuse_unknown_keys(member, plain(kind.item_type), f"{prefix}{index}.")
 
 
+_WORDS = {True: "on", False: "off"}
+
+
+def with_switches(value: Any, kind: inspection.Type | None) -> Any:
+    """Plain YAML data with `on` and `off` as the schema has them. Tools of YAML 1.1 take them for booleans, and write
+    `verify_kv: off` as `false`; people write `off` where a boolean is meant."""
+    if isinstance(kind, inspection.StructType) and isinstance(value, dict):
+        types = field_types(kind)
+        return {key: with_switches(member, types.get(key)) for key, member in value.items()}
+    if isinstance(kind, inspection.VarTupleType) and isinstance(value, list):
+        return [with_switches(member, plain(kind.item_type)) for member in value]
+    if isinstance(kind, inspection.LiteralType) and isinstance(value, bool) and _WORDS[value] in kind.values:
+        return _WORDS[value]
+    if isinstance(kind, inspection.BoolType) and value in ("on", "off"):
+        return value == "on"
+    return value
+
+
 _AT = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>.*)`$", re.DOTALL)
 _NAMES = {
     "int": "an integer",

@@ -27,7 +27,7 @@ from chitu.config.cluster_key import (
     with_api_keys,
     with_cluster_key,
 )
-from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys
+from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys, with_switches
 from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
 from chitu.config.step_sizes import with_step_sizes
@@ -93,6 +93,7 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
 def parse_topology(data: dict[str, Any]) -> Topology:
     """A `Topology` from plain YAML values."""
     refuse_unknown_keys(data, ROOT, "")
+    data = with_switches(data, ROOT)
     try:
         topology = msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:

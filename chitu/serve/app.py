@@ -19,6 +19,8 @@ HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
 
 COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
 """Cold routes that cost about as much here as a hot one."""
+ENDLESS_PATHS = frozenset({"/cluster/events"})
+"""Their answers never end, so there is none without its body."""
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
@@ -46,6 +48,8 @@ class RouterApp:
             self._access.require(scope)
             route = self._hot.get(path)
             if route is None:
+                if scope["method"] == "HEAD" and path not in ENDLESS_PATHS:
+                    scope = {**scope, "method": "GET"}  # of its answer the exchange, which knows, leaves out the body
                 if path in COUNTED_PATHS:
                     self._access.count(scope)
                 await exchange.whole(self._max_body_bytes)

@@ -130,8 +130,7 @@ def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRou
 
         def work(raw: bytes) -> dict[str, Any]:
             body = decode_body(tokenize_decoder, raw)
-            if body.model is not None:
-                model.require_name(body.model)
+            model.require_name(body.model)
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
             if body.prompt is not None:
@@ -152,8 +151,7 @@ def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRou
 
         def work(raw: bytes) -> dict[str, Any]:
             body = decode_body(detokenize_decoder, raw)
-            if body.model is not None:
-                model.require_name(body.model)
+            model.require_name(body.model)
             for token in body.tokens:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")

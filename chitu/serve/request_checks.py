@@ -135,6 +135,10 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
 
 
+ROLES = {"developer": "system"}
+"""OpenAI's newer name of the role, and the one that chat templates know."""
+
+
 def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
     """Messages as the chat template takes them. InvalidRequest for what is not text."""
     if not given:
@@ -156,5 +160,5 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
                         f"{where}.content[{j}]",
                     )
             content = "".join(part.text or "" for part in content)
-        messages.append({"role": message.role, "content": content})
+        messages.append({"role": ROLES.get(message.role, message.role), "content": content})
     return messages

@@ -47,10 +47,8 @@ class ServedModel:
         return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
 
     def require_name(self, name: str | None) -> None:
-        """ModelNotFound for a name that is neither the served one nor the path; InvalidRequest for none."""
-        if name is None:
-            raise InvalidRequest("model is required", "model")
-        if name != self.name and name != self.path:
+        """ModelNotFound for a name that is neither the served one nor the path; None is the one model that there is."""
+        if name is not None and name != self.name and name != self.path:
             raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:

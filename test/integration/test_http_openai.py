@@ -178,6 +178,30 @@ def test_other_errors(router: RouterUnderTest) -> None:
     assert httpx.post(url + "/detokenize", json={"tokens": ids}).json()["prompt"].endswith(PROMPT)
 
 
+def test_a_request_needs_no_model_and_developers_speak_as_the_system(router: RouterUnderTest) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+    ):
+        reply = httpx.post(router.url + path, json=body)
+        assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
+    counted = [
+        httpx.post(router.url + "/tokenize", json={"messages": [{"role": role, "content": "Be brief."}]}).json()
+        for role in ("system", "developer", "user")
+    ]
+    assert counted[0]["tokens"] == counted[1]["tokens"] != counted[2]["tokens"]
+
+
+def test_head_is_get_without_its_body(router: RouterUnderTest) -> None:
+    for path in ("/health", "/livez", "/v1/models", "/metrics", "/", "/cluster", "/web/style.css", "/v1/models/no"):
+        got, head = httpx.get(router.url + path), httpx.head(router.url + path)
+        assert (head.status_code, head.content) == (got.status_code, b""), path
+        assert head.headers["content-type"] == got.headers["content-type"]
+        assert "content-length" in head.headers
+    for path in ("/cluster/events", "/tokenize", "/v1/completions"):
+        assert httpx.head(router.url + path).status_code == 405
+
+
 def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) -> None:
     with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("U0", "--step-s", "0.05")

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,20 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
     assert router.pd_disaggregation.deadlines.queue_s == 5.0
     assert router.unified_schedulers[0].port == 7
     assert topology.scheduler.threads is None
+
+
+def test_on_and_off_are_booleans_and_words_whatever_wrote_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "written_by_a_tool.yaml"
+    router = {"pd_disaggregation": {"verify_kv": False}, "retry": {"continue_streams": "off"}}
+    file.write_text(yaml.safe_dump({"scheduler": {"overlap": True}, "dp_config": {"router": router}}))
+    topology = load_topology(str(file))
+    assert topology.dp_config.router.pd_disaggregation.verify_kv == "off"
+    assert topology.scheduler.overlap == "on"
+    assert topology.dp_config.router.retry.continue_streams is False
+    assert load_topology(str(file), ["scheduler.overlap=false"]).scheduler.overlap == "off"
+    # There is no `on` among its words, and `off` is a name like any other where names are wanted.
+    assert "not True" in message_of("dp_config.router.pd_disaggregation.verify_kv=true")
+    assert "ib_device must be a text" in message_of("dp_config.router.pd_disaggregation.ib_device=true")
 
 
 @pytest.mark.parametrize(
