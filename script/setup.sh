@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that chitu needs to run and to be tested. Idempotent; a second run takes a second.
-# Wants Python 3.11 to 3.13 and pip's package index. See the README for what each extra brings.
+# Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm, NIXL).
+# Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
+# Wants Python 3.11 to 3.13 and pip's package index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
+
+level=run
+case "$*" in
+    '') ;;
+    --dev) level=dev ;;
+    *) fail "unknown argument $*: there is only --dev" ;;
+esac
 
 # ------------------------------------------------------------------------------------------------------------- python
 python_ok() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
@@ -109,17 +117,21 @@ else
     python=$(find_python)
 fi
 install_libraries "$python"
-install_browser
-install_slurm
-
-inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
-stamp=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
-if [ "$python" = .venv/bin/python ] && [ "$(cat .venv/chitu-setup.stamp 2>/dev/null)" = "$stamp" ]; then
-    say ".venv is up to date"
-    exit 0
+if [ $level = dev ]; then
+    install_browser
+    install_slurm
 fi
 
-if [ "$python" != .venv/bin/python ]; then
+inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
+hash=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
+read -r old_hash old_level 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" old_level=""
+if [ "$python" = .venv/bin/python ]; then
+    [ "$old_level" != dev ] || level=dev # what is there stays
+    if [ "$old_hash $old_level" = "$hash $level" ]; then
+        say ".venv is up to date"
+        exit 0
+    fi
+else
     options=()
     if has_cuda_torch "$python"; then
         options=(--system-site-packages)
@@ -128,26 +140,39 @@ if [ "$python" != .venv/bin/python ]; then
     say "making .venv with $("$python" --version 2>&1)"
     "$python" -m venv --clear "${options[@]}" .venv
 fi
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+
+exec 3>&2
+pip_install() { # with pip's bars on a terminal, elsewhere a line for each download
+    local pip=(.venv/bin/python -m pip --disable-pip-version-check install)
+    if [ -t 3 ]; then
+        "${pip[@]}" "$@" >&3
+    else
+        "${pip[@]}" "$@" | sed -un 's/^ *\(Downloading\|Processing\) /setup:   \1 /p' >&3
+    fi
+}
 
 if has_cuda_torch .venv/bin/python || command -v nvidia-smi >/dev/null; then
     constraints=requirements/constraints.txt
 else
     constraints=requirements/constraints-cpu.txt
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-        say "installing torch for the CPU (some 200 MB)"
-        # The build without CUDA where the index has one; the plain one works too, it is only much larger.
-        "${pip[@]}" 'torch==2.13.0+cpu' 2>/dev/null || "${pip[@]}" 'torch==2.13.0'
+        say "installing torch for the CPU (some 200 MB to download)"
+        # The build without CUDA, of the index at hand or of torch's own; the plain one works too, and is gigabytes.
+        pip_install 'torch==2.13.0+cpu' 2>/dev/null ||
+            pip_install --retries 0 --index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0' 2>/dev/null ||
+            pip_install 'torch==2.13.0'
     fi
 fi
 
 case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null || true)" in
-    12.*) extras=dev,nixl-cuda12 mooncake=mooncake-cuda12 ;;
-    13.*) extras=dev,nixl mooncake=mooncake-cuda13 ;;
-    *) extras=dev,nixl mooncake=mooncake ;; # NIXL's wheel runs without a GPU, too
+    12.*) nixl=nixl-cuda12 mooncake=mooncake-cuda12 ;;
+    13.*) nixl=nixl mooncake=mooncake-cuda13 ;;
+    *) nixl=nixl mooncake=mooncake ;; # NIXL's wheel runs without a GPU, too
 esac
-[ -n "$(missing_packages .venv/bin/python)" ] || extras+=,$mooncake
-say "installing chitu[$extras]"
-"${pip[@]}" --constraint "$constraints" --editable ".[$extras]"
-echo "$stamp" >.venv/chitu-setup.stamp
+extras=""
+[ $level = run ] || extras=dev,$nixl
+[ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
+say "installing chitu${extras:+ with $extras}"
+pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}"
+echo "$hash $level" >.venv/chitu-setup.stamp
 say "done: .venv/bin/chitu"

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     if absent := missing():
-        text = f"no Slurm here, missing: {', '.join(absent)} (script/setup.sh installs the packages where it can)"
+        text = f"no Slurm here, missing: {', '.join(absent)} (script/setup.sh --dev installs the packages where it can)"
         if os.environ.get("CI") == "true":
             pytest.fail(text)
         pytest.skip(text)

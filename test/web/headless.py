@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Error as PlaywrightError
 
 NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
-"""Also in script/setup.sh, which installs the first one."""
+"""Also in script/setup.sh --dev, which installs the first one."""
 FLAGS = (
     "--disable-gpu",
     "--disable-quic",
@@ -53,4 +53,6 @@ def headless_browser() -> Iterator[Browser]:
             finally:
                 browser.close()
             return
-        raise NoBrowser("no Chromium starts here; script/setup.sh says how to get one. Tried " + "; ".join(failures))
+        raise NoBrowser(
+            "no Chromium starts here; script/setup.sh --dev says how to get one. Tried " + "; ".join(failures)
+        )
