@@ -1,11 +1,22 @@
-"""Package metadata and dependencies; every tool's settings are in pyproject.toml."""
+"""Package metadata and dependencies; every tool's settings are in pyproject.toml.
+
+The distribution is `chitu-pd`, since the package index has another project called `chitu`. What is imported, and the
+command, are `chitu`.
+"""
+
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
+ROOT = Path(__file__).parent
+
 setup(
-    name="chitu",
-    version="0.1.0",
+    name="chitu-pd",
+    version=re.findall(r'__version__ = "(.+)"', (ROOT / "chitu/__init__.py").read_text())[0],
     description="Prefill/decode disaggregated LLM serving",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["chitu", "chitu.*"]),
@@ -59,6 +70,7 @@ setup(
             "schemathesis>=4",
             "triton>=3.5; platform_system == 'Linux'",
             "pillow>=11",
+            "setuptools>=70.1",
         ],
     },
     entry_points={"console_scripts": ["chitu=chitu.cli:main"]},

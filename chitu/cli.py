@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import os
 import re
 import runpy
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from chitu import __version__
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, packaged_topologies, pd_master_addr
 from chitu.errors import ChituError, ConfigError
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
-    parser.add_argument("--version", action="version", version=f"chitu {importlib.metadata.version('chitu')}")
+    parser.add_argument("--version", action="version", version=f"chitu {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")

@@ -31,12 +31,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 class ServeProcess:
     """`argv` runs with a mark in its environment that every descendant inherits."""
 
-    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self._queue: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
             argv,
+            cwd=cwd,
             env={**os.environ, **(env or {}), MARK: self.mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

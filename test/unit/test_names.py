@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,13 @@ def test_a_fixed_name_is_there(module: str, name: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_fixed_key_is_there(key: str) -> None:
     assert key in set(known_keys())
+
+
+def test_no_text_installs_the_package_index_s_other_project_called_chitu() -> None:
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("script/*.sh"), *ROOT.glob("chitu/**/*.py")]
+    told = re.compile(r"\bchitu(-pd)?\[[a-z]|install +(-\S+ +)*['\"]?chitu\b")
+    found = [f"{path}: {hit[0]}" for path in texts for hit in told.finditer(path.read_text(encoding="utf-8"))]
+    assert found == []
 
 
 @pytest.mark.parametrize(("constant", "text"), ANCHORS, ids=[constant for constant, _ in ANCHORS])

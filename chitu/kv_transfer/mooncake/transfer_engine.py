@@ -172,8 +172,8 @@ class MooncakeTransport:
         if not is_host and not self._has_cuda:
             self._is_host_only = True
             raise TransferFailed(
-                "mooncake: this build has no CUDA and cannot send GPU memory: install chitu[mooncake-cuda12] or"
-                " chitu[mooncake-cuda13], or stage in host memory (transfer auto or staged, mooncake_protocol tcp)"
+                "mooncake: this build has no CUDA and cannot send GPU memory: install the extra mooncake-cuda12 or"
+                " mooncake-cuda13, or stage in host memory (transfer auto or staged, mooncake_protocol tcp)"
             )
         code = self._engine.batch_register_memory([base], [nbytes])
         if code != 0:
@@ -356,8 +356,9 @@ def _import_engine() -> Any:
         return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:
         raise MissingDependency(
-            f"the Mooncake Transfer Engine cannot be imported ({error}): install chitu[mooncake] (with CUDA:"
-            " chitu[mooncake-cuda12] or chitu[mooncake-cuda13]) and the Debian packages libibverbs1 libnuma1 libcurl4"
+            f"the Mooncake Transfer Engine cannot be imported ({error}): install the extra mooncake (with CUDA:"
+            " mooncake-cuda12 or mooncake-cuda13; pip install -e '.[mooncake]' in chitu's folder) and the Debian"
+            " packages libibverbs1 libnuma1 libcurl4"
         ) from error
 
 

@@ -304,4 +304,7 @@ def _import_nixl() -> Any:
         library.propagate = True
         library.setLevel(logging.WARNING)
         return module
-    raise MissingDependency(f"NIXL cannot be imported ({'; '.join(reasons)}): install chitu[nixl]")
+    raise MissingDependency(
+        f"NIXL cannot be imported ({'; '.join(reasons)}): install the extra nixl "
+        "(with CUDA 12: nixl-cuda12; pip install -e '.[nixl]' in chitu's folder)"
+    )
