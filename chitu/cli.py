@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")
     _add_topology(command)
     command.add_argument("--port", type=int, help="HTTP port, over dp_config.router.port (0: any free one)")
+    command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all of the machine's)")
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
     command.add_argument("--no-restart", action="store_true", help="do not start a process again that died")
     command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
@@ -162,6 +163,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from chitu.launch.smoke import first_completion
 
     name, overrides = _split(arguments)
+    if arguments.host is not None:
+        overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
     options = ServeOptions(port=arguments.port, log_dir=arguments.log_dir, restart=not arguments.no_restart)
 
     def on_ready(cluster: LocalCluster) -> bool:

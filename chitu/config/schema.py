@@ -198,6 +198,8 @@ DecodePolicyName = Literal["round_robin", "least_loaded", "power_of_two"]
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
+    http_host: str | None = None
+    """Address at which the HTTP API listens, and nothing else: `0.0.0.0` for all of the machine's. Unset: `host`."""
     port: Port = 21003
     stats_port: Port = 29600
     token_port: Port = 29700

@@ -2,7 +2,7 @@
 
 Pure: values in, values out (the only look outside is whether the model folder exists). Called by `chitu serve`,
 `chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all;
-`warn_of_faults` and `warn_without_key` log.
+`warn_of_faults`, `warn_without_key` and `warn_of_open_api` log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
+from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
 """Host names that the multi-node files carry until someone puts real ones in (RFC 2606 keeps them unresolvable)."""
+
+ALL_ADDRESSES = ("0.0.0.0", "::")
+"""To listen on; nobody can be reached there."""
 
 SECTIONS = {
     Role.PREFILL: "prefill_schedulers",
@@ -94,11 +97,12 @@ def instances_on(topology: Topology, host: str) -> list[Instance]:
 
 
 def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
-    """The same cluster with every process on `host`: what `chitu serve` starts. Loopback addresses stay as they are."""
+    """The same cluster with every process on `host`: what `chitu serve` starts. Loopback addresses stay as they are,
+    and so does what is wrong."""
     router = topology.dp_config.router
 
     def there(old: str) -> str:
-        return old if is_loopback(old) else host
+        return old if is_loopback(old) or old in ALL_ADDRESSES else host
 
     moved = {
         section: tuple(msgspec.structs.replace(config, host=there(config.host)) for config in getattr(router, section))
@@ -106,6 +110,17 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
     }
     router = msgspec.structs.replace(router, host=there(router.host), **moved)
     return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+
+
+def listening_host(router: RouterConfig) -> str:
+    """Address at which the HTTP API listens."""
+    return router.host if router.http_host is None else router.http_host
+
+
+def api_host(router: RouterConfig) -> str:
+    """Address at which the processes of the cluster reach the HTTP API."""
+    host = listening_host(router)
+    return router.host if host in ALL_ADDRESSES else host
 
 
 def router_ports(router: RouterConfig) -> dict[str, int]:
@@ -146,6 +161,24 @@ def warn_without_key(topology: Topology) -> None:
             "and write into its KV cache; set %s (docs/operations.md, Security)",
             *(len(hosts), ", ".join(hosts), ENVIRONMENT_KEY),
         )
+
+
+def open_api(topology: Topology) -> str | None:
+    """A sentence where other machines can reach the API and it asks for no key."""
+    router = topology.dp_config.router
+    host = listening_host(router)
+    if router.api_keys or is_loopback(host):
+        return None
+    return (
+        f"NO API KEY: the API listens on {host}, and whoever reaches it can use the model; set {API_KEYS} "
+        "(docs/operations.md, Security)"
+    )
+
+
+def warn_of_open_api(topology: Topology) -> None:
+    """For the router's log."""
+    if warning := open_api(topology):
+        logger.warning("%s", warning)
 
 
 def check(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> None:
@@ -225,13 +258,18 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             yield f"{key} is still the placeholder {host!r}: give the address of the machine"
         elif not host:
             yield f"{key} is empty: give the address of the machine"
-        elif host in ("0.0.0.0", "::"):
-            yield f"{key} is {host}, which is no address that others can reach: give the machine's own"
+        elif host in ALL_ADDRESSES:
+            yield (
+                f"{key} is {host}, which is no address that others can reach: give the machine's own (to have the API "
+                f"alone listen there: dp_config.router.http_host={host})"
+            )
         elif len(hosts) > 1 and is_loopback(host):
             yield (
                 f"{key} is the loopback address {host}, but the topology has {len(hosts)} hosts "
                 f"({', '.join(hosts)}): give an address that the others can reach"
             )
+    if router.http_host == "":
+        yield "dp_config.router.http_host is empty: give an address of the router's machine, 0.0.0.0 for all of them"
     if master_addr and len(hosts) > 1 and is_loopback(master_addr):
         yield (
             f"PD_MASTER_ADDR is the loopback address {master_addr}, but the topology has {len(hosts)} hosts: "

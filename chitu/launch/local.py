@@ -33,7 +33,7 @@ import msgspec
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, check, instances, on_one_host
+from chitu.config.topology import Instance, api_host, check, instances, on_one_host
 from chitu.errors import ConfigError
 from chitu.launch.health import Health, ask_health
 from chitu.launch.log_files import make_log_dir, open_private
@@ -68,7 +68,7 @@ class LocalCluster:
         for problem in launch_problems(topology):
             raise ConfigError(problem)
         self.topology = topology = with_own_key(topology)
-        self.host = topology.dp_config.router.host
+        self.host = api_host(topology.dp_config.router)
         self.ports: dict[str, int] = {}
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
         self._entries = entries or Entries()

@@ -21,7 +21,7 @@ from itertools import chain
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
-from chitu.config.topology import check, host_names, instances
+from chitu.config.topology import api_host, check, host_names, instances, open_api
 from chitu.errors import ConfigError
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
@@ -110,7 +110,7 @@ class Node:
     @property
     def url(self) -> str:
         router = self.topology.dp_config.router
-        return f"http://{router.host}:{router.port}"
+        return f"http://{api_host(router)}:{router.port}"
 
     def start(self) -> None:
         """Everything at once: instances try to join until the router is there."""
@@ -130,7 +130,7 @@ class Node:
             f"{member.name} is {member.progress.state}" for member in local.values() if member.progress.state != "ready"
         ]
         router = self.topology.dp_config.router
-        health = ask_health(router.host, router.port)
+        health = ask_health(api_host(router), router.port)
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
         # Of this node's instances those that it started, and none from before; of other nodes any one counts.
@@ -200,6 +200,8 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         display.say(f"node {options.index} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+        if node.has_router and (warning := open_api(node.topology)):
+            display.say(warning)
         node.start()
         end_s = time.monotonic() + options.ready_timeout_s
         while not stop.is_set() and (words := node.missing()):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, instances, router_ports
+from chitu.config.topology import host_names, instances, listening_host, router_ports
 from chitu.launch.nodes import specs_on
 from chitu.launch.plan import ROUTER, ProcessSpec
 
@@ -33,7 +33,8 @@ def _ports(topology: Topology) -> Iterator[str]:
     yield "ports (0: picked by the OS at start)"
     router = topology.dp_config.router
     for key, port in router_ports(router).items():
-        yield f"  {router.host:20} {port:6}  {key}"
+        host = listening_host(router) if key == "dp_config.router.port" else router.host
+        yield f"  {host:20} {port:6}  {key}"
     for instance in instances(topology):
         yield f"  {instance.config.host:20} {instance.config.port:6}  {instance.key}.port"
 

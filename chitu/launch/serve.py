@@ -18,7 +18,7 @@ import msgspec
 
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, is_loopback
+from chitu.config.topology import host_names, on_one_host, open_api
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
@@ -41,7 +41,8 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
     previous = _stop_on_signals(stop)
     display = make_display()
     try:
-        if moved := [host for host in host_names(topology) if not is_loopback(host)]:
+        here = host_names(on_one_host(topology))
+        if moved := [host for host in host_names(topology) if host not in here]:
             display.say(f"all processes are started on this machine, not on {', '.join(moved)}")
         if not topology.model.path:
             topology = _with_default_model(topology, display.say)
@@ -54,6 +55,8 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             entries=options.entries,
         )
         display.say(f"logs: {cluster.log_dir}")
+        if warning := open_api(cluster.topology):
+            display.say(warning)
         try:
             cluster.start()
             while not stop.is_set() and not cluster.ready():

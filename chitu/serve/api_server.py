@@ -26,7 +26,7 @@ from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import warn_of_faults, warn_without_key
+from chitu.config.topology import listening_host, warn_of_faults, warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
@@ -76,7 +76,7 @@ class RouterProcess:
             return OwnCluster(router, self._membership)
 
         self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
-        listener = listen(config.host, config.port, "dp_config.router.port")
+        listener = listen(listening_host(config), config.port, "dp_config.router.port")
         limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
         self._http = HTTPServer(self._api.app, listener, limits=limits)
         self._ending = Ending()
@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         handler = setup_logging("router", topology.log.level, deferred=True)
         warn_of_faults(topology)
         warn_without_key(topology)
+        warn_of_open_api(topology)
         uvloop.run(_serve(topology, args.ready_file, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
+from chitu.config.topology import listening_host
 from chitu.errors import ChituError
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, Wire
 from chitu.metrics import RouterMetrics, add_up
@@ -91,7 +92,7 @@ class Coordinator:
         context = make_context(secrets)
         self._membership = Membership(config, context, RealClock(), _ToAll(self._broadcast), secrets)
         self._gate = ConnectionGate(
-            asyncio.get_running_loop(), listen(config.host, config.port, "dp_config.router.port")
+            asyncio.get_running_loop(), listen(listening_host(config), config.port, "dp_config.router.port")
         )
         events = PoolEvents(self._greeting, self._on_incarnations, self._on_message, self._on_ended)
         self._pool = WorkerPool(topology, created_s, self._gate, events)

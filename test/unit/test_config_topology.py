@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from chitu.config.cluster_key import with_cluster_key
+from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.load import load_topology, packaged_topologies
 from chitu.config.schema import Topology
 from chitu.config.topology import (
+    api_host,
     check,
     find_instance,
     host_names,
     instances,
+    listening_host,
     on_one_host,
+    open_api,
     problems,
     threads_of,
     warn_without_key,
@@ -207,6 +210,34 @@ def test_threads_are_shared_by_the_instances_of_a_host() -> None:
         "dp_config.router.decode_schedulers.2.threads=7", "dp_config.router.decode_schedulers.2.tp_size=2"
     )
     assert threads_of(ranks, instances(ranks)[4], cores=9) == 3, "each rank's part"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "listens", "asked", "warns"),
+    [
+        ([], "127.0.0.1", "127.0.0.1", False),
+        (["dp_config.router.http_host=0.0.0.0"], "0.0.0.0", "127.0.0.1", True),
+        (["dp_config.router.http_host='::'"], "::", "127.0.0.1", True),
+        (["dp_config.router.http_host=10.0.0.7"], "10.0.0.7", "10.0.0.7", True),
+        (["dp_config.router.http_host=127.0.0.2"], "127.0.0.2", "127.0.0.2", False),
+    ],
+)
+def test_the_api_alone_can_listen_elsewhere_and_without_keys_that_is_warned_of(
+    overrides: list[str], listens: str, asked: str, warns: bool
+) -> None:
+    topology = load_topology(None, overrides)
+    assert found(topology) == []
+    router = topology.dp_config.router
+    assert (router.host, listening_host(router), api_host(router)) == ("127.0.0.1", listens, asked)
+    assert (open_api(topology) is not None) == warns
+    assert open_api(with_api_keys(topology, ("a-key",))) is None
+
+
+def test_all_addresses_are_no_address_of_a_host_and_on_one_host_too() -> None:
+    first = found(on_one_host(load_topology(None, ["dp_config.router.host=0.0.0.0"])))[0]
+    assert "dp_config.router.http_host=0.0.0.0" in first
+    (only,) = found(load_topology(None, ["dp_config.router.http_host=''"]))
+    assert "http_host is empty" in only
 
 
 def test_several_hosts_without_a_key_are_warned_of_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
