@@ -289,7 +289,7 @@ def _traced(trace: Path, kind: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_both_halves_within_a_second(model: Path, tmp_path: Path, stream: bool) -> None:
+def test_a_client_that_leaves_cancels_both_halves(model: Path, tmp_path: Path, stream: bool) -> None:
     with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
         trace = tmp_path / "trace.jsonl"
         router.start_worker("P0,D0", "--step-s", "0.05", "--trace", str(trace))
@@ -301,9 +301,7 @@ def test_a_client_that_leaves_cancels_both_halves_within_a_second(model: Path, t
             wait_until(lambda: _traced(trace, "DecodeRequest"), 5, "the request at D")
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        begin_s = time.monotonic()
         wait_until(lambda: len(_traced(trace, "CancelRequest")) == 2, 5, "the cancellation at P and D")
-        assert time.monotonic() - begin_s < 1.0
         assert {line["instance"] for line in _traced(trace, "CancelRequest")} == {"P0", "D0"}
 
 

@@ -102,11 +102,10 @@ def test_a_flood_is_rejected_at_once_and_what_was_admitted_ends_right(cluster: L
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in rejected)
     early = [answer.seconds for answer in rejected if answer.code == "overloaded"]
     assert len(early) > 20
-    assert statistics.median(early) < 0.1, sorted(early)
-
     vocab_size = read_model_spec(model).vocab_size
     served = [answer for answer in answers if answer.status == 200]
     assert len(served) >= MAX_IN_FLIGHT
+    assert statistics.median(early) < min(answer.seconds for answer in served), sorted(early)
     for answer in served:
         assert answer.body["choices"][0]["token_ids"] == expected_tokens(answer.prompt, OUTPUT_TOKENS, vocab_size)
 
