@@ -1,4 +1,4 @@
-"""`PagedKVCacheManager` (S3): the page tables of an instance. Step thread only, torch-free.
+"""`PagedKVCacheManager`: the page tables of an instance. Step thread only, torch-free.
 
 A room's pages are *reserved* (its own forward or a peer fills them), may be *in transfer* (a peer writes them),
 and *quarantined* when the room is dead but the peer is not known to have stopped. `remove_task` ends all of that.
@@ -34,7 +34,7 @@ class BufferInfo(NamedTuple):
 
 
 class PagedKVCacheManager:
-    """`block_size` is S3's word for `page_size` (tokens a page)."""
+    """`block_size` is `page_size`: tokens a page."""
 
     def __init__(self, num_pages: int, page_size: int, buffers: BufferSource | None = None) -> None:
         self.page_size = page_size

@@ -1,4 +1,4 @@
-"""Log set-up and the anchors: lines that tests, operators and the topology check search for (S3).
+"""Log set-up and the anchors: lines that tests, operators and the topology check search for.
 
 Invariant: whoever logs is not hurt by a log that cannot be written (a full disk, a reader that is gone). The line is
 lost, and the next one is tried again.

@@ -1,4 +1,4 @@
-"""`PDScheduler` (S3): the step loop of an instance. A turn reads as take events, schedule, launch, read.
+"""`PDScheduler`: the step loop of an instance. A turn reads as take events, schedule, launch, read.
 
 With `overlap` a turn launches a step and then reads the one before it, so that the device has the next step when it is
 done with one; without, it reads the step that it launched. At most one launched step is unread between two turns.

@@ -1,4 +1,4 @@
-"""`PDSchedulerService` (S3): composition root of a P, D or unified process. Sockets and threads, no policy.
+"""`PDSchedulerService`: composition root of a P, D or unified process. Sockets and threads, no policy.
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `heartbeat`
 (lease and load) and `bootstrap` (its HTTP calls, which may block). The main thread builds everything, then waits for a

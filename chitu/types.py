@@ -15,7 +15,7 @@ Room = NewType("Room", bytes)
 """16 raw bytes (a UUID). Minted by the router, one per attempt; a retry is a new room."""
 
 REGISTRATION_ROOM = Room(bytes(16))
-"""Room 0: the frame registers a peer instead of belonging to a request (S3)."""
+"""Room 0: the frame registers a peer instead of belonging to a request."""
 
 Incarnation = NewType("Incarnation", int)
 """Names one process for ever: random, never 0, and without an order. Which one is an instance now, the router says."""
@@ -61,7 +61,7 @@ def new_incarnation() -> Incarnation:
 
 
 def _to_uuid(text: str) -> uuid.UUID:
-    """Map any string to a UUID: itself where it is one, else its UUID5 (S3, "unified request_id mapping")."""
+    """Map any string to a UUID: itself where it is one, else its UUID5."""
     try:
         return uuid.UUID(text)
     except ValueError:

@@ -69,7 +69,7 @@ class SchedulerConfig(Section, frozen=True):
 
 
 class DeadlineConfig(Section, frozen=True):
-    """Longest stay in a state before it is an error (section 7 of the design)."""
+    """Longest stay in a state before it is an error."""
 
     bootstrap_s: Seconds = 10.0
     """P knows a request, D has not announced it, counted from the moment D was free to; D waits for P's address."""
@@ -78,6 +78,7 @@ class DeadlineConfig(Section, frozen=True):
     transfer_s: Seconds = 30.0
     """From the announcement to the last byte (it includes P's compute)."""
     heartbeat_interval_s: Seconds = 0.5
+    """Between two reports of an instance, or of the router."""
     lease_s: Seconds = 3.0
     """Silence after which an instance is dead."""
     router_s: Seconds = 30.0
@@ -104,9 +105,11 @@ class BreakerConfig(Section, frozen=True):
     """Per instance: after failures in a row it gets no requests for a while, then one as a probe (half-open)."""
 
     failures: Positive = 3
+    """In a row, that open it."""
     open_s: Seconds = 5.0
     """Doubled by every probe that fails, up to `max_open_s`."""
     max_open_s: Seconds = 60.0
+    """Longest pause between probes."""
 
 
 class AdmissionConfig(Section, frozen=True):
@@ -146,11 +149,15 @@ class FaultConfig(Section, frozen=True):
 
 class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
+    """ZMQ: P and D join, leave and are drained here."""
     metadata_sync_port: Port = 29801
+    """ZMQ: the router tells everyone who is there."""
     bootstrap_port: Port = 8080
+    """HTTP: where D finds P."""
     transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl", "fake"] = "auto"
     """`auto`: between processes of one host shm, or cuda_ipc for GPU memory; Mooncake otherwise."""
     mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """What Mooncake writes over."""
     ib_device: str = ""
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer: Literal["auto", "direct", "staged"] = "auto"
@@ -183,6 +190,7 @@ class InstanceConfig(Section, frozen=True):
     devices: tuple[str, ...] = ("cpu",)
     """One device per TP rank: `cpu`, `cuda:0`."""
     tp_size: Positive = 1
+    """Ranks (tensor parallelism)."""
     threads: Positive | None = None
     """CPU threads of this instance; over `scheduler.threads`."""
     num_pages: Positive | None = None
@@ -201,8 +209,11 @@ class RouterConfig(Section, frozen=True):
     http_host: str | None = None
     """Address at which the HTTP API listens, and nothing else: `0.0.0.0` for all of the machine's. Unset: `host`."""
     port: Port = 21003
+    """HTTP: the API, probes, metrics, the page."""
     stats_port: Port = 29600
+    """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700
+    """ZMQ: tokens from D."""
     workers: Positive = 1
     """API processes behind `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is one
     process. With more, process i has the token port `token_port` + i (any free one where that is 0)."""
@@ -225,7 +236,9 @@ class RouterConfig(Section, frozen=True):
     """Of all bodies that are being received or read, beyond the first 64 KiB of each, in the whole router; what
     would be more gets 503. Each of several `workers` may have its equal part."""
     request_timeout_s: Seconds = 600.0
+    """Of a whole request, all its tries and tokens; then it ends with an error, a stream too."""
     api_keys: tuple[str, ...] = ()
+    """Requests need one of them (`Authorization: Bearer KEY`); empty: nobody is asked."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -237,12 +250,13 @@ class RouterConfig(Section, frozen=True):
 
 class DPConfig(Section, frozen=True):
     scheduler_base_port: Port | None = None
-    """Request port of the scheduler process that reads this (S3: one base port per torchrun); over its `port`."""
+    """Request port of the scheduler process that reads this (one per torchrun); over its `port`."""
     router: RouterConfig = field(default_factory=RouterConfig)
 
 
 class LogConfig(Section, frozen=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """The least that is logged."""
     dir: str | None = None
     """Folder of per-process logs of `chitu serve` and `chitu node`; unset: a new one under the temporary folder, which
     is removed at the end unless a process died."""

@@ -1,4 +1,4 @@
-"""The bootstrap directory (S3): where each prefill instance takes registrations. Server core, its HTTP face, client.
+"""The bootstrap directory: where each prefill instance takes registrations. Server core, its HTTP face, client.
 
 The router's process runs the server on `bootstrap_port` (`BootstrapServer.app` is plain ASGI); P puts its entry there
 and renews it, D lists all of them. `BootstrapServer.register/lookup/expire` are pure values-in, values-out and belong

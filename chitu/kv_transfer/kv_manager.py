@@ -1,7 +1,7 @@
-"""`KVManager` (S3): the transfer layer of one instance behind one name; picks one role object at construction.
+"""`KVManager`: the transfer layer of one instance behind one name; picks one role object at construction.
 
-Built by the service's main thread once the pool exists (S3: buffers are registered only then, once). `sender` or
-`receiver` is what the step thread uses, `comm_side` what the comm thread uses. S3's blocking `recv_kv_cache_and_insert`
+Built by the service's main thread once the pool exists: buffers are registered only then, once. `sender` or
+`receiver` is what the step thread uses, `comm_side` what the comm thread uses. A blocking `recv_kv_cache_and_insert`
 is `receiver.announce` followed by `poll`: nothing here ever blocks the step thread.
 """
 
@@ -142,7 +142,7 @@ class KVManager:
         assert role is not None
         role.abort(room, error)
 
-    # --------------------------------------------------------------------------------------------------- names of S3
+    # ------------------------------------------------------------------------------------------- P sends, D is told
 
     def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
         """P: the room's prompt is computed and its logits row is in `aux_slot`."""

@@ -29,7 +29,7 @@ VERSION = 1
 
 
 class BufInfos(NamedTuple):
-    """S3's description of a buffer list: base addresses, lengths and bytes of one item, index by index."""
+    """Description of a buffer list: base addresses, lengths and bytes of one item, index by index."""
 
     ptrs: list[int]
     lengths: list[int]

@@ -5,7 +5,7 @@ begin), `ChunkFeed` (what was computed), `PageWriter` (what is written), `SendRo
 registered). Three kinds of threads meet here. Step: `add_request`, `begin_step` .. `send_kv_cache`, `poll`, `abort`.
 Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the queue. Invariants: the lock is never held across
 `link`, `wake`, logging or a transport; nothing is written for a room that D did not announce; Success is sent when
-every byte landed; each event comes once. Sources: S3 (lifecycle steps 2 to 5).
+every byte landed; each event comes once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class PrefillSender:
 
     @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:
-        """S3's table of registered D, by incarnation."""
+        """The table of registered D, by incarnation."""
         return self._peers.table
 
     # ------------------------------------------------------------------------------------------------------ step thread

@@ -1,4 +1,4 @@
-"""P's table of registered D (S3: `decode_kv_args_table`): validated addresses and an open way to write there.
+"""P's table of registered D: validated addresses and an open way to write there.
 
 Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
 without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.

@@ -18,7 +18,7 @@ class GrowthReserve:
     """Pages to keep back for requests that are admitted already. To add one costs the same however many there are.
 
     Each gets what it still may need, at most `reserved_decode_tokens`; and whatever happens, the neediest one can run
-    to its end (S0, "allocatable tokens"): the rest can be retracted to host memory.
+    to its end: the rest can be retracted to host memory.
     """
 
     def __init__(self, page_size: int, reserved_decode_tokens: int) -> None:

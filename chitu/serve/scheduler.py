@@ -1,4 +1,4 @@
-"""Process entry of a P, D or unified instance (S3): `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
+"""Process entry of a P, D or unified instance: `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
 
 Reads the topology, binds the ports, loads the model, warms it up, then hands everything to `PDSchedulerService`. Also
 works by hand, without torchrun. Ranks 1, 2, ... of a tensor-parallel instance go to `ranks.py`. Configuration errors
