@@ -157,10 +157,8 @@ else
     constraints=requirements/constraints-cpu.txt
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         say "installing torch for the CPU (some 200 MB to download)"
-        # The build without CUDA, of the index at hand or of torch's own; the plain one works too, and is gigabytes.
-        pip_install 'torch==2.13.0+cpu' 2>/dev/null ||
-            pip_install --retries 0 --index-url https://download.pytorch.org/whl/cpu 'torch==2.13.0' 2>/dev/null ||
-            pip_install 'torch==2.13.0'
+        # The build without CUDA where an index has it (PIP_EXTRA_INDEX_URL: torch's own has); the plain one is gigabytes.
+        pip_install 'torch==2.13.0+cpu' 2>/dev/null || pip_install 'torch==2.13.0'
     fi
 fi
 
