@@ -18,6 +18,7 @@ import msgspec
 
 from chitu import __version__
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, packaged_topologies, pd_master_addr
+from chitu.config.topology import MAX_PORT
 from chitu.errors import ChituError, ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:21003"
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")
     _add_topology(command)
-    command.add_argument("--port", type=int, help="HTTP port, over dp_config.router.port (0: any free one)")
+    command.add_argument("--port", type=_port, help="HTTP port, over dp_config.router.port (0: any free one)")
     command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all of the machine's)")
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
     command.add_argument("--no-restart", action="store_true", help="do not start a process again that died")
@@ -125,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.set_defaults(run=_doctor)
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 (any free one) to {MAX_PORT}")
+    return int(text)
 
 
 def _refuse_key(_key: str) -> str:

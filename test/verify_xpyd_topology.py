@@ -42,7 +42,6 @@ from chitu.messages import KVLayout
 from chitu.request_journal import RequestSnapshot
 from chitu.serve.cluster_snapshot import ClusterSnapshot
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_ROUNDS = 2
 LOOKUPS = 40
 """Times that a request is looked up in /cluster, every 50 ms, before it counts as not to be found."""
@@ -111,9 +110,7 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     """
     pages = -(-prompt_tokens // layout.page_size)
     heads = max(layout.num_kv_heads, layout.tp_size)
-    # In 8 bits a token's row has a scale of four bytes for each head.
-    row = layout.head_dim + 4 if layout.dtype == "fp8_e4m3" else layout.head_dim * ITEM_BYTES[layout.dtype]
-    page = 2 * layout.num_layers * heads * layout.page_size * row
+    page = layout.regions_per_layer * layout.num_layers * heads * layout.head_bytes
     return pages * page + aux_row_bytes(layout.vocab_size)
 
 

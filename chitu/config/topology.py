@@ -30,6 +30,7 @@ PLACEHOLDER_SUFFIX = ".example"
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
 """To listen on; nobody can be reached there."""
+MAX_PORT = 65535
 
 SECTIONS = {
     Role.PREFILL: "prefill_schedulers",
@@ -134,6 +135,18 @@ def router_ports(router: RouterConfig) -> dict[str, int]:
         "dp_config.router.pd_disaggregation.metadata_sync_port": pd.metadata_sync_port,
         "dp_config.router.pd_disaggregation.bootstrap_port": pd.bootstrap_port,
     }
+
+
+def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
+    """Key, host and number of every port that the topology's processes listen on by its word; 0 is any free one."""
+    router = topology.dp_config.router
+    for key, port in router_ports(router).items():
+        yield key, router.host, port
+    if router.token_port:
+        for worker in range(1, router.workers):
+            yield f"dp_config.router.token_port (+{worker}, of an API process)", router.host, router.token_port + worker
+    for instance in instances(topology):
+        yield f"{instance.key}.port", instance.config.host, instance.config.port
 
 
 def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
@@ -253,10 +266,15 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
     hosts = host_names(topology)
     by_key = {"dp_config.router.host": router.host}
     by_key |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
+    placeholders = {key: host for key, host in by_key.items() if host.endswith(PLACEHOLDER_SUFFIX)}
+    if placeholders:
+        names = ", ".join(dict.fromkeys(placeholders.values()))
+        yield (
+            f"{names} are still placeholders: give the machines with --hosts A,B, or their addresses as "
+            f"{', '.join(placeholders)}"
+        )
     for key, host in by_key.items():
-        if host.endswith(PLACEHOLDER_SUFFIX):
-            yield f"{key} is still the placeholder {host!r}: give the address of the machine"
-        elif not host:
+        if not host:
             yield f"{key} is empty: give the address of the machine"
         elif host in ALL_ADDRESSES:
             yield (
@@ -289,18 +307,12 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
 
 
 def _port_problems(topology: Topology) -> Iterator[str]:
-    router = topology.dp_config.router
     used: dict[tuple[str, int], str] = {}
-    wanted = [(_same_host(router.host), port, key) for key, port in router_ports(router).items()]
-    wanted += [
-        (_same_host(instance.config.host), instance.config.port, f"{instance.key}.port")
-        for instance in instances(topology)
-    ]
-    for host, port, key in wanted:
-        if port == 0:
-            continue
-        other = used.setdefault((host, port), key)
-        if other != key:
+    for key, where, port in bound_ports(topology):
+        host = _same_host(where)
+        if port > MAX_PORT:
+            yield f"{key} would be port {port}, and there is none above {MAX_PORT}"
+        elif port and (other := used.setdefault((host, port), key)) != key:
             yield f"{key} and {other} are both port {port} on {host}: give one of them another port, or 0"
 
 

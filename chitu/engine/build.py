@@ -24,18 +24,23 @@ from chitu.engine.memory_budget import (
     DeviceMemory,
     available_cpu_bytes,
     device_pages,
+    kv_layout,
+    num_pages_asked,
     num_pages_for,
+    num_pages_key,
     reserve_bytes,
     share_of_device,
+    small_pool,
+    too_large,
 )
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
 from chitu.engine.prefill_ops import prefill_ops
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
+from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.kv_cache.pool import KVPool, page_bytes
-from chitu.messages import KVLayout
+from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec
 from chitu.types import Role
 
@@ -80,28 +85,25 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
     # Sums of a matrix product cut along its inner side would be kept in float16, which may not hold them.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    layout = kv_layout(spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path))
+    bytes_per_page = layout.bytes_per_page
+    num_pages = num_pages_asked(topology, instance)
+    if num_pages is not None:
+        free_bytes = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        if num_pages * bytes_per_page > free_bytes:
+            needed_bytes = num_pages * bytes_per_page
+            raise ConfigError(
+                too_large(num_pages_key(instance), [instance.name], needed_bytes, free_bytes, bytes_per_page)
+            )
     progress.state("loading")
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
     model = load_model(path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group)
-    layout = KVLayout(
-        model_hash=model_hash(path),
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        page_size=topology.cache.page_size,
-        dtype=kv_dtype,
-        vocab_size=spec.vocab_size,
-        tp_size=config.tp_size,
-        regions_per_layer=spec.regions_per_layer,
-    )
     num_slots = topology.scheduler.max_running_requests
-    bytes_per_page = layout.regions_per_layer * spec.num_layers * page_bytes(layout)
     is_main = tp_rank == MAIN_RANK
     has_aux = is_main and role is not Role.UNIFIED
     num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
     staging = plan_staging(topology.dp_config.router, role, config)
     staging_bytes = staging.pool_bytes if staging is not None else 0
-    num_pages = config.num_pages or topology.cache.num_pages
     if num_pages is None:
         useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
         if device.type == "cpu":
@@ -143,6 +145,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             spec.max_model_len,
             longest,
         )
+    elif warning := small_pool(num_pages, layout.page_size, spec.max_model_len):
+        logger.warning("%s", warning)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
     return RankEngine(group, pool, runner, threads)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
+from chitu.messages import FP8_E4M3, fp8_head_bytes
 from chitu.models.config import ModelSpec
-from chitu.ops.fp8_pages import ALIGNMENT_BYTES, FP8_E4M3, head_bytes
+from chitu.ops.fp8_pages import ALIGNMENT_BYTES
 
 MIN_CAPABILITY = (8, 9)
 """Of a GPU that has e4m3: Ada and Hopper are the first."""
@@ -19,7 +20,7 @@ def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capabili
     head or the GPU are not for it."""
     if config.kv_dtype == "auto":
         return model_dtype
-    nbytes = head_bytes(config.page_size, spec.head_dim)
+    nbytes = fp8_head_bytes(config.page_size, spec.head_dim)
     if nbytes % ALIGNMENT_BYTES:
         raise ConfigError(
             f"cache.kv_dtype: with {FP8_E4M3} a KV head's page of {config.page_size} tokens of {spec.head_dim} numbers "

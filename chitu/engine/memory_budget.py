@@ -7,12 +7,13 @@ free, because P and D of one card start together: what either gets must not depe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
-from chitu.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from chitu.messages import FP8_E4M3, ITEM_BYTES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, KVLayout
 from chitu.models.config import ModelSpec
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
@@ -41,6 +42,90 @@ def available_cpu_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     raise ConfigError("/proc/meminfo has no MemAvailable: set cache.num_pages")
+
+
+MIN_CONTEXT_TOKENS = 512
+"""A pool that holds less than this, and less than the model could take, is hardly meant so."""
+
+
+def num_pages_asked(topology: Topology, instance: Instance) -> int | None:
+    """None: as many as memory gives."""
+    return instance.config.num_pages or topology.cache.num_pages
+
+
+def num_pages_key(instance: Instance) -> str:
+    """Where `num_pages_asked` comes from."""
+    return f"{instance.key}.num_pages" if instance.config.num_pages else "cache.num_pages"
+
+
+def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_hash: str = "") -> KVLayout:
+    """`dtype`: of K and V."""
+    return KVLayout(
+        model_hash=model_hash,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        vocab_size=spec.vocab_size,
+        tp_size=tp_size,
+        regions_per_layer=spec.regions_per_layer,
+    )
+
+
+def _smallest_page_bytes(topology: Topology, spec: ModelSpec, instance: Instance) -> int:
+    """Of all ranks of an instance, in the narrowest dtype that it might choose."""
+    config, cache = instance.config, topology.cache
+    dtypes = (topology.model.dtype,) if topology.model.dtype != "auto" else ("bfloat16", spec.dtype)
+    dtype = FP8_E4M3 if cache.kv_dtype == FP8_E4M3 else min(dtypes, key=ITEM_BYTES.__getitem__)
+    return config.tp_size * kv_layout(spec, cache.page_size, dtype, config.tp_size).bytes_per_page
+
+
+def pool_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance], available_bytes: int) -> Iterator[str]:
+    """`num_pages` of instances on the CPUs of one host that its memory certainly cannot hold, a sentence."""
+    asked = [
+        (instance, pages, _smallest_page_bytes(topology, spec, instance))
+        for instance in here
+        if "cpu" in instance.config.devices and (pages := num_pages_asked(topology, instance)) is not None
+    ]
+    needed = sum(pages * page_bytes for _, pages, page_bytes in asked)
+    if needed <= available_bytes:
+        return
+    keys = dict.fromkeys(num_pages_key(instance) for instance, _, _ in asked)
+    names = [instance.name for instance, _, _ in asked]
+    yield too_large(", ".join(keys), names, needed, available_bytes, sum(page_bytes for _, _, page_bytes in asked))
+
+
+def too_large(keys: str, names: Sequence[str], needed_bytes: int, free_bytes: int, bytes_per_page: int) -> str:
+    """The sentence on pools that memory cannot hold. `bytes_per_page`: of a page in each of them."""
+    each = " each" if len(names) > 1 else ""
+    return (
+        f"{keys}: the KV pages of {', '.join(names)} would have {needed_bytes / GIB:.1f} GiB, but "
+        f"{free_bytes / GIB:.1f} GiB of memory are free: at most {free_bytes // bytes_per_page} pages{each} fit, less "
+        "what the weights take"
+    )
+
+
+def small_pools(topology: Topology, spec: ModelSpec, here: Sequence[Instance]) -> Iterator[str]:
+    """`num_pages` that leaves requests hardly any context, a sentence each."""
+    said = set()
+    for instance in here:
+        pages = num_pages_asked(topology, instance)
+        warning = small_pool(pages, topology.cache.page_size, spec.max_model_len) if pages is not None else ""
+        if warning and warning not in said:
+            said.add(warning)
+            yield warning
+
+
+def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
+    """What is to be said of a pool that is smaller than any model's use; empty where it is not."""
+    tokens = num_pages * page_size
+    if tokens >= min(max_model_len, MIN_CONTEXT_TOKENS):
+        return ""
+    return (
+        f"the KV pool of {num_pages} pages holds {tokens} tokens, so a request may have so many, prompt and answer "
+        f"together; the model takes {max_model_len}, which are {-(-max_model_len // page_size)} pages"
+    )
 
 
 def num_pages_for(

@@ -25,19 +25,11 @@ from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
-from chitu.messages import KVLayout
+from chitu.messages import FP8_E4M3, KVLayout
 from chitu.ops import fp8_pages
 
 ALIGNMENT_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def page_bytes(layout: KVLayout) -> int:
-    """Bytes of one page in one region (of which a layer has `layout.regions_per_layer`) on one TP rank."""
-    heads = max(1, layout.num_kv_heads // layout.tp_size)
-    if layout.dtype == fp8_pages.FP8_E4M3:
-        return heads * fp8_pages.head_bytes(layout.page_size, layout.head_dim)
-    return heads * layout.page_size * layout.head_dim * DTYPES[layout.dtype].itemsize
 
 
 def _aligned(nbytes: int) -> int:
@@ -67,7 +59,7 @@ class KVPool:
         self.scratch_page = num_pages if has_scratch else None
         self.num_aux_slots = num_aux_slots
         self.device = torch.device(device)
-        self.page_bytes = page_bytes(layout)
+        self.page_bytes = layout.page_bytes
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
         region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
         num_regions = layout.regions_per_layer * layout.num_layers
@@ -84,7 +76,7 @@ class KVPool:
         heads = max(1, layout.num_kv_heads // layout.tp_size)
         used = (num_pages + has_scratch) * self.page_bytes
         raw = [arena[r * region_bytes : r * region_bytes + used] for r in range(num_regions)]
-        if layout.dtype == fp8_pages.FP8_E4M3:
+        if layout.dtype == FP8_E4M3:
             self.regions = [region.view(num_pages + has_scratch, heads, -1) for region in raw]
             pages = [fp8_pages.values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
         else:

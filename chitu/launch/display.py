@@ -8,7 +8,11 @@ cluster goes on.
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +95,18 @@ def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
     return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)
 
 
+def chitu_command() -> str:
+    """The command of this installation as the user can type it here: by its name where that is on PATH."""
+    own = Path(sysconfig.get_path("scripts")) / "chitu"
+    found = shutil.which("chitu")
+    if found is not None and os.path.realpath(found) == os.path.realpath(own):
+        return "chitu"
+    if not own.is_file():
+        return f"{shlex.quote(sys.executable)} -m chitu.cli"
+    here = os.path.relpath(own)
+    return shlex.quote(str(own) if here.startswith("..") else here)
+
+
 TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
 """Something that the embedded model can answer."""
 
@@ -106,5 +122,5 @@ def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) 
         f"\nchitu serves {name!r} with {', '.join(names)} at {url}  (logs: {log_dir})\n\n"
         f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
         f'        -d \'{{"model": "{name}", "max_tokens": 32, {asked}}}\'\n\n'
-        f"In a browser: {url}  In a terminal: chitu chat --url {url}\nCtrl-C ends it."
+        f"In a browser: {url}  In a terminal: {chitu_command()} chat --url {url}\nCtrl-C ends it."
     )

@@ -39,6 +39,7 @@ from chitu.launch.health import Health, ask_health
 from chitu.launch.log_files import make_log_dir, open_private
 from chitu.launch.nodes import launch_problems
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
+from chitu.launch.preflight import require_preflight
 from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
 
 __all__ = ["LocalCluster", "StartFailed"]
@@ -67,11 +68,13 @@ class LocalCluster:
         check(topology)
         for problem in launch_problems(topology):
             raise ConfigError(problem)
+        self._entries = entries or Entries()
+        router = topology.dp_config.router
+        require_preflight(topology, router.host, self._entries.reads_model, on_event or (lambda text: None))
         self.topology = topology = with_own_key(topology)
         self.host = api_host(topology.dp_config.router)
         self.ports: dict[str, int] = {}
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
-        self._entries = entries or Entries()
         self._cores = len(os.sched_getaffinity(0))
         self._config = str(self.log_dir / "topology.yaml")
         self._write_config()

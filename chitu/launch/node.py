@@ -29,6 +29,7 @@ from chitu.launch.leave import send_leaves
 from chitu.launch.log_files import make_log_dir
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
+from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.messages import Leave
@@ -78,6 +79,8 @@ class Node:
             raise ConfigError(problem)
         all_specs = plan(topology, config, overrides, len(os.sched_getaffinity(0)), options.entries)
         self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
+        reads_model = (options.entries or Entries()).reads_model
+        require_preflight(topology, host_names(topology)[options.index], reads_model, on_event)
         if len(host_names(topology)) == 1:
             topology = with_own_key(topology)
         self.topology = topology

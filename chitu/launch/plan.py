@@ -38,6 +38,11 @@ class Entries:
     torchrun: bool = True
     """False: an instance of one rank is started by itself, which takes seconds less (the agent imports torch too)."""
 
+    @property
+    def reads_model(self) -> bool:
+        """Stand-ins need none, or one without weights."""
+        return self.scheduler == Entries().scheduler
+
     def has_torchrun(self, instance: Instance) -> bool:
         return self.torchrun or instance.config.tp_size > 1
 

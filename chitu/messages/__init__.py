@@ -11,6 +11,8 @@ Version 1. `docs/protocol.md` is the prose; `test/unit/test_messages.py` holds g
 from __future__ import annotations
 
 from chitu.messages.cluster import (
+    FP8_E4M3,
+    ITEM_BYTES,
     ClusterView,
     CoordinationMessage,
     CoordinationReply,
@@ -28,6 +30,7 @@ from chitu.messages.cluster import (
     StatsMessage,
     coordination_codec,
     coordination_reply_codec,
+    fp8_head_bytes,
     stats_codec,
     view_codec,
 )
@@ -79,6 +82,8 @@ from chitu.messages.wire import (
 )
 
 __all__ = [
+    "FP8_E4M3",
+    "ITEM_BYTES",
     "MAX_LOGIT_BIAS",
     "MAX_STOP_TOKEN_IDS",
     "NO_TIMES",
@@ -130,6 +135,7 @@ __all__ = [
     "coordination_codec",
     "coordination_reply_codec",
     "encode",
+    "fp8_head_bytes",
     "pack_i32",
     "peer_codec",
     "peer_frames",

@@ -100,6 +100,20 @@ StatsMessage = Union[Heartbeat, RequestFailed]
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 
 
+FP8_E4M3 = "fp8_e4m3"
+"""The name of the format in `KVLayout.dtype` and in the configuration."""
+SCALE_BYTES = 4
+"""Of one token's row in FP8_E4M3."""
+
+
+def fp8_head_bytes(page_size: int, head_dim: int) -> int:
+    """Of one KV head of a page in FP8_E4M3."""
+    return page_size * (head_dim + SCALE_BYTES)
+
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class KVLayout(Wire, frozen=True):
     """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
 
@@ -124,6 +138,23 @@ class KVLayout(Wire, frozen=True):
     tp_size: int = 1
     regions_per_layer: int = 2
     """K and V; 1 with a latent cache."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one KV head of a page in one region."""
+        if self.dtype == FP8_E4M3:
+            return fp8_head_bytes(self.page_size, self.head_dim)
+        return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one region (of which a layer has `regions_per_layer`) on one TP rank."""
+        return max(1, self.num_kv_heads // self.tp_size) * self.head_bytes
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Of one page in all regions on one TP rank."""
+        return self.num_layers * self.regions_per_layer * self.page_bytes
 
     def mismatches(self, other: KVLayout) -> list[str]:
         """Fields that keep the two from exchanging pages, as `name: mine != theirs`."""

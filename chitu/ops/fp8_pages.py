@@ -9,29 +9,22 @@ over the scales, which `scales_of` shows.
 A row's scale is its largest number without sign divided by 448, the largest of e4m3, which that number so becomes; the
 others are divided by the scale and rounded to nearest, ties to even. The bytes are the same on every device: the
 divisions are those of IEEE, and no conversion of a device is asked to round. A row of zeros has the scale 1. A row with
-a NaN or an infinity has the scale NaN: its readers get NaN, as they would of wider numbers. Called by the step thread;
-`head_bytes` by whoever sizes a pool.
+a NaN or an infinity has the scale NaN: its readers get NaN, as they would of wider numbers. Called by the step thread.
 """
 
 from __future__ import annotations
 
 import torch
 
-FP8_E4M3 = "fp8_e4m3"
-"""The name of the format in `KVLayout.dtype` and in the configuration."""
+from chitu.messages.cluster import SCALE_BYTES
+
 E4M3 = torch.float8_e4m3fn
-SCALE_BYTES = 4
 ALIGNMENT_BYTES = 16
 """Kernels read so much at once: every head of a page begins at a multiple of it."""
 
 LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126
 """Smaller numbers of float32 are no numbers on some devices."""
-
-
-def head_bytes(page_size: int, head_dim: int) -> int:
-    """Of one KV head of a page."""
-    return page_size * (head_dim + SCALE_BYTES)
 
 
 def is_fp8(pages_PKSN: torch.Tensor) -> bool:

@@ -149,6 +149,20 @@ def _longest_chars(backend: Backend) -> int | None:
     return factor * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
+"""Any of them makes a tokenizer; all but the first are converted by transformers."""
+
+
+def require_tokenizer(path: str | Path) -> None:
+    """ConfigError where a checkpoint folder has no tokenizer at all."""
+    folder = Path(path)
+    if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path: {folder} has no tokenizer.json (nor an older tokenizer: {', '.join(TOKENIZER_FILES[1:])}): "
+            "copy the tokenizer's files there"
+        )
+
+
 def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
     try:
         from tokenizers import Tokenizer as BackendTokenizer
@@ -167,6 +181,7 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
 
 def _convert(folder: Path) -> Backend:
     """A tokenizer in an older format, converted by transformers."""
+    require_tokenizer(folder)
     try:
         from transformers import AutoTokenizer
 

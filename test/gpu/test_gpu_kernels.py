@@ -10,7 +10,8 @@ import pytest
 import torch
 from gpu_errors import relative_error
 
-from chitu.ops.fp8_pages import head_bytes, scales_of, take_pages, values_of
+from chitu.messages import fp8_head_bytes
+from chitu.ops.fp8_pages import scales_of, take_pages, values_of
 from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
 
@@ -127,7 +128,7 @@ def test_pages_of_e4m3_and_attention_over_them(card):
         angles = torch.rand(int(batch.positions_T.max()) + 1, dim // 2, device=card.device) * 6
         rotary = RotaryTable(angles.cos(), angles.sin())
         width = (heads + 2 * kv_heads) * dim
-        raw = torch.zeros(4, num_pages, kv_heads, head_bytes(PAGE, dim), dtype=torch.uint8, device=card.device)
+        raw = torch.zeros(4, num_pages, kv_heads, fp8_head_bytes(PAGE, dim), dtype=torch.uint8, device=card.device)
         k, v, right_k, right_v = (values_of(pages, PAGE, dim) for pages in raw)
         longest = len(rotary.cos)
         rows = torch.arange(longest, device=card.device)

@@ -20,8 +20,8 @@ from chitu.engine.kv_format import kv_dtype_of
 from chitu.errors import ConfigError, IncompatibleLayout
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import check_compatible
-from chitu.messages import KVLayout
-from chitu.ops.fp8_pages import E4M3, head_bytes, put_rows, quantised, scales_of, take_pages, values_of
+from chitu.messages import KVLayout, fp8_head_bytes
+from chitu.ops.fp8_pages import E4M3, put_rows, quantised, scales_of, take_pages, values_of
 from chitu.ops.interface import Batch, HeadSpec, LatentHeads, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.reference import ReferenceOps
@@ -51,7 +51,7 @@ def ops(request) -> Ops:
 
 
 def empty_pages(kv_heads: int, dim: int, byte: int = 0) -> torch.Tensor:
-    raw = torch.full((NUM_PAGES, kv_heads, head_bytes(PAGE_SIZE, dim)), byte, dtype=torch.uint8)
+    raw = torch.full((NUM_PAGES, kv_heads, fp8_head_bytes(PAGE_SIZE, dim)), byte, dtype=torch.uint8)
     return values_of(raw, PAGE_SIZE, dim)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -272,6 +273,18 @@ def test_serve_starts_an_instance_again_that_died(served: ServeProcess) -> None:
     served.wait_line("D0 is started again")
     wait_until(lambda: served.pids_of("decode") not in ([], [first]), 30, "a new D0")
     assert served.process.poll() is None
+
+
+def test_a_taken_port_is_told_before_anything_starts(model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        key = "dp_config.router.decode_schedulers.0.port"
+        topology = load_topology(None, [f"model.path={model}", f"{key}={taken}"])
+        with pytest.raises(ConfigError, match=f"{key}: cannot listen on 127.0.0.1:{taken}: Address already in use"):
+            LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES)
+    assert not (model / "logs").exists()
 
 
 def test_one_base_port_for_several_schedulers_is_refused(model: Path) -> None:

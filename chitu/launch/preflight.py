@@ -1,0 +1,164 @@
+"""What a launcher can know before it starts a process: ports, the model's files, libraries, memory for KV pages.
+
+Asked by `LocalCluster` and `chitu node` before anything starts, and by `chitu doctor`, so all say the same. `look_*`
+read and try (no torch, no more than a second); the functions beside them are pure. What the processes check themselves
+they still check: nobody else may have looked for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from chitu.config.schema import Topology
+from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
+from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools
+from chitu.errors import ConfigError
+from chitu.launch.finding import Finding, Level
+from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.tokenizer.core import require_tokenizer
+
+HTTP_PORT = "dp_config.router.port"
+ANY_ADDRESS = "0.0.0.0"
+EXTRAS = {"nixl": ("nixl", "nixl"), "mooncake": ("mooncake", "mooncake")}
+"""Module and extra of each transport that is a library."""
+
+
+class Bind(msgspec.Struct, frozen=True):
+    """A port that somebody tried to listen on."""
+
+    key: str
+    host: str
+    port: int
+    error: str = ""
+    """The system's words; empty where it is free."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a checkpoint folder says."""
+
+    path: str
+    error: str = ""
+    """A sentence; the others are empty then."""
+    hash: str = ""
+    max_model_len: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+
+
+def look_at_ports(topology: Topology, host: str) -> list[Bind]:
+    """Every fixed port that processes of the topology listen on at `host`, tried and given back."""
+    return [
+        Bind(key, address, port, _why_not_free(address, port))
+        for key, where, port in bound_ports(topology)
+        if port and (where == host or (is_loopback(where) and is_loopback(host)))
+        for address in [_address(topology, key, where)]
+    ]
+
+
+def _address(topology: Topology, key: str, host: str) -> str:
+    """At which a process on `host` listens."""
+    if key == HTTP_PORT:
+        return listening_host(topology.dp_config.router)
+    return ANY_ADDRESS if "_schedulers." in key and not is_loopback(host) else host
+
+
+def _why_not_free(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
+    """The files that the processes will read, all but the numbers of the weights."""
+    path = topology.model.path
+    try:
+        spec = read_model_spec(path, topology.model.max_model_len)
+        found = ModelFacts(path, hash=model_hash(path), max_model_len=spec.max_model_len)
+        require_tokenizer(path)
+    except ConfigError as error:
+        return None, ModelFacts(path, error.message)
+    except OSError as error:
+        return None, ModelFacts(path, f"model.path: {path} cannot be read: {error}")
+    return spec, found
+
+
+def is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+# -------------------------------------------------------------------------------------------------------------- judging
+
+
+def port_findings(binds: Iterable[Bind]) -> Iterator[Finding]:
+    for bind in binds:
+        what, where = f"port {bind.port}", f"{bind.host}:{bind.port}"
+        if not bind.error:
+            yield Finding(Level.OK, what, f"free ({bind.key})")
+            continue
+        cure = f"set {bind.key} to another port, on one machine 0 for any free one"
+        if bind.key == HTTP_PORT:
+            cure = "give another one with --port, 0 for any free one"
+        yield Finding(Level.ERROR, what, f"{bind.key}: cannot listen on {where}: {bind.error}", cure)
+
+
+def model_findings(model: ModelFacts) -> Iterator[Finding]:
+    if model.error:
+        yield Finding(Level.ERROR, "model", model.error)
+    else:
+        yield Finding(Level.OK, "model", f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}")
+
+
+def transport_findings(topology: Topology, has: Callable[[str], bool] = is_installed) -> Iterator[Finding]:
+    """Of the library that the topology asks for by its name."""
+    transport = topology.dp_config.router.pd_disaggregation.transport
+    if transport in EXTRAS:
+        module, extra = EXTRAS[transport]
+        if not has(module):
+            yield Finding(
+                Level.ERROR,
+                transport,
+                f"dp_config.router.pd_disaggregation.transport is {transport}, but its library is not installed",
+                f"install the extra {extra}: pip install -e '.[{extra}]' in the project's folder",
+            )
+
+
+def memory_findings(
+    topology: Topology, spec: ModelSpec, here: Sequence[Instance], available_bytes: int
+) -> Iterator[Finding]:
+    """Of the KV pages that `num_pages` asks for; what is sized by itself fits."""
+    for problem in pool_problems(topology, spec, here, available_bytes):
+        yield Finding(Level.ERROR, "memory", problem)
+    for warning in small_pools(topology, spec, here):
+        yield Finding(Level.WARNING, "context", warning)
+
+
+def preflight(topology: Topology, host: str, reads_model: bool = True) -> Iterator[Finding]:
+    """All of it for the processes of the topology on this machine, which it calls `host`."""
+    yield from port_findings(look_at_ports(topology, host))
+    if not reads_model:
+        return
+    yield from transport_findings(topology)
+    spec, found = look_at_model(topology)
+    yield from model_findings(found)
+    if spec is not None:
+        yield from memory_findings(topology, spec, instances_on(topology, host), available_cpu_bytes())
+
+
+def require_preflight(topology: Topology, host: str, reads_model: bool, warn: Callable[[str], None]) -> None:
+    """ConfigError with the first error; warnings go to `warn`."""
+    for finding in preflight(topology, host, reads_model):
+        if finding.level is Level.ERROR:
+            raise ConfigError(finding.sentence)
+        if finding.level is Level.WARNING:
+            warn(finding.sentence)

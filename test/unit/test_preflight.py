@@ -1,0 +1,126 @@
+"""What a launcher knows before it starts a process: one sentence with its cure, without torch and without a child."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.config.schema import Topology
+from chitu.config.topology import bound_ports, instances
+from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
+from chitu.launch.finding import Level
+from chitu.launch.preflight import Bind, look_at_model, memory_findings, port_findings, transport_findings
+from chitu.models.config import read_model_spec
+
+SPEC = read_model_spec(TINY_MODEL_DIR)
+TINY = f"model.path={TINY_MODEL_DIR}"
+ON_CPUS = [f"dp_config.router.{role}_schedulers.0.devices=[cpu]" for role in ("prefill", "decode")]
+
+
+def local(*overrides: str) -> Topology:
+    return load_topology(None, [TINY, *ON_CPUS, *overrides])
+
+
+def test_a_taken_port_is_named_with_its_key_and_a_cure() -> None:
+    binds = [
+        Bind("dp_config.router.port", "127.0.0.1", 21003, "Address already in use"),
+        Bind("dp_config.router.stats_port", "127.0.0.1", 80, "Permission denied"),
+        Bind("dp_config.router.token_port", "127.0.0.1", 29700),
+    ]
+    found = list(port_findings(binds))
+    assert [finding.level for finding in found] == [Level.ERROR, Level.ERROR, Level.OK]
+    assert found[0].sentence == (
+        "dp_config.router.port: cannot listen on 127.0.0.1:21003: Address already in use; "
+        "give another one with --port, 0 for any free one"
+    )
+    assert "set dp_config.router.stats_port to another port" in found[1].cure
+
+
+def test_every_port_that_is_listened_on_is_looked_at() -> None:
+    topology = local("dp_config.router.workers=3", "dp_config.router.token_port=7000")
+    ports = {port for _, _, port in bound_ports(topology)}
+    assert {7000, 7001, 7002, topology.dp_config.router.port} <= ports
+    assert sum(key.endswith("_schedulers.0.port") for key, _, _ in bound_ports(topology)) == 2
+
+
+def test_a_sound_model_has_a_hash_and_a_length() -> None:
+    spec, found = look_at_model(local())
+    assert spec == SPEC and not found.error and len(found.hash) == 32
+    assert found.max_model_len == SPEC.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("missing", "written", "part"),
+    [
+        ("tokenizer.json", {}, "has no tokenizer.json"),
+        ("*.safetensors", {}, "holds no safetensors file"),
+        (
+            "*.safetensors",
+            {"model.safetensors": "version https://git-lfs.github.com"},
+            "is no safetensors file",
+        ),
+        ("config.json", {"config.json": '{"architectures": ["GptOssForCausalLM"]}'}, "is not supported (known: "),
+        ("config.json", {"config.json": "{"}, "cannot be read"),
+        ("config.json", {}, "config.json does not exist"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_one_sentence(
+    tmp_path: Path, missing: str, written: dict[str, str], part: str
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(TINY_MODEL_DIR, folder)
+    for path in folder.glob(missing):
+        path.unlink()
+    for name, text in written.items():
+        (folder / name).write_text(text)
+    spec, found = look_at_model(load_topology(None, [f"model.path={folder}"]))
+    assert spec is None
+    assert part in found.error and str(folder) in found.error and "\n" not in found.error
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_a_transport_without_its_library_names_the_extra(transport: str) -> None:
+    topology = local(f"dp_config.router.pd_disaggregation.transport={transport}")
+    assert not list(transport_findings(topology, lambda module: True))
+    (finding,) = transport_findings(topology, lambda module: False)
+    assert finding.level is Level.ERROR and f"install the extra {transport}" in finding.cure
+    assert not list(transport_findings(local(), lambda module: False))
+
+
+def problems(available_bytes: int, *overrides: str) -> list[str]:
+    topology = local(*overrides)
+    return list(pool_problems(topology, SPEC, instances(topology), available_bytes))
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused_with_the_number_that_fits() -> None:
+    (problem,) = problems(8 * GIB, "cache.num_pages=1000000000", "model.dtype=float32")
+    assert problem.startswith("cache.num_pages: the KV pages of P0, D0 would have ")
+    fits = int(problem.split("at most ")[1].split(" pages")[0])
+    assert not problems(8 * GIB, f"cache.num_pages={fits}", "model.dtype=float32")
+    assert problems(8 * GIB, f"cache.num_pages={fits + 1}", "model.dtype=float32")
+    # What one instance leaves another may have.
+    own = f"dp_config.router.decode_schedulers.0.num_pages={2 * fits + 1}"
+    (problem,) = problems(8 * GIB, own, "model.dtype=float32")
+    assert problem.startswith("dp_config.router.decode_schedulers.0.num_pages: ") and " each" not in problem
+    assert not problems(0), "sized by itself"
+
+
+def test_a_dtype_that_is_chosen_later_refuses_nothing_that_might_fit() -> None:
+    (problem,) = problems(8 * GIB, "cache.num_pages=1000000000", "model.dtype=float32")
+    fits = int(problem.split("at most ")[1].split(" pages")[0])
+    assert not problems(8 * GIB, f"cache.num_pages={2 * fits}")
+    assert problems(8 * GIB, f"cache.num_pages={2 * fits + 2}")
+
+
+def test_a_pool_of_a_few_tokens_is_warned_of() -> None:
+    topology = local("cache.num_pages=2")
+    (finding,) = memory_findings(topology, SPEC, instances(topology), 8 * GIB)
+    assert finding.level is Level.WARNING
+    assert "2 pages holds 32 tokens" in finding.says and f"takes {SPEC.max_model_len}" in finding.says
+    assert small_pool(MIN_CONTEXT_TOKENS // 16 - 1, 16, 4096)
+    assert not small_pool(MIN_CONTEXT_TOKENS // 16, 16, 4096)
+    assert not small_pool(4, 16, 64), "all that the model takes"
