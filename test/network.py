@@ -133,9 +133,13 @@ class Network:
     def address(self, name: str) -> str:
         return f"{SUBNET}.{self._index[name] + 1}"
 
+    def namespace(self, name: str) -> str:
+        """Path of a host's network namespace."""
+        return f"/proc/{self._keepers[self._index[name]].pid}/ns/net"
+
     def argv(self, name: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host, under the pid it is started with."""
-        return ["nsenter", f"--net={self._namespace(name)}", *command]
+        return ["nsenter", f"--net={self.namespace(name)}", *command]
 
     def popen(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """`subprocess.Popen` on a host; killed with the network, if it has not ended before."""
@@ -148,7 +152,7 @@ class Network:
         """This thread is on a host: sockets that it makes meanwhile are that host's for as long as they live."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
-            _enter(self._namespace(name))
+            _enter(self.namespace(name))
             try:
                 yield
             finally:
@@ -185,9 +189,6 @@ class Network:
         self._send(self._wires)
 
     # ------------------------------------------------------------------------------------------------------ internal
-
-    def _namespace(self, name: str) -> str:
-        return f"/proc/{self._keepers[self._index[name]].pid}/ns/net"
 
     def _boot(self, name: str) -> int:
         """Make the host; returns the forwarder's end of its device."""

@@ -1,8 +1,18 @@
-"""What tests that compute with torch share."""
+"""What the tests share: threads of torch, and the two ends of a transport (`transport_peers.py`)."""
 
+from __future__ import annotations
+
+import os
+import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+from chitu.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from transport_peers import Nursery, Receiver, Writer
 
 
 @pytest.fixture
@@ -14,3 +24,50 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    from transport_peers import Nursery
+
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def writer(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Writer]:
+    """This end of the way that a module's parameters name."""
+    import torch
+    from transport_peers import Writer
+
+    torch.set_num_threads(1)
+    if request.param.kind == "cuda_ipc_gpu" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    with pytest.MonkeyPatch.context() as monkeypatch, request.param.opened(monkeypatch) as way:
+        try:
+            made = Writer(nursery, way)
+        except MissingDependency as error:
+            if os.environ.get("CI") == "true":
+                raise
+            pytest.skip(str(error))
+        yield made
+        made.transport.close()
+        made.pool.close()
+
+
+@pytest.fixture(scope="module")
+def receiver(writer: Writer) -> Iterator[Receiver]:
+    """A peer that the tests share."""
+    made = writer.receiver()
+    yield made
+    assert made.end() == 0
+
+
+@pytest.fixture
+def own_receiver(writer: Writer) -> Iterator[Receiver]:
+    """A peer that a test may stop or kill."""
+    made = writer.receiver()
+    yield made
+    made.process.send_signal(signal.SIGCONT)
+    made.end()

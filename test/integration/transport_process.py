@@ -1,20 +1,28 @@
-"""The other process of the transport tests: `python transport_process.py receive|send KIND [HOST]`. Kinds:
-shm, mooncake, nixl, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the
-GPU).
+"""The other processes of the transport tests: `python transport_process.py`. Kinds: shm, mooncake, nixl, cuda_ipc
+(twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the GPU).
+
+It imports what they need once, then forks one for each packet `receive KIND HOST` or `send KIND HOST PAGES` on its
+standard input, a unix
+socket. With the packet come the child's standard input and output, a pipe on which its pid and later its exit code are
+written (a line each), and perhaps the network namespace that it shall be in. A child exits as an interpreter does.
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name), `break` (ends all TCP
-connections of this process). Ends at end of file.
-`send`: reads a `RankMemory` line, writes all its pages to the peer from a thread, prints `sent`, and exits normally.
+connections of this process), `cpu` (seconds that it has used). Ends at end of file.
+`send`: reads a `RankMemory` line, writes its first pages to the peer from a thread, prints `sent`, and exits normally.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -32,10 +40,12 @@ from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
+from chitu.launch.process import die_with_parent
 from chitu.messages import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
 NUM_PAGES, NUM_AUX_SLOTS = 2000, 4
+CLONE_NEWNET = 0x40000000
 
 
 def new_pool(kind: str = "shm") -> KVPool:
@@ -61,7 +71,7 @@ def region(pool: KVPool, index: int) -> torch.Tensor:
 
 
 def page_crcs(pool: KVPool, index: int) -> list[int]:
-    return [zlib.crc32(page.numpy().data) for page in region(pool, index).cpu()]
+    return [zlib.crc32(page) for page in region(pool, index).cpu().numpy()]
 
 
 def break_connections() -> None:
@@ -87,6 +97,8 @@ def receive(kind: str, host: str) -> None:
             case ["break"]:
                 break_connections()
                 print("broken", flush=True)
+            case ["cpu"]:
+                print(time.process_time(), flush=True)
             case ["verify", slot, room]:
                 try:
                     buffers.verify(int(slot), bytes.fromhex(room))
@@ -96,11 +108,11 @@ def receive(kind: str, host: str) -> None:
     transport.close()
 
 
-def send(kind: str, host: str) -> None:
+def send(kind: str, host: str, num_pages: str) -> None:
     pool, transport = new_pool(kind), new_transport(kind, host)
     transport.register(pool.arena_base, pool.arena_bytes)
     peer_memory = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=RankMemory)
-    pages = range(NUM_PAGES)
+    pages = range(int(num_pages))
     copies = plan_page_copies(pool, peer_memory, pages, pages, range(LAYOUT.num_layers))
 
     def run() -> None:
@@ -115,6 +127,39 @@ def send(kind: str, host: str) -> None:
     transport.close()
 
 
+def next_child() -> list[str]:
+    """What this process, a child by now, is to do. Exits in the parent when there is nothing more to do."""
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()  # a child that looks through all objects would copy their pages
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(requests, 4096, 4)
+        if not packet:
+            sys.exit()
+        if os.fork() == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    requests.close()
+    stdin, stdout, status, *namespace = descriptors
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    if namespace and ctypes.CDLL(None, use_errno=True).setns(namespace[0], CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    child = os.fork()
+    for descriptor in (stdin, stdout, *namespace, *((status,) if child == 0 else (0, 1))):
+        os.close(descriptor)
+    if child == 0:
+        die_with_parent()
+        return packet.decode().split()
+    os.write(status, b"%d\n" % child)
+    os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"receive": receive, "send": send}[sys.argv[1]](*sys.argv[2:])
+    os.environ["UCX_NET_DEVICES"], command, *arguments = next_child()
+    {"receive": receive, "send": send}[command](*arguments)

@@ -12,6 +12,8 @@ What the code below is shaped by:
 * A write that ended with an error may have bytes under way that nothing tells of. It is settled once the peer's process
   is known to be gone, which only its own host can see; between hosts such a D stays suspended until the cluster view
   says that it is gone.
+* Its progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
+  period of 0: it would spin on a core of every instance for as long as that lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
 * It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staging/`, whose
   segments lie in the pool's arena and are registered with it, as memory of the same kind.
@@ -46,6 +48,8 @@ MAX_ENTRIES = 4096
 """Entries of one request; a longer list goes out as several."""
 FENCE_BYTES = 64
 CONNECT_TIMEOUT_S = 2.0
+PROGRESS_PERIOD_US = 1000
+"""What arrives wakes the progress thread; this often it also looks by itself, since UCX may forget to wake it."""
 
 
 @dataclass(slots=True)
@@ -88,7 +92,7 @@ class NixlTransport:
         self._agent_name = f"chitu-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         """Of the agent and of all peers; never held over a wait."""
-        self._agent: Any = module.nixl_agent(self._agent_name, module.nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = _make_agent(module, self._agent_name)
         self._host_id = host_id()
         self._ranges: list[tuple[int, int]] = []
         self._registered: list[Any] = []
@@ -289,6 +293,18 @@ class NixlTransport:
 
 def _entries(address_N: Int64s, length_N: Int64s, device: int) -> list[tuple[int, int, int]]:
     return [(address, length, device) for address, length in zip(address_N.tolist(), length_N.tolist(), strict=True)]
+
+
+def _make_agent(module: Any, name: str) -> Any:
+    """An agent with UCX. What the Python API configured is replaced, because it leaves no choice of the period."""
+    agent = module.nixl_agent(name, module.nixl_agent_config(backends=[]))
+    config = module.nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, PROGRESS_PERIOD_US
+    config.useListenThread, config.captureTelemetry = False, False
+    config.syncMode = module.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # `NixlTransport._lock`
+    agent.agent = module.nixlBind.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
 
 
 def _import_nixl() -> Any:

@@ -1,0 +1,93 @@
+"""Peers that die, freeze and end, on one host and between hosts that are 2 ms and 40 ms apart."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import msgspec
+import pytest
+from transport_peers import BETWEEN_HOSTS, NUM_REGIONS, ON_ONE_HOST, Receiver, Trouble, Writer
+from transport_process import break_connections, page_crcs, region
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.transport import WriteError
+
+pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")
+
+
+def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Writer, own_receiver: Receiver) -> None:
+    peer, pages = writer.connect(own_receiver), writer.way.many_pages
+    copies = writer.copies(own_receiver, pages, pages)
+    is_writing = threading.Event()
+    errors: list[WriteError] = []
+
+    def run() -> None:
+        try:
+            while True:
+                writer.transport.write(peer, copies, 30.0)
+                is_writing.set()
+        except WriteError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert is_writing.wait(30)
+    own_receiver.kill()
+    thread.join(40)
+    assert len(errors) == 1 and "in time" not in errors[0].message
+    assert writer.transport.settle(peer, 5.0)
+    with pytest.raises(TransferFailed):
+        writer.connect(own_receiver)
+    writer.transport.disconnect(peer)
+
+    fresh = writer.receiver()
+    new_peer = writer.connect(fresh)
+    writer.transport.write(new_peer, writer.copies(fresh, [9], [4]), 10.0)
+    assert fresh.crcs(3)[4] == page_crcs(writer.pool, 3)[9]
+    writer.transport.disconnect(new_peer)
+    assert fresh.end() == 0
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["connected", "broken"])
+def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
+    writer: Writer, own_receiver: Receiver, breaks: bool
+) -> None:
+    """`breaks`: our end of the connection ends meanwhile; the peer's kernel has bytes that its process has not read."""
+    if writer.kind not in ("mooncake", "nixl"):
+        pytest.skip(f"{writer.kind} writes do not need the peer to run")
+    if breaks and writer.kind != "mooncake":
+        pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
+    peer, pool, pages = writer.connect(own_receiver), writer.pool, writer.way.many_pages
+    copies = writer.copies(own_receiver, pages, pages)
+    trouble = Trouble(writer)
+    own_receiver.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(WriteError) as caught:
+        writer.transport.write(peer, copies, 1.0)
+    assert not caught.value.settled
+    if breaks:
+        break_connections()
+    assert not writer.transport.settle(peer, 0.5)
+    assert trouble.cpu_share < 0.5, "a thread is busy with waiting"
+    own_receiver.process.send_signal(signal.SIGCONT)
+    trouble.settle_after(peer)
+    for index in range(NUM_REGIONS):  # at once: what was sent from here on would be this
+        region(pool, index).fill_(7.0)
+    late = page_crcs(pool, 0)[0]
+    seen = own_receiver.all_crcs()
+    assert not any(late in crcs for crcs in seen)
+    for _ in range(2):
+        assert own_receiver.all_crcs() == seen
+    writer.fill()
+    writer.transport.write(peer, writer.copies(own_receiver, [0], [0]), 10.0)
+    assert own_receiver.crcs(0)[0] == page_crcs(pool, 0)[0]
+    writer.transport.disconnect(peer)
+
+
+def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, own_receiver: Receiver) -> None:
+    way = writer.way
+    sender = writer.nursery.fork(way, "p0", "send", way.kind, way.address("p0"), len(way.many_pages))
+    sender.tell(msgspec.msgpack.encode(own_receiver.memory).hex())
+    assert sender.answer() == "sent"
+    assert sender.wait() == 0
+    assert own_receiver.end() == 0

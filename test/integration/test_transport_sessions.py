@@ -1,0 +1,92 @@
+"""Sessions that name other memory than they should: transports of one host refuse them and leave nothing open."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+from transport_process import new_pool, new_transport
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.shm.transfer_engine import ShmTransport
+from chitu.messages import TransportSession
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("inode", "1", "inode"),
+        ("start_time", "1", "another one"),
+        ("host_id", "elsewhere", "not a process of this host"),
+        ("fd", "9999", "cannot map"),
+        ("fd", "-1", "negative"),
+        ("pid", "nobody", "not well formed"),
+        ("offset", str(1 << 40), "too few"),
+    ],
+)
+def test_shm_refuses_a_session_that_names_another_file(name: str, value: str, words: str) -> None:
+    pool, transport = new_pool(), ShmTransport()
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    transport.disconnect(transport.connect(memory, session))
+    wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferFailed, match=words):
+        transport.connect(memory, wrong)
+    assert len(os.listdir("/proc/self/fd")) == before
+    transport.close()
+    pool.close()
+
+
+def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_path: Path) -> None:
+    pool, transport = new_pool(), ShmTransport()
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    with (tmp_path / "precious").open("w+b") as file:
+        file.truncate(pool.arena_bytes)
+        info = os.fstat(file.fileno())
+        named = {**session.attributes, "fd": str(file.fileno()), "inode": str(info.st_ino), "offset": "0"}
+        with pytest.raises(TransferFailed, match="no anonymous shared file"):
+            transport.connect(memory, TransportSession(session.transport, session.session_id, named))
+    transport.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("start_time", "1", "another one"),
+        ("host_id", "elsewhere", "not a process of this host"),
+        ("pid", "nobody", "not well formed"),
+        ("handle", "xyz", "not well formed"),
+        ("handle", "00" * 64, "cannot be mapped"),
+        ("offset", str(1 << 40), "do not fit"),
+        ("offset", "-1", "do not fit"),
+    ],
+)
+def test_cuda_ipc_refuses_a_session_that_names_other_memory(name: str, value: str, words: str) -> None:
+    pool, transport = new_pool(), new_transport("cuda_ipc")
+    transport.register(pool.arena_base, pool.arena_bytes)
+    memory, session = rank_memory(pool, 0, [transport.local_session()]), transport.local_session()
+    transport.disconnect(transport.connect(memory, session))
+    wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferFailed, match=words):
+        transport.connect(memory, wrong)
+    assert len(os.listdir("/proc/self/fd")) == before
+    transport.close()
+    pool.close()
+
+
+def test_memory_that_is_no_shared_file_can_be_a_source_but_has_no_session() -> None:
+    buffer = bytearray(1 << 20)
+    base = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+    transport = ShmTransport()
+    transport.register(base, len(buffer))
+    with pytest.raises(TransferFailed, match="shared file"):
+        transport.local_session()
+    with pytest.raises(TransferFailed, match="not host memory"):
+        transport.register(1 << 46, 4096)

@@ -1,0 +1,224 @@
+"""What the tests of transports between two processes share: the ways from this process to a receiver, on one host and
+between hosts of `test/network.py`, and both ends. Fixtures are in `conftest.py`.
+
+A receiver is forked off a process that has everything imported, since an import of torch takes seconds of a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from network import DEVICE, Network
+from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, region
+
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
+from chitu.launch.process import die_with_parent
+from chitu.messages import RankMemory
+
+PROGRAM = Path(__file__).with_name("transport_process.py")
+LAYERS = range(LAYOUT.num_layers)
+NUM_REGIONS = 2 * LAYOUT.num_layers
+HEALED_S = 20.0
+"""Of a busy machine, for what the network no longer holds up."""
+
+
+@dataclass(slots=True, frozen=True)
+class Way:
+    """From this process to a receiver. `round_trip_s`: over a network that takes so long; 0: on one host."""
+
+    kind: str
+    round_trip_s: float = 0.0
+    network: Network | None = None
+
+    @contextlib.contextmanager
+    def opened(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+        """This thread, and those it starts, are on host `p0` meanwhile, where there is a network."""
+        if not self.round_trip_s:
+            yield self
+            return
+        with Network(["p0", "d0"], delay_s=self.round_trip_s / 2) as network, network.inside("p0"):
+            way = Way(self.kind, self.round_trip_s, network)
+            monkeypatch.setenv("UCX_NET_DEVICES", way.device)
+            yield way
+
+    def address(self, host: str) -> str:
+        return "127.0.0.1" if self.network is None else self.network.address(host)
+
+    @property
+    def device(self) -> str:
+        """Of the network, for UCX."""
+        return "lo" if self.network is None else DEVICE
+
+    def few(self, number: int) -> int:
+        """As many pieces as take seconds where each may take a round trip."""
+        return number if not self.round_trip_s else max(3, min(number, round(0.3 / self.round_trip_s)))
+
+    @property
+    def many_pages(self) -> range:
+        """All pages on one host. Between hosts some megabytes: more than sockets hold for a peer that does not read,
+        and no more work for the forwarder than need be."""
+        return range(NUM_PAGES if self.network is None else 200)
+
+
+ON_ONE_HOST = [
+    *(pytest.param(Way(kind), id=kind) for kind in ("shm", "mooncake", "nixl", "cuda_ipc")),
+    pytest.param(Way("cuda_ipc_gpu"), id="cuda_ipc_gpu", marks=pytest.mark.gpu),
+]
+LIBRARIES = [pytest.param(Way(kind), id=kind) for kind in ("mooncake", "nixl")]
+BETWEEN_HOSTS = [
+    pytest.param(Way(kind, round_trip_s), id=f"{kind}-{round_trip_s * 1000:.0f}ms")
+    for kind in ("mooncake", "nixl")
+    for round_trip_s in (0.002, 0.04)
+]
+
+
+class Nursery:
+    """A process that has imported everything and forks the processes that the tests want."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM)], stdin=theirs, preexec_fn=lambda: die_with_parent(parent)
+        )
+        theirs.close()
+
+    def fork(self, way: Way, host: str, *words: object) -> Child:
+        stdin, stdout, status = (os.pipe() for _ in range(3))
+        given = [stdin[0], stdout[1], status[1]]
+        if way.network is not None:
+            given.append(os.open(way.network.namespace(host), os.O_RDONLY))
+        socket.send_fds(self._requests, [" ".join(map(str, (way.device, *words))).encode()], given)
+        for descriptor in given:
+            os.close(descriptor)
+        return Child(stdin[1], stdout[0], status[0])
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+class Child:
+    """A process of the nursery, by our ends of its pipes."""
+
+    def __init__(self, stdin: int, stdout: int, status: int) -> None:
+        self.stdin, self.stdout, self._status = os.fdopen(stdin, "w"), os.fdopen(stdout), os.fdopen(status)
+        line = self._status.readline()
+        assert line, "the nursery did not fork"
+        self.pid = int(line)
+        self._code: int | None = None
+
+    def answer(self) -> str:
+        line = self.stdout.readline()
+        assert line, f"the process ended with {self.wait()}"
+        return line.strip()
+
+    def tell(self, line: str) -> None:
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Exit code; negative: the signal that ended it."""
+        if self._code is None:
+            self._code = int(self._status.readline())
+            for end in (self.stdin, self.stdout, self._status):
+                end.close()
+        return self._code
+
+
+class Receiver:
+    """A child process with a registered pool, on host `d0` where there is a network."""
+
+    def __init__(self, nursery: Nursery, way: Way) -> None:
+        self.process = nursery.fork(way, "d0", "receive", way.kind, way.address("d0"))
+        self.memory = msgspec.msgpack.decode(bytes.fromhex(self.process.answer()), type=RankMemory)
+
+    def ask(self, *words: object) -> str:
+        self.process.tell(" ".join(map(str, words)))
+        return self.process.answer()
+
+    def crcs(self, index: int) -> list[int]:
+        return [int(word) for word in self.ask("crc", index).split()]
+
+    def all_crcs(self) -> list[list[int]]:
+        return [self.crcs(index) for index in range(NUM_REGIONS)]
+
+    def end(self) -> int:
+        """Exit code after a normal end; of one that was killed its own."""
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+        return self.process.wait()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Writer:
+    """This process: a pool of random bytes and a transport."""
+
+    def __init__(self, nursery: Nursery, way: Way) -> None:
+        self.nursery = nursery
+        self.way = way
+        self.kind = way.kind
+        self.pool: KVPool = new_pool(way.kind)
+        self.transport: Transport = new_transport(way.kind, way.address("p0"))
+        self.transport.register(self.pool.arena_base, self.pool.arena_bytes)
+        self.fill()
+
+    def fill(self) -> None:
+        """Other bytes in all pages."""
+        for index in range(NUM_REGIONS):
+            region(self.pool, index).normal_()
+
+    def receiver(self) -> Receiver:
+        return Receiver(self.nursery, self.way)
+
+    def connect(self, receiver: Receiver) -> PeerHandle:
+        return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
+
+    def copies(self, receiver: Receiver, src_pages: Sequence[int], dst_pages: Sequence[int]) -> CopyList:
+        """Of all layers."""
+        return plan_page_copies(self.pool, receiver.memory, src_pages, dst_pages, LAYERS)
+
+
+class Trouble:
+    """From here on something holds up the peer or the network."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._started_s = time.monotonic()
+        self._started_cpu_s = time.process_time()
+
+    @property
+    def cpu_share(self) -> float:
+        """Of a core, that all threads of this process have had since; the libraries' too."""
+        return (time.process_time() - self._started_cpu_s) / (time.monotonic() - self._started_s)
+
+    def settle_after(self, peer: PeerHandle) -> None:
+        """The trouble is over: settle as the product does it, in short attempts, each of which goes on where the one
+        before ended. TCP tries again after as long as the trouble has lasted, and may have taken that for the round
+        trip, so that it waits as long again."""
+        now_s = time.monotonic()
+        end_s = now_s + 2 * (now_s - self._started_s) + HEALED_S
+        while not self._writer.transport.settle(peer, 0.02):
+            assert time.monotonic() < end_s, "the writes do not settle"
+            time.sleep(0.02)
