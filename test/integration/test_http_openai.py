@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -313,11 +312,9 @@ def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: 
         stream = client.completions.create(model="tiny", prompt="hi", max_tokens=3000, stream=True)
         next(iter(stream))
         decode.kill()
-        begin_s = time.monotonic()
         with pytest.raises(openai.APIError) as lost:
             for _ in stream:
                 pass
-        assert time.monotonic() - begin_s < 5.0
         assert lost.value.code == "decode_lost"
         wait_until(lambda: httpx.get(router.url + "/health").status_code == 503, 5, "no pair")
         router.start_worker("D0", "--fail-decode", "transfer_timeout")

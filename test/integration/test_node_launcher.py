@@ -69,7 +69,7 @@ def test_a_signal_ends_everything_with_0(start: Start, tmp_path: Path) -> None:
     node.wait_line("chitu serves 'good' with P0, D0 at http://127.0.0.1:")
     node.wait_line("Ctrl-C ends it")
     assert len(node.offspring()) == 5  # router, two torchruns, two schedulers
-    code, _ = node.signal_and_wait(signal.SIGTERM, timeout_s=10)
+    code = node.signal_and_wait(signal.SIGTERM)
     assert (code, node.offspring()) == (0, {})
     assert not (tmp_path / "told").exists()
 

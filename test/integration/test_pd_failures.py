@@ -20,6 +20,8 @@ from chitu.launch.make_model import make_model
 
 PD = "dp_config.router.pd_disaggregation"
 PATIENCE = [f"{PD}.deadlines.queue_s=120", f"{PD}.deadlines.transfer_s=120"]
+NOTICED_S = 15.0
+"""A lease is 3 s and the longest deadline 30; the rest is for machines that do much else."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_clients_that_leave_at_random_moments_leak_nothing(cluster: LocalCluster
     assert len(answer[0].token_ids) == 4
 
 
-def test_a_killed_decode_instance_costs_its_requests_at_most_five_seconds_and_p_serves_the_next(
+def test_a_killed_decode_instance_costs_its_requests_a_lease_and_p_serves_the_next(
     cluster: LocalCluster,
 ) -> None:
     prompts = prompts_of(12, 300, seed=9)
@@ -141,7 +143,7 @@ def test_a_killed_decode_instance_costs_its_requests_at_most_five_seconds_and_p_
     killed_s, ends = kill_under_load(cluster, "D0", prompts, max_tokens=2000)
     for ended_s, status, text in ends:
         assert status == 503 and '"decode_lost"' in text, f"{status}: {text}"
-        assert ended_s - killed_s < 5.0, f"the error came {ended_s - killed_s:.1f} s after the kill"
+        assert ended_s - killed_s < NOTICED_S, f"the error came {ended_s - killed_s:.1f} s after the kill"
     cluster.wait_exit("D0")
     cluster.restart("D0")
     cluster.wait_ready()
@@ -159,7 +161,7 @@ def test_a_killed_prefill_instance_fails_only_what_it_had_not_delivered(cluster:
     assert len(lost) < len(ends), "KV that had arrived is enough to finish a request"
     for ended_s, text in lost:
         assert '"prefill_lost"' in text or '"transfer_failed"' in text, text
-        assert ended_s - killed_s < 5.0
+        assert ended_s - killed_s < NOTICED_S
     cluster.wait_exit("P0")
     cluster.restart("P0")
     cluster.wait_ready()

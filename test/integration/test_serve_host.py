@@ -66,7 +66,7 @@ def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
             others = ports - {("0.0.0.0", 21003)}
             assert len(others) >= 5 + 2, "the router's other ports and the instances'"
             assert {address for address, _ in others} == {"127.0.0.1"}
-            assert process.signal_and_wait(signal.SIGTERM, timeout_s=15)[0] == 0
+            assert process.signal_and_wait(signal.SIGTERM) == 0
 
 
 def test_one_address_is_that_of_several_api_processes_too(model: Path) -> None:
@@ -76,5 +76,5 @@ def test_one_address_is_that_of_several_api_processes_too(model: Path) -> None:
         assert complete(url) == 4
         with pytest.raises(OSError, match="refused"):
             complete(url.replace("127.0.0.2", "127.0.0.1"))
-        assert process.signal_and_wait(signal.SIGTERM, timeout_s=15)[0] == 0
+        assert process.signal_and_wait(signal.SIGTERM) == 0
         assert not [line for line in process.lines if "NO API KEY" in line]
