@@ -147,21 +147,30 @@ def _add_topology(command: argparse.ArgumentParser) -> None:
         metavar="TOPOLOGY.yaml | a.b=c",
         help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
     )
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder, over model.path")
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, over model.path")
 
 
-def _split(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """The topology's name, if one is given, and the overrides, among the positional arguments."""
+def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[str | None, list[str]]:
+    """The topology's name, if one is given, and the overrides, among the positional arguments. `may_download`: a model
+    that is not here."""
     overrides = [word for word in arguments.topology if "=" in word]
     files = [word for word in arguments.topology if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"one topology at a time: {' and '.join(files)} were given (overrides look like a.b=c)")
+    name = files[0] if files else None
     if arguments.model is not None:
-        path = os.path.abspath(os.path.expanduser(arguments.model))
-        # Quoted where YAML could read it as anything but the text that it is.
-        plain = re.fullmatch(r"/[\w./+-]*", path)
-        overrides.append(f"model.path={path if plain else msgspec.json.encode(path).decode()}")
-    return (files[0] if files else None), overrides
+        from chitu.launch.model_source import find_model
+
+        source = find_model(arguments.model, may_download, functools.partial(print, file=sys.stderr, flush=True))
+        if source.repository is not None and load_topology(name, overrides).model.served_name is None:
+            overrides.append(f"model.served_name={_as_yaml(source.repository)}")
+        overrides.append(f"model.path={_as_yaml(source.path)}")
+    return name, overrides
+
+
+def _as_yaml(text: str) -> str:
+    """Quoted where YAML could read it as anything but the text that it is."""
+    return text if re.fullmatch(r"[A-Za-z/][\w./+-]*[/][\w./+-]*", text) else msgspec.json.encode(text).decode()
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -169,7 +178,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from chitu.launch.serve import ServeOptions, serve
     from chitu.launch.smoke import first_completion
 
-    name, overrides = _split(arguments)
+    name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
         overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
     options = ServeOptions(port=arguments.port, log_dir=arguments.log_dir, restart=not arguments.no_restart)
@@ -234,7 +243,7 @@ def _node(arguments: argparse.Namespace) -> int:
     from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, run_node
     from chitu.launch.nodes import split_hosts
 
-    name, overrides = _split(arguments)
+    name, overrides = _split(arguments, may_download=True)
     options = NodeOptions(
         hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
         index=arguments.node_index,

@@ -6,7 +6,7 @@ Sends rounds of one prompt each, a request per pair, until every pair was hit, a
 `GET /cluster`. Then it demands: every instance of the topology is up and had requests; so had every pair; every request
 id is unique; P moved as many bytes as the pages and the logits row of the prompt have; all answers to one prompt
 (greedy) have the same tokens. Works with any model and any topology that has pairs. A table for people, `--json` for
-machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments.
+machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments. Any Python will do: the project's takes over.
 
 Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, other policies take more.
 Other clients may be served meanwhile, as long as they end fewer than 64 requests while this looks one up.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -27,20 +28,27 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import msgspec
-from rich.console import Console
-from rich.table import Table
+try:
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
 
-from chitu.chat.answer import EventParser
-from chitu.chat.client import RouterClient
-from chitu.config.load import api_key
-from chitu.errors import ChituError
-from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.messages import KVLayout
-from chitu.request_journal import RequestSnapshot
-from chitu.serve.cluster_snapshot import ClusterSnapshot
+    from chitu.chat.answer import EventParser
+    from chitu.chat.client import RouterClient
+    from chitu.config.load import api_key
+    from chitu.errors import ChituError
+    from chitu.kv_cache.aux_row import aux_row_bytes
+    from chitu.messages import KVLayout
+    from chitu.request_journal import RequestSnapshot
+    from chitu.serve.cluster_snapshot import ClusterSnapshot
+except ImportError as missing:  # another Python than the project's
+    own = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "python"
+    if own.is_file() and os.path.abspath(sys.executable) != str(own):
+        os.execv(own, [str(own), *sys.argv])
+    sys.exit(f"{sys.executable} does not have what this needs ({missing}): script/setup.sh makes {own}, which does")
 
 MIN_ROUNDS = 2
 LOOKUPS = 40
@@ -346,13 +354,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stream", action="store_true", help="ask for streams of tokens")
     parser.add_argument("--rounds", type=int, default=12, help="prompts at most, until every pair was hit")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")
-    parser.add_argument("--api-key", default=api_key(), help="over CHITU_API_KEY")
+    parser.add_argument("--api-key", default=api_key(), help="default: CHITU_API_KEY, which `ps` does not show")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
     if min(args.concurrency, args.max_tokens, args.rounds) < 1:
         parser.error("--concurrency, --max_tokens and --rounds are at least 1")
     try:
-        client = RouterClient(args.router, args.api_key)
+        client = RouterClient(args.router, args.api_key, flag="--router")
         model = args.model or client.model_name()
         prober = Prober(client, args.api_key, model, args.max_tokens, args.stream, args.timeout)
         verdict = probe(prober, args.concurrency, max(args.rounds, MIN_ROUNDS))

@@ -54,9 +54,10 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """`url`: `http://HOST:PORT`, with or without `/v1`. ConfigError where it is none."""
+    """`url`: `http://HOST:PORT`, with or without `/v1`. ConfigError where it is none. `flag`: by which it is given."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, flag: str = "--url") -> None:
+        self._flag = flag
         try:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
@@ -169,7 +170,7 @@ class RouterClient:
             yield
         except ConnectionRefusedError as error:
             raise RouterUnreachable(
-                f"no router listens at {self.url}: start one with `chitu serve`, or name another with --url"
+                f"no router listens at {self.url}: start one with `chitu serve`, or name another with {self._flag}"
             ) from error
         except TimeoutError as error:
             raise RouterUnreachable(f"{self.url} does not answer") from error

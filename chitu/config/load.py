@@ -51,7 +51,7 @@ def find_topology(name: str | None) -> Path:
             return candidate
     raise ConfigError(
         f"there is no topology file {name!r}: give a path, or one of {', '.join(packaged_topologies())}"
-        + nearest(Path(name).name, packaged_topologies())
+        + (nearest(Path(name).name, packaged_topologies()) or ("; a model is given as --model" if "/" in name else ""))
     )
 
 

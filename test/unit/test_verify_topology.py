@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -122,3 +123,24 @@ def test_a_stream_that_is_cut_off_or_ends_with_an_error_is_no_answer() -> None:
     with pytest.raises(ValueError, match="decode_lost: gone"):
         verify._tokens(event + b'data: {"error":{"code":"decode_lost","message":"gone"}}\n\ndata: [DONE]\n\n', True)
     assert verify._tokens(b'{"choices":[{"token_ids":[3]}]}', False) == (3,)
+
+
+def test_any_python_runs_it_or_says_which_one_does(tmp_path: Path) -> None:
+    """-S hides the libraries, as in a Python that is not the project's."""
+    script = tmp_path / "test" / "verify_xpyd_topology.py"
+    script.parent.mkdir()
+    script.write_text(Path(verify.__file__ or "").read_text())
+    command = [sys.executable, "-I", "-S", str(script), "--stream"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "script/setup.sh" in done.stderr
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.write_text('#!/bin/sh\necho "taken over: $*"\n')
+    own.chmod(0o755)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"taken over: {script} --stream\n"
+
+
+def test_its_hints_name_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main(["--router", "http://127.0.0.1:1"]) == 1
+    assert "name another with --router" in capsys.readouterr().out

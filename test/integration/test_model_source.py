@@ -1,0 +1,126 @@
+"""`--model` with the id of a repository: from the local cache, from a hub, and one sentence where neither has it."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+
+REPOSITORY, COMMIT = "acme/Tiny-0.1B", "a" * 40
+NOBODY = "http://127.0.0.1:9"
+
+
+def chitu(tmp_path: Path, *words: str, endpoint: str = NOBODY) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint, "NO_PROXY": "*"}
+    return subprocess.run(
+        [sys.executable, "-m", "chitu.cli", *words],
+        env={**environment, "HF_HUB_DISABLE_XET": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Path:
+    """The snapshot of the repository in the cache."""
+    folder = tmp_path / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
+    shutil.copytree(TINY_MODEL_DIR, folder / "snapshots" / COMMIT)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    return folder / "snapshots" / COMMIT
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as a download asks for."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == f"/api/models/{REPOSITORY}" or path.startswith(f"/api/models/{REPOSITORY}/revision/"):
+            names = [{"rfilename": file.name} for file in TINY_MODEL_DIR.iterdir()]
+            self._answer(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": names}).encode(), "application/json")
+        elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
+            entries = [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
+                for file in TINY_MODEL_DIR.iterdir()
+            ]
+            self._answer(json.dumps(entries).encode(), "application/json")
+        elif path.startswith(f"/{REPOSITORY}/resolve/") and (TINY_MODEL_DIR / Path(path).name).is_file():
+            file = TINY_MODEL_DIR / Path(path).name
+            self._answer(file.read_bytes(), "application/octet-stream", _etag(file))
+        else:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    do_HEAD = do_GET
+
+    def _answer(self, body: bytes, kind: str, etag: str = "") -> None:
+        self.send_response(200)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("X-Repo-Commit", COMMIT)):
+            self.send_header(name, value)
+        if etag:
+            self.send_header("ETag", f'"{etag}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def _etag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_repository_in_the_cache_is_served_under_its_id(cached: Path, tmp_path: Path) -> None:
+    done = chitu(tmp_path, "plan", "--model", REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert f"model.path={cached}" in done.stdout and f"model.served_name={REPOSITORY}" in done.stdout
+    named = chitu(tmp_path, "plan", "--model", REPOSITORY, "model.served_name=mine")
+    assert "model.served_name=mine" in named.stdout and f"served_name={REPOSITORY}" not in named.stdout
+
+
+def test_without_a_network_it_is_one_sentence(cached: Path, tmp_path: Path) -> None:
+    for words, part in (
+        (["serve", "--model", "Qwen/Qwen3-0.6B"], "127.0.0.1 cannot be reached (Connection refused)"),
+        (["plan", "--model", "Qwen/Qwen3-0.6B"], "`hf download Qwen/Qwen3-0.6B` puts it there"),
+        (["serve", "Qwen/Qwen3-0.6B"], "a model is given as --model"),
+    ):
+        done = chitu(tmp_path, *words)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert part in line
+    next(cached.glob("*.safetensors")).unlink()
+    half = chitu(tmp_path, "serve", "--model", REPOSITORY)
+    assert "the cache has a part of it" in half.stderr and "holds no safetensors file" in half.stderr
+
+
+def test_a_repository_of_a_hub_is_downloaded_and_served(hub: str, tmp_path: Path) -> None:
+    done = chitu(tmp_path, "serve", "--model", REPOSITORY, "cache.num_pages=99999999999", endpoint=hub)
+    # It is all here, and refused by what only a launcher that has read it can know.
+    assert done.returncode == 2, done.stderr
+    assert f"downloading {REPOSITORY}" in done.stderr
+    again = chitu(tmp_path, "plan", "--model", REPOSITORY)
+    assert again.returncode == 0, again.stderr
+    assert chitu(tmp_path, "serve", "--model", "acme/none", endpoint=hub).returncode == 2
