@@ -174,21 +174,33 @@ def _as_yaml(text: str) -> str:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    from chitu.config.topology import instances, on_one_host
     from chitu.launch.local import LocalCluster
+    from chitu.launch.placement import on_cpus, place
     from chitu.launch.serve import ServeOptions, serve
     from chitu.launch.smoke import first_completion
 
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
         overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
-    options = ServeOptions(port=arguments.port, log_dir=arguments.log_dir, restart=not arguments.no_restart)
+    topology = load_topology(name, overrides)
+    if not topology.model.path:
+        overrides += on_cpus(topology)  # the embedded model gains nothing by a GPU
+    placement = place(name, overrides, lambda topology: instances(on_one_host(topology)))
+    options = ServeOptions(
+        port=arguments.port,
+        log_dir=arguments.log_dir,
+        restart=not arguments.no_restart,
+        node=placement.node,
+        notes=placement.notes,
+    )
 
     def on_ready(cluster: LocalCluster) -> bool:
         if arguments.first_completion or arguments.once:
             first_completion(cluster, must_be_right=arguments.once)
         return bool(arguments.once)
 
-    return serve(load_topology(name, overrides), options, on_ready)
+    return serve(placement.topology, options, on_ready)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -221,6 +233,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from chitu.config.topology import problems
     from chitu.launch.node import node_command
     from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
+    from chitu.launch.placement import place_like_here
     from chitu.launch.plan import plan
     from chitu.launch.plan_text import plan_text
 
@@ -229,10 +242,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     node_argv = node_command(name or DEFAULT_TOPOLOGY, overrides, arguments.hosts)
     if arguments.hosts is not None:
         overrides += host_overrides(topology, split_hosts(arguments.hosts))
-        topology = load_topology(name, overrides)
-    cores = os.cpu_count() or 1
-    print(plan_text(topology, plan(topology, name or DEFAULT_TOPOLOGY, overrides, cores), cores, node_argv))
-    found = list(problems(topology, pd_master_addr(), need_model=bool(topology.model.path)))
+    placement, found = place_like_here(name, overrides)
+    topology, cores = placement.topology, os.cpu_count() or 1
+    specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
+    print(plan_text(topology, specs, cores, node_argv, placement.notes))
+    found += problems(topology, pd_master_addr(), need_model=bool(topology.model.path))
     found += launch_problems(topology)
     for problem in found:
         print(f"chitu: {problem}", file=sys.stderr)

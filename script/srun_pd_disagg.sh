@@ -6,6 +6,7 @@
 #
 # Node k of the job is host k of the topology, the router's first. Options:
 #   --model PATH         checkpoint folder, at the same path on every node
+#   --gpu-topology TOPOLOGY.yaml   in place of TOPOLOGY.yaml on nodes that have GPUs for us
 #   --partition NAME     of Slurm; counts where the script starts srun
 #   --nodes N            the same (default 2)
 #   --gpus-per-node N    the same
@@ -19,10 +20,10 @@ source "$here/pd_common.sh"
 [ $# -gt 0 ] || fail "give a topology, for instance pd_disagg_2p3d_multi_node"
 all=("$@") topology=$1
 shift
-partition="" nodes=2 srun_options=() node_arguments=()
+partition="" nodes=2 gpu_topology="" srun_options=() node_arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --partition=* | --nodes=* | --gpus-per-node=* | --cpus-per-gpu=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+        --gpu-topology=* | --partition=* | --nodes=* | --gpus-per-node=* | --cpus-per-gpu=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     esac
     case $1 in
         --partition | --nodes | --gpus-per-node | --cpus-per-gpu)
@@ -34,6 +35,7 @@ while [ $# -gt 0 ]; do
                 --cpus-per-gpu) node_arguments+=("$1" "$2") ;;
             esac
             shift 2 ;;
+        --gpu-topology) gpu_topology=${2:-}; shift; shift || fail "--gpu-topology needs a value" ;;
         *) node_arguments+=("$1"); shift ;;
     esac
 done
@@ -52,5 +54,6 @@ fi
 
 list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-$SLURM_NODELIST}}
 names=$(scontrol show hostnames "$list" 2>/dev/null) || names=$("$PYTHON" -m chitu.launch.slurm "$list")
+if [ -n "$gpu_topology" ] && "$PYTHON" -m chitu.launch.node_devices >/dev/null; then topology=$gpu_topology; fi
 run_node "$topology" "$(addresses_of $names)" "$SLURM_NODEID" "${node_arguments[@]}" \
     --on-failure "scancel --signal=TERM $SLURM_JOB_ID.$SLURM_STEP_ID"

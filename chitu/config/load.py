@@ -31,6 +31,7 @@ from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_u
 from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
 from chitu.config.step_sizes import with_step_sizes
+from chitu.config.topology import SECTIONS
 from chitu.config.yaml_text import Dumper, Loader, one_line
 from chitu.errors import ConfigError
 
@@ -95,10 +96,22 @@ def parse_topology(data: dict[str, Any]) -> Topology:
     refuse_unknown_keys(data, ROOT, "")
     data = with_switches(data, ROOT)
     try:
+        data = _with_lists_of_devices(data)
         topology = msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), data)) from error
     return with_step_sizes(topology, data.get("scheduler") or {})
+
+
+def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
+    """`devices: auto` and `devices: [auto]` are the same, and one device alone needs no list."""
+    router = (data.get("dp_config") or {}).get("router") if isinstance(data.get("dp_config"), dict) else None
+    for section in SECTIONS.values():
+        members = router.get(section) if isinstance(router, dict) else None
+        for member in members if isinstance(members, list) else ():
+            if isinstance(member, dict) and isinstance(member.get("devices"), str):
+                member["devices"] = [member["devices"]]
+    return data
 
 
 def dump_topology(topology: Topology) -> str:
@@ -128,6 +141,12 @@ def torchrun_rank() -> TorchrunRank:
 def under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def shown_devices() -> tuple[str, ...]:
+    """`CHITU_DEVICES`: what the topology calls the GPUs that CUDA_VISIBLE_DEVICES shows to this process, in order; set
+    by its launcher. Empty without one."""
+    return tuple(name for name in os.environ.get("CHITU_DEVICES", "").split(",") if name)
 
 
 def device_environment() -> dict[str, str]:

@@ -17,6 +17,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
+AUTO_DEVICES = ("auto",)
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section."""
 
@@ -187,8 +190,9 @@ class InstanceConfig(Section, frozen=True):
     """Address at which the router and the peers reach it."""
     port: Port = 0
     """Request port."""
-    devices: tuple[str, ...] = ("cpu",)
-    """One device per TP rank: `cpu`, `cuda:0`."""
+    devices: tuple[str, ...] = AUTO_DEVICES
+    """`auto`: the node's next `tp_size` GPUs that it may use, in the order of the topology, or CPUs where it has none.
+    Else one device per TP rank, `cpu` or `cuda:N`: the Nth of those GPUs. Several instances may name one."""
     tp_size: Positive = 1
     """Ranks (tensor parallelism)."""
     threads: Positive | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
+from chitu.config.devices import is_auto, why_no_device
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
@@ -229,22 +230,23 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
         )
     for instance in instances(topology):
         config = instance.config
+        if is_auto(config):
+            continue
         if len(config.devices) != config.tp_size:
             yield (
                 f"{instance.key}.devices names {len(config.devices)} devices, but {instance.key}.tp_size is "
                 f"{config.tp_size}: give one device per rank"
             )
         for device in config.devices:
-            kind, _, index = device.partition(":")
-            if not (device == "cpu" or (kind == "cuda" and (index.isdigit() or device == "cuda"))):
-                yield f"{instance.key}.devices has {device!r}: a device is 'cpu' or 'cuda:N'"
+            if reason := why_no_device(device):
+                yield f"{instance.key}.devices {reason}"
 
 
 def _device_problems(topology: Topology) -> Iterator[str]:
     """P and D must have their pages in memory of the same kind, and a transport for it."""
     prefix = "dp_config.router.pd_disaggregation"
     config = topology.dp_config.router.pd_disaggregation
-    paired = [instance for instance in instances(topology) if instance.role is not Role.UNIFIED]
+    paired = [item for item in instances(topology) if item.role is not Role.UNIFIED and not is_auto(item.config)]
     by_kind = {device.partition(":")[0]: instance for instance in paired for device in instance.config.devices}
     if not by_kind.keys() <= {"cpu", "cuda"}:
         return  # an unknown device has its own sentence

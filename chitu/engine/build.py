@@ -17,7 +17,7 @@ import torch
 from chitu.config.schema import Topology
 from chitu.config.staging import plan_staging
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, instances_on, threads_of
+from chitu.config.topology import Instance, find_instance, instances_on, threads_of
 from chitu.engine.kv_format import kv_dtype_of
 from chitu.engine.loader import TORCH_DTYPES, load_model, resolve_dtype
 from chitu.engine.memory_budget import (
@@ -113,7 +113,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             rows = max(topology.scheduler.max_batched_tokens, *PREFILL_SIZES) + num_slots
             itemsize = TORCH_DTYPES[model_dtype].itemsize
             num_pages = device_pages(
-                share_of_device(topology, instance, config.devices[tp_rank]),
+                share_of_device(topology, instance, _shared_name(topology, instance, tp_rank)),
                 device_memory(device),
                 reserve_bytes(spec, itemsize, rows, num_slots, spec.max_model_len, config.tp_size),
                 num_aux_slots * aux_row_bytes(spec.vocab_size),
@@ -149,6 +149,11 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         logger.warning("%s", warning)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
     return RankEngine(group, pool, runner, threads)
+
+
+def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:
+    """Of this rank's device, as the other instances of the host call it: here it may count from 0."""
+    return find_instance(topology, instance.role, instance.engine_rank).config.devices[tp_rank]
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -35,9 +35,12 @@ from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, api_host, check, instances, on_one_host
 from chitu.errors import ConfigError
+from chitu.launch.device_shares import share_out
 from chitu.launch.health import Health, ask_health
 from chitu.launch.log_files import make_log_dir, open_private
+from chitu.launch.node_devices import NodeDevices
 from chitu.launch.nodes import launch_problems
+from chitu.launch.placement import look_for, with_shares
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
 from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
@@ -46,7 +49,8 @@ __all__ = ["LocalCluster", "StartFailed"]
 
 
 class LocalCluster:
-    """See the module's docstring. `port`: HTTP port (0: any free one; None: what the topology says)."""
+    """See the module's docstring. `port`: HTTP port (0: any free one; None: what the topology says). `node`: the GPUs
+    of this machine, where somebody looked already. `notes`: what is to be known of devices, and was not told yet."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         on_event: Callable[[str], None] | None = None,
         entries: Entries | None = None,
+        node: NodeDevices | None = None,
     ) -> None:
         topology = on_one_host(topology)
         if port is not None:
@@ -65,6 +70,11 @@ class LocalCluster:
             topology = msgspec.structs.replace(
                 topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router)
             )
+        own = instances(topology)
+        self.node = look_for(own) if node is None else node
+        shares = share_out(topology, own, self.node)
+        topology = with_shares(topology, shares)
+        self.notes = shares.notes if node is None else ()
         check(topology)
         for problem in launch_problems(topology):
             raise ConfigError(problem)
@@ -227,7 +237,8 @@ class LocalCluster:
         if name == ROUTER:
             ready_file = str(self._supervisor.ready_file)
             return router_spec(self.topology, self._config, overrides, ready_file, self._entries)
-        return instance_spec(self.topology, self._instance(name), self._config, overrides, self._cores, self._entries)
+        instance = self._instance(name)
+        return instance_spec(self.topology, instance, self._config, overrides, self._cores, self._entries, self.node)
 
     def _instance(self, name: str) -> Instance:
         return next(instance for instance in instances(self.topology) if instance.name == name)

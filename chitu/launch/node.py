@@ -21,13 +21,15 @@ from itertools import chain
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
-from chitu.config.topology import api_host, check, host_names, instances, open_api
+from chitu.config.topology import api_host, check, host_names, instances, instances_on, open_api
 from chitu.errors import ConfigError
+from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
 from chitu.launch.leave import send_leaves
 from chitu.launch.log_files import make_log_dir
-from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, thread_overrides
+from chitu.launch.nodes import host_at, host_overrides, launch_problems, open_ports, specs_on, thread_overrides
+from chitu.launch.placement import place
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
@@ -62,6 +64,10 @@ def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> li
     return ["chitu", "node", config, *overrides, *(["--hosts", hosts] if hosts else [])]
 
 
+class NodeUnfit(ConfigError):
+    """This node cannot run its part, which the others cannot know."""
+
+
 class Node:
     """One host's part of the cluster. ConfigError for anything that could not work."""
 
@@ -74,17 +80,26 @@ class Node:
         if options.threads_per_rank is not None:
             overrides = [*overrides, *thread_overrides(topology, options.threads_per_rank)]
         topology = load_topology(config, overrides)
+        host = host_at(topology, options.index)
         check(topology, pd_master_addr())
         for problem in chain(launch_problems(topology), open_ports(topology)):
             raise ConfigError(problem)
-        all_specs = plan(topology, config, overrides, len(os.sched_getaffinity(0)), options.entries)
+        try:
+            placement = place(config, overrides, lambda found: instances_on(found, host))
+            check(placement.topology, pd_master_addr())
+            reads_model = (options.entries or Entries()).reads_model
+            require_preflight(placement.topology, host, reads_model, on_event)
+        except ConfigError as error:
+            raise NodeUnfit(f"node {options.index} ({host}): {error.message}") from error
+        topology, overrides, self.devices = placement.topology, placement.overrides, placement.node
+        self.device_notes = placement.notes
+        cores = len(os.sched_getaffinity(0))
+        all_specs = plan(topology, config, overrides, cores, options.entries, self.devices)
         self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
-        reads_model = (options.entries or Entries()).reads_model
-        require_preflight(topology, host_names(topology)[options.index], reads_model, on_event)
         if len(host_names(topology)) == 1:
             topology = with_own_key(topology)
         self.topology = topology
-        self.host = host_names(topology)[options.index]
+        self.host = host
         self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
         self._has_own_log_dir = not (options.log_dir or topology.log.dir)
         self.supervisor = Supervisor(
@@ -192,7 +207,15 @@ class Node:
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
     """Start this node's processes and stay until a signal (0) or a failure (1). ConfigError before anything starts."""
     display = make_display()
-    node = Node(config, overrides, options, display.say)
+    try:
+        node = Node(config, overrides, options, display.say)
+    except NodeUnfit as error:
+        display.close()
+        tell(f"chitu: {error.message}")
+        for number in SIGNALS:  # `on_failure` may mean this process, too
+            signal.signal(number, signal.SIG_IGN)
+        _tell_others(options.on_failure)
+        return 2
     stop = threading.Event()
 
     def handle(number: int, _frame: object) -> None:
@@ -203,6 +226,8 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         display.say(f"node {options.index} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+        for note in (*node.device_notes, describe(instances_on(node.topology, node.host), node.devices)):
+            display.say(f"node {options.index} devices: {note}")
         if node.has_router and (warning := open_api(node.topology)):
             display.say(warning)
         node.start()

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -253,3 +254,16 @@ def _torch_build() -> tuple[str | None, str | None]:
         return parse_torch_version((Path(spec.origin).parent / "version.py").read_text(encoding="utf-8"))
     except OSError:
         return importlib.metadata.version("torch"), None
+
+
+def main() -> int:
+    """Exit code 0 where this machine has GPUs that can be used."""
+    found = look()
+    for device in found.devices:
+        print(device.token, device.name, device.memory_bytes or "")
+    print(found.problem or found.source)
+    return 0 if found.devices and not found.problem else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

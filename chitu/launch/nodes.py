@@ -44,11 +44,18 @@ def _index(names: Sequence[str], host: str) -> int:
     return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
 
 
-def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
-    """The processes of host number `index`. ConfigError where the topology has no such host."""
+def host_at(topology: Topology, index: int) -> str:
+    """Host number `index`. ConfigError where the topology has no such host."""
     names = host_names(topology)
     if not 0 <= index < len(names):
         raise ConfigError(f"node index {index}: the topology has {len(names)} hosts, 0 to {len(names) - 1}")
+    return names[index]
+
+
+def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
+    """The processes of host number `index`. ConfigError where the topology has no such host."""
+    host_at(topology, index)
+    names = host_names(topology)
     return [spec for spec in specs if _index(names, spec.host) == index]
 
 

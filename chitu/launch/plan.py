@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, instances, router_ports, threads_of
+from chitu.launch.device_shares import environment_of
+from chitu.launch.node_devices import NodeDevices
 
 ROUTER = "router"
 
@@ -61,9 +63,15 @@ def router_spec(
 
 
 def instance_spec(
-    topology: Topology, instance: Instance, config: str, overrides: Sequence[str], cores: int, entries: Entries
+    topology: Topology,
+    instance: Instance,
+    config: str,
+    overrides: Sequence[str],
+    cores: int,
+    entries: Entries,
+    node: NodeDevices | None = None,
 ) -> ProcessSpec:
-    """One torchrun. `cores`: CPU cores of its host."""
+    """One torchrun. `cores`: CPU cores of its host; `node`: its GPUs, where they are known."""
     alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
     torchrun = ("-m", "torch.distributed.run", *meeting)
@@ -83,18 +91,25 @@ def instance_spec(
             "TOKENIZERS_PARALLELISM": "false",
             # Else torchrun starts a TCP store for its ranks all the same.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
+            **(environment_of(instance, node) if node is not None else {}),
         },
     )
 
 
 def plan(
-    topology: Topology, config: str, overrides: Sequence[str], cores: int, entries: Entries | None = None
+    topology: Topology,
+    config: str,
+    overrides: Sequence[str],
+    cores: int,
+    entries: Entries | None = None,
+    node: NodeDevices | None = None,
 ) -> tuple[ProcessSpec, ...]:
-    """All processes of the topology, router first, as `chitu plan` shows them."""
+    """All processes of the topology, router first, as `chitu plan` shows them. `node`: whose GPUs the devices are."""
     entries = entries or Entries()
+    members = instances(topology)
     return (
         router_spec(topology, config, overrides, None, entries),
-        *(instance_spec(topology, member, config, overrides, cores, entries) for member in instances(topology)),
+        *(instance_spec(topology, member, config, overrides, cores, entries, node) for member in members),
     )
 
 

@@ -11,8 +11,11 @@ from chitu.launch.nodes import specs_on
 from chitu.launch.plan import ROUTER, ProcessSpec
 
 
-def plan_text(topology: Topology, specs: Sequence[ProcessSpec], cores: int, node_argv: Sequence[str]) -> str:
-    """`specs`: all processes, as `plan` gives them. `node_argv`: the launcher of one node without its index."""
+def plan_text(
+    topology: Topology, specs: Sequence[ProcessSpec], cores: int, node_argv: Sequence[str], notes: Sequence[str] = ()
+) -> str:
+    """`specs`: all processes, as `plan` gives them. `node_argv`: the launcher of one node without its index. `notes`:
+    on the devices."""
     lines = [
         *_hosts(topology, specs),
         "",
@@ -20,7 +23,8 @@ def plan_text(topology: Topology, specs: Sequence[ProcessSpec], cores: int, node
         *_processes(topology, specs),
         *_nodes(topology, node_argv),
     ]
-    return "\n".join([*lines, "", f"OMP_NUM_THREADS is counted for hosts of {cores} cores, as this one."])
+    lines += ["", *(f"devices: {note}" for note in notes)]
+    return "\n".join([*lines, f"OMP_NUM_THREADS is counted for hosts of {cores} cores, as this one."])
 
 
 def _hosts(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:

@@ -18,9 +18,11 @@ import msgspec
 
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, on_one_host, open_api
+from chitu.config.topology import host_names, instances, on_one_host, open_api
+from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
+from chitu.launch.node_devices import NodeDevices
 from chitu.launch.plan import ROUTER, Entries
 
 POLL_S = 0.1
@@ -33,6 +35,10 @@ class ServeOptions:
     log_dir: str | None = None
     restart: bool = True
     entries: Entries | None = None
+    node: NodeDevices | None = None
+    """The GPUs of this machine, where somebody looked already."""
+    notes: tuple[str, ...] = ()
+    """What was said of them then."""
 
 
 def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
@@ -53,7 +59,10 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             restart=options.restart,
             on_event=display.say,
             entries=options.entries,
+            node=options.node,
         )
+        for note in (*options.notes, *cluster.notes, describe(instances(cluster.topology), cluster.node)):
+            display.say(f"devices: {note}")
         display.say(f"logs: {cluster.log_dir}")
         if warning := open_api(cluster.topology):
             display.say(warning)

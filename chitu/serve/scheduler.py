@@ -13,13 +13,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.load import load_topology, pd_master_addr, router_host, torchrun_rank
+from chitu.config.devices import is_auto, on_visible_devices
+from chitu.config.load import load_topology, pd_master_addr, router_host, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import (
@@ -39,6 +41,7 @@ from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.build import StagingParts
+from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, ProgressWriter
 from chitu.log import setup_logging
@@ -63,9 +66,10 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
     try:
-        topology = load_topology(arguments.config, arguments.overrides)
+        topology = _load(arguments.config, arguments.overrides, role, arguments.rank)
         check(topology, pd_master_addr())
-        instance = find_instance(topology, role, arguments.rank)
+        found = find_instance(topology, role, arguments.rank)
+        instance = replace(found, config=on_visible_devices(found.config, shown_devices()))
         tp_rank = torchrun_rank().rank
         setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
@@ -77,6 +81,14 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
     except ChituError as error:
         print(f"{name}: {error.code}: {error.message}", file=sys.stderr)
         return 1
+
+
+def _load(config: str | None, overrides: Sequence[str], role: Role, engine_rank: int) -> Topology:
+    """A launcher has put the devices into the topology; without one an instance takes the first GPUs that it sees."""
+    topology = load_topology(config, overrides)
+    if not is_auto(find_instance(topology, role, engine_rank).config):
+        return topology
+    return place(config, overrides, lambda topology: [find_instance(topology, role, engine_rank)]).topology
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

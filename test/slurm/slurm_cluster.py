@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ LOGIN = "pd-login"
 NODES = ("pd-node0", "pd-node1")
 SUBNET = "198.18.77"
 """Of the block for tests of network equipment (RFC 2544); it exists inside the namespaces only."""
+NUM_GPUS = 8
+"""Of each node, as far as Slurm knows: it hands out their numbers. Copies of /dev/null; no driver knows them."""
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge", "ss": "iproute2"}
 
 SLURM_CONF = """
@@ -52,7 +55,8 @@ KillWait=8
 MessageTimeout=10
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=1,sched_interval=5
-NodeName=pd-node[0-1] CPUs=16 RealMemory=1024 State=UNKNOWN
+GresTypes=gpu
+NodeName=pd-node[0-1] CPUs=16 RealMemory=1024 Gres=gpu:{num_gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP
 """
 
@@ -71,7 +75,12 @@ class SlurmCluster:
         self.machines = Machines(folder, [LOGIN, *NODES], SUBNET)
         # With control groups Slurm knows every process of a job; by parent links (version 2 only) it loses orphans.
         proctrack = "cgroup" if (FREEZER / "tasks").exists() else "linuxproc"
-        conf = SLURM_CONF.format(login=LOGIN, subnet=SUBNET, folder=folder, proctrack=proctrack)
+        conf = SLURM_CONF.format(login=LOGIN, subnet=SUBNET, folder=folder, proctrack=proctrack, num_gpus=NUM_GPUS)
+        for k in range(NUM_GPUS):
+            os.mknod(folder / f"gpu{k}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        (folder / "slurm" / "gres.conf").write_text(
+            f"AutoDetect=off\nNodeName=pd-node[0-1] Name=gpu File={folder}/gpu[0-{NUM_GPUS - 1}]\n"
+        )
         (folder / "slurm" / "slurm.conf").write_text(conf)
         (folder / "slurm" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\n")
         (folder / "slurm" / "plugstack.conf").write_text("")

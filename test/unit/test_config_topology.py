@@ -109,12 +109,15 @@ def test_all_names_of_loopback_are_one_host() -> None:
     assert "21003 on 127.0.0.1" in clash
 
 
+CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.decode_schedulers.0.devices=cpu"
+
+
 @pytest.mark.parametrize(
     ("override", "part"),
     [
         ("dp_config.router.decode_schedulers=[]", "decode_schedulers is empty but there are prefill_schedulers"),
         ("dp_config.router.prefill_schedulers=[]", "prefill_schedulers is empty but there are decode_schedulers"),
-        ("dp_config.router.decode_schedulers.0.tp_size=2", "give one device per rank"),
+        (f"{CPU_PAIR} dp_config.router.decode_schedulers.0.tp_size=2", "give one device per rank"),
         ("dp_config.router.decode_schedulers.0.devices=[cpu,cpu]", "names 2 devices"),
         ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
         ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
@@ -122,12 +125,22 @@ def test_all_names_of_loopback_are_one_host() -> None:
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
-        ("dp_config.router.pd_disaggregation.transport=cuda_ipc", "no P or D has a CUDA device"),
-        ("dp_config.router.decode_schedulers.0.devices=[cuda:0]", "all of P and D need the same kind of device"),
+        (f"{CPU_PAIR} dp_config.router.pd_disaggregation.transport=cuda_ipc", "no P or D has a CUDA device"),
+        (f"{CPU_PAIR} dp_config.router.decode_schedulers.0.devices=[cuda:0]", "need the same kind of device"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, part: str) -> None:
-    assert any(part in sentence for sentence in found(load_topology(None, [override])))
+    assert any(part in sentence for sentence in found(load_topology(None, override.split())))
+
+
+def test_devices_that_a_launcher_still_has_to_choose_are_no_problem() -> None:
+    default = load_topology(None, ["dp_config.router.decode_schedulers.0.tp_size=2"])
+    assert found(default) == []
+    words = load_topology(
+        None, [f"dp_config.router.{role}_schedulers.0.devices=auto" for role in ("prefill", "decode")]
+    )
+    assert instances(words) == instances(load_topology(None)), "the default, with and without brackets"
+    assert load_topology(None, CPU_PAIR.split()).dp_config.router.decode_schedulers[0].devices == ("cpu",)
 
 
 def test_a_topology_without_any_instance_is_refused() -> None:

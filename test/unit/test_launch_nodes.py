@@ -10,6 +10,7 @@ from chitu.cli import main
 from chitu.config.load import load_topology
 from chitu.config.topology import host_names
 from chitu.errors import ConfigError
+from chitu.launch.node_devices import Device, NodeDevices
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, split_hosts, thread_overrides
 from chitu.launch.plan import plan
 from chitu.launch.slurm import expand_nodelist
@@ -92,18 +93,43 @@ def test_one_base_port_for_several_instances_is_refused() -> None:
     assert problem.startswith("dp_config.scheduler_base_port is the port of one scheduler process")
 
 
-def test_plan_with_machines_says_who_runs_where_and_how(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_with_machines_says_who_runs_where_and_how(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "config.json").write_text("{}")
     assert main(["plan", NAME, "--hosts", "10.0.0.1,10.0.0.2", "--model", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:3]] == [["10.0.0.1", "router", "D0", "D1", "D2"], ["10.0.0.2", "P0", "P1"]]
     assert ["10.0.0.2", "29621", "dp_config.router.prefill_schedulers.1.port"] in [line.split() for line in lines]
-    at = lines.index("P1 on 10.0.0.2: tp_size 1, devices cpu")
+    at = lines.index("P1 on 10.0.0.2: tp_size 1, devices auto")
     assert "PD_MASTER_ADDR=10.0.0.1" in lines[at + 1]
     assert "-m chitu.serve.scheduler" in lines[at + 2] and "--role prefill --rank 1" in lines[at + 2]
     assert "dp_config.router.host=10.0.0.1" in lines[at + 2]
     node = f"chitu node {NAME} model.path={tmp_path} --hosts 10.0.0.1,10.0.0.2 --node-index"
     assert [line.split(None, 1)[1] for line in lines if "chitu node" in line] == [f"{node} 0", f"{node} 1"]
+
+
+def test_plan_shows_devices_where_the_hosts_can_be_like_this_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_on(count: int, name: str) -> tuple[int, str, str]:
+        cards = NodeDevices(tuple(Device(str(k)) for k in range(count)), "fake", True)
+        monkeypatch.setattr("chitu.launch.placement.look", lambda: cards)
+        hosts = [] if name.endswith("local") else ["--hosts", "10.0.0.1,10.0.0.2"]
+        code = main(["plan", name, *hosts])
+        return code, *capsys.readouterr()
+
+    code, text, _ = plan_on(8, "pd_disagg_2p3d_gpu")
+    assert code == 0
+    assert "D2 on 10.0.0.1: tp_size 2, devices cuda:4,cuda:5" in text
+    assert "CUDA_VISIBLE_DEVICES=4,5" in text and "P1 on 10.0.0.2: tp_size 2, devices cuda:2,cuda:3" in text
+    code, text, _ = plan_on(4, "pd_disagg_2p3d_gpu")
+    assert code == 0, "the hosts may have more than this machine"
+    assert "D2 on 10.0.0.1: tp_size 2, devices auto" in text
+    assert "devices: for hosts like this one: this node has 4 GPUs (fake), but D0, D1, D2 need 6" in text
+    code, text, error = plan_on(1, "pd_disagg_1p1d_local")
+    assert (code, error.startswith("chitu: this node has 1 GPU (fake), but P0, D0 need 2")) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What the names in `devices` of an instance mean. Pure.
+
+`auto` stands until a launcher has looked at its node (`launch/device_shares.py`); no process computes with it. A
+launcher shows a process its own GPUs alone, which there count from 0: `on_visible_devices` is the way from the node's
+names, which the topology has, to those of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig
+
+CPU = "cpu"
+GPU_ELSEWHERE = "cuda:other"
+"""A GPU of another node, which alone knows which one."""
+
+
+def is_auto(config: InstanceConfig) -> bool:
+    return config.devices == AUTO_DEVICES
+
+
+def is_gpu(device: str) -> bool:
+    return device.startswith("cuda")
+
+
+def gpu_index(device: str) -> int:
+    """Of a GPU of this node; `cuda` is `cuda:0`."""
+    return int(device.partition(":")[2] or 0)
+
+
+def why_no_device(device: str) -> str:
+    """Why this is no name of a device, as the end of a sentence; empty where it is one."""
+    kind, _, index = device.partition(":")
+    if device in (CPU, "cuda", GPU_ELSEWHERE) or (kind == "cuda" and index.isdigit()):
+        return ""
+    return f"has {device!r}: a device is 'cpu' or 'cuda:N', or all of it is 'auto'"
+
+
+def on_visible_devices(config: InstanceConfig, shown: Sequence[str]) -> InstanceConfig:
+    """An instance with its devices as its own processes call them. `shown`: the names of those that they see, in
+    order; empty where they see all, as without a launcher."""
+    if not shown:
+        return config
+    local = tuple(f"cuda:{shown.index(name)}" if is_gpu(name) else name for name in config.devices)
+    return msgspec.structs.replace(config, devices=local)

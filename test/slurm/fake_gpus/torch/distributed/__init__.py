@@ -1,0 +1,1 @@
+"""Holds the stand-in for torchrun."""
