@@ -193,6 +193,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         restart=not arguments.no_restart,
         node=placement.node,
         notes=placement.notes,
+        ways=placement.ways,
     )
 
     def on_ready(cluster: LocalCluster) -> bool:
@@ -245,7 +246,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     placement, found = place_like_here(name, overrides)
     topology, cores = placement.topology, os.cpu_count() or 1
     specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
-    print(plan_text(topology, specs, cores, node_argv, placement.notes))
+    notes = [f"devices: {note}" for note in placement.notes]
+    notes += [f"transfers: {placement.ways}"] if placement.ways else []
+    print(plan_text(topology, specs, cores, node_argv, notes))
     found += problems(topology, pd_master_addr(), need_model=bool(topology.model.path))
     found += launch_problems(topology)
     for problem in found:

@@ -159,8 +159,9 @@ class PDDisaggregationConfig(Section, frozen=True):
     """HTTP: where D finds P."""
     transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl", "fake"] = "auto"
     """`auto`: between processes of one host shm, or cuda_ipc for GPU memory; Mooncake otherwise."""
-    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
-    """What Mooncake writes over."""
+    mooncake_protocol: Literal["auto", "tcp", "rdma"] = "auto"
+    """What Mooncake writes over. `auto`: RDMA where the node has an active device, which for GPU memory must reach it
+    (nvidia_peermem or dma-buf), else TCP; nodes are taken for alike."""
     ib_device: str = ""
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer: Literal["auto", "direct", "staged"] = "auto"

@@ -57,6 +57,11 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
     )
 
 
+def protocol_of(pd: PDDisaggregationConfig) -> str:
+    """Mooncake's. `auto` that no launcher has looked at is TCP, which always works."""
+    return "rdma" if pd.mooncake_protocol == "rdma" else "tcp"
+
+
 def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
     """Whether a library may carry the writes: not between processes of one machine, unless it was asked for."""
     is_local = host == "localhost" or host.startswith("127.")
@@ -69,7 +74,7 @@ def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool
     if pd.transport == "auto" and pd.transfer == "staged":
         return False
     if pd.transport in ("shm", "auto", "mooncake"):
-        return not has_library or pd.mooncake_protocol == "tcp"
+        return not has_library or pd.mooncake_protocol != "rdma"
     return False
 
 

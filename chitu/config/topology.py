@@ -84,18 +84,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _same_host(host: str) -> str:
+def same_host(host: str) -> str:
+    """What stands for a host: all loopback names are one."""
     return "127.0.0.1" if is_loopback(host) else host
 
 
 def host_names(topology: Topology) -> list[str]:
     """Every host once, the router's first; all loopback names count as one."""
     named = [topology.dp_config.router.host, *(instance.config.host for instance in instances(topology))]
-    return list(dict.fromkeys(_same_host(host) for host in named))
+    return list(dict.fromkeys(same_host(host) for host in named))
 
 
 def instances_on(topology: Topology, host: str) -> list[Instance]:
-    return [instance for instance in instances(topology) if _same_host(instance.config.host) == _same_host(host)]
+    return [instance for instance in instances(topology) if same_host(instance.config.host) == same_host(host)]
 
 
 def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
@@ -311,7 +312,7 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
 def _port_problems(topology: Topology) -> Iterator[str]:
     used: dict[tuple[str, int], str] = {}
     for key, where, port in bound_ports(topology):
-        host = _same_host(where)
+        host = same_host(where)
         if port > MAX_PORT:
             yield f"{key} would be port {port}, and there is none above {MAX_PORT}"
         elif port and (other := used.setdefault((host, port), key)) != key:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from chitu.config.schema import PDDisaggregationConfig
-from chitu.config.staging import goes_through_the_host, has_transfer_library
+from chitu.config.staging import goes_through_the_host, has_transfer_library, protocol_of
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
@@ -62,12 +62,12 @@ def _open(
     if config.transport == "nixl":
         return [NixlTransport(host, device)]
     if config.transport == "mooncake":
-        return [MooncakeTransport(host, config.mooncake_protocol, config.ib_device)]
+        return [MooncakeTransport(host, protocol_of(config), config.ib_device)]
     transports: list[Transport] = [ShmTransport()] if device == "cpu" else _open_on_gpu(config, host, device)
     if host == "localhost" or host.startswith("127."):
         return transports
     try:
-        transports.append(MooncakeTransport(host, config.mooncake_protocol, config.ib_device))
+        transports.append(MooncakeTransport(host, protocol_of(config), config.ib_device))
     except MissingDependency as error:
         logger.info("transport auto: %s only, so peers must be on this host (%s)", transports[0].name, error)
     return transports

@@ -92,7 +92,7 @@ class Node:
         except ConfigError as error:
             raise NodeUnfit(f"node {options.index} ({host}): {error.message}") from error
         topology, overrides, self.devices = placement.topology, placement.overrides, placement.node
-        self.device_notes = placement.notes
+        self.device_notes, self.ways = placement.notes, placement.ways
         cores = len(os.sched_getaffinity(0))
         all_specs = plan(topology, config, overrides, cores, options.entries, self.devices)
         self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
@@ -228,6 +228,8 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         display.say(f"node {options.index} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
         for note in (*node.device_notes, describe(instances_on(node.topology, node.host), node.devices)):
             display.say(f"node {options.index} devices: {note}")
+        if node.ways:
+            display.say(f"node {options.index} transfers: {node.ways}")
         if node.has_router and (warning := open_api(node.topology)):
             display.say(warning)
         node.start()

@@ -18,6 +18,9 @@ from chitu.config.topology import SECTIONS, Instance, host_names, instances, ins
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import Shares, share_out
 from chitu.launch.node_devices import NodeDevices, look
+from chitu.launch.transfer_ways import describe_ways, protocol_overrides
+from chitu.net.rdma_devices import look_at_rdma
+from chitu.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Placement:
     node: NodeDevices
     notes: tuple[str, ...]
     """What an operator has to know of the devices, a sentence each."""
+    ways: str = ""
+    """How KV will travel between P and D."""
 
 
 def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topology], Sequence[Instance]]) -> Placement:
@@ -38,7 +43,11 @@ def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topolo
     node = look_for(own)
     shares = share_out(topology, own, node)
     overrides = [*overrides, *shares.overrides]
-    return Placement(load_topology(config, overrides), overrides, node, shares.notes)
+    topology, rdma = load_topology(config, overrides), look_at_rdma()
+    ways = describe_ways(topology, rdma)
+    if any(item.role is not Role.UNIFIED for item in own):  # a router's node needs no RDMA
+        overrides += protocol_overrides(topology, rdma)
+    return Placement(load_topology(config, overrides), overrides, node, shares.notes, ways)
 
 
 def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Placement, list[str]]:
@@ -62,7 +71,14 @@ def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Place
     overrides = [*overrides, *Shares(devices, ()).overrides]
     if len(hosts) > 1 and any(is_auto(item.config) for item in instances(topology)):
         notes = [f"for hosts like this one: {note}" for note in dict.fromkeys(notes)]
-    return Placement(load_topology(config, overrides), overrides, node, tuple(notes)), problems
+    topology, rdma = load_topology(config, overrides), look_at_rdma()
+    ways = describe_ways(topology, rdma)
+    try:
+        if len(hosts) == 1:
+            overrides += protocol_overrides(topology, rdma)
+    except ConfigError as error:
+        problems.append(error.message)
+    return Placement(load_topology(config, overrides), overrides, node, tuple(notes), ways), problems
 
 
 def look_for(own: Sequence[Instance]) -> NodeDevices:

@@ -15,7 +15,7 @@ def plan_text(
     topology: Topology, specs: Sequence[ProcessSpec], cores: int, node_argv: Sequence[str], notes: Sequence[str] = ()
 ) -> str:
     """`specs`: all processes, as `plan` gives them. `node_argv`: the launcher of one node without its index. `notes`:
-    on the devices."""
+    a line each on devices and transfers."""
     lines = [
         *_hosts(topology, specs),
         "",
@@ -23,7 +23,7 @@ def plan_text(
         *_processes(topology, specs),
         *_nodes(topology, node_argv),
     ]
-    lines += ["", *(f"devices: {note}" for note in notes)]
+    lines += ["", *notes]
     return "\n".join([*lines, f"OMP_NUM_THREADS is counted for hosts of {cores} cores, as this one."])
 
 

@@ -39,6 +39,8 @@ class ServeOptions:
     """The GPUs of this machine, where somebody looked already."""
     notes: tuple[str, ...] = ()
     """What was said of them then."""
+    ways: str = ""
+    """How KV will travel between P and D."""
 
 
 def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
@@ -63,6 +65,8 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
         )
         for note in (*options.notes, *cluster.notes, describe(instances(cluster.topology), cluster.node)):
             display.say(f"devices: {note}")
+        if options.ways:
+            display.say(f"transfers: {options.ways}")
         display.say(f"logs: {cluster.log_dir}")
         if warning := open_api(cluster.topology):
             display.say(warning)

@@ -58,10 +58,23 @@ def test_every_rank_is_shown_the_gpus_of_its_instance(cluster: SlurmCluster, mod
         assert "node 0 devices: D0 on GPU 0,1; D1 on GPU 2,3; D2 on GPU 4,5" in text
         assert "node 0 devices: 2 GPUs of 8 stay idle (6,7)" in text
         assert "node 1 devices: P0 on GPU 0,1; P1 on GPU 2,3" in text
+        assert "node 0 transfers: mooncake over tcp between hosts (this host has no RDMA device" in text
     finally:
         if left := cluster.jobs():
             cluster.output(["scancel", *left])
     launched.process.wait(60)
+    launched.wait_nothing_left()
+
+
+def test_rdma_that_is_not_there_is_refused_before_anything_loads(
+    cluster: SlurmCluster, model: str, tmp_path: Path
+) -> None:
+    protocol = "dp_config.router.pd_disaggregation.mooncake_protocol=rdma"
+    command = ["srun", "-N", "2", *SCRIPT, "--model", model, protocol]
+    launched = Launched(cluster, command, tmp_path)
+    assert launched.process.wait(60) != 0
+    assert "mooncake_protocol is rdma, but this host has no RDMA device" in launched.output()
+    assert "starting" not in launched.output()
     launched.wait_nothing_left()
 
 

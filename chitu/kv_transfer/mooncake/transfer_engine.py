@@ -53,6 +53,7 @@ from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.staging.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
 from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError, pause_s
 from chitu.messages import RankMemory, TransportSession
+from chitu.net.rdma_devices import look_at_rdma, why_no_rdma
 
 NAME = "mooncake"
 MAX_ENTRIES = 512
@@ -67,7 +68,6 @@ FENCE_TRIES = 3
 being sent, and the third waits for a new connection."""
 REFUSED_TIMEOUT_S = 0.5
 NEVER_S = "86400"
-INFINIBAND = "/sys/class/infiniband"
 FORCED_ENVIRONMENT = {
     "MC_TCP_LANES_PER_PEER": "1",
     "MC_NUM_TCP_IO_THREADS": "1",
@@ -364,12 +364,5 @@ def _import_engine() -> Any:
 
 def _check_rdma(ib_device: str) -> None:
     """The engine silently uses TCP where RDMA is impossible, so look for the devices first."""
-    found = sorted(os.listdir(INFINIBAND)) if os.path.isdir(INFINIBAND) else []
-    if not found:
-        raise ConfigError(
-            "pd_disaggregation.mooncake_protocol is rdma, but this host has no RDMA device (nothing in"
-            f" {INFINIBAND}); use tcp"
-        )
-    missing = [name for name in ib_device.split(",") if name and name.strip() not in found]
-    if missing:
-        raise ConfigError(f"pd_disaggregation.ib_device names {', '.join(missing)}; this host has {', '.join(found)}")
+    if reason := why_no_rdma(look_at_rdma(), ib_device):
+        raise ConfigError(f"pd_disaggregation.mooncake_protocol is rdma, but {reason}: use auto or tcp")

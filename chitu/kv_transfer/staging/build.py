@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chitu.config.schema import InstanceConfig, RouterConfig
-from chitu.config.staging import StagingPlan, plan_staging, staging_prefills
+from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging_prefills
 from chitu.errors import ConfigError
 from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.layout import PagedMemory
@@ -88,7 +88,7 @@ def build_staging(router: RouterConfig, role: Role, instance: InstanceConfig, po
         where = "host memory" if arena is not None else "the pool's arena"
         logger.info("staging: %d segments of %d bytes in %s", plan.num_segments, plan.segment_bytes, where)
     return StagingParts(
-        Staging(pd.transfer, copier, area, device, pd.mooncake_protocol),
+        Staging(pd.transfer, copier, area, device, protocol_of(pd)),
         arena,
         staging_prefills(router) if role is Role.DECODE else (),
         len(router.prefill_schedulers),
