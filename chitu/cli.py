@@ -122,8 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
     command.set_defaults(run=_bench)
 
-    command = commands.add_parser("doctor", help="what this machine has of what is needed")
+    command = commands.add_parser("doctor", help="what keeps this machine, or all nodes at once, from serving")
     _add_topology(command)
+    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
+    command.add_argument("--node-index", type=int, metavar="K", help="which of them this is: run it on all at once")
     command.set_defaults(run=_doctor)
     return parser
 
@@ -289,14 +291,11 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from chitu.launch.doctor import findings
+    from chitu.launch.doctor import doctor
+    from chitu.launch.nodes import split_hosts
 
     name, overrides = _split(arguments)
-    fatal = False
-    for finding in findings(load_topology(name, overrides)):
-        print(f"{'ok  ' if finding.ok else 'MISS' if finding.fatal else '-   '} {finding.what:16} {finding.detail}")
-        fatal = fatal or (finding.fatal and not finding.ok)
-    return 1 if fatal else 0
+    return doctor(name, overrides, split_hosts(arguments.hosts) if arguments.hosts else None, arguments.node_index)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,7 @@ if ! "$PYTHON" -c 'import chitu.serve.api_server, chitu.serve.scheduler, chitu.b
     echo "gpu_check: a library is missing: $(tail -n 1 "$OUT/imports.log")" >&2
     exit 1
 fi
-"$PYTHON" - 2>&1 <<'PY' | tee "$OUT/doctor.log"
-from chitu.config.load import load_topology
-from chitu.launch.doctor import findings
-
-for finding in findings(load_topology(None)):
-    print("ok  " if finding.ok else "MISS" if finding.fatal else "-   ", finding.what, finding.detail)
-PY
+"$PYTHON" -m chitu.cli doctor 2>&1 | tee "$OUT/doctor.log" || true
 if [ "${CHITU_GPU_TWIN:-}" != 1 ] && "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
     timeout $((LIMIT / 2)) "$PYTHON" -m chitu.ops.flashinfer_library bfloat16 128 >"$OUT/flashinfer.log" 2>&1 &
 fi

@@ -201,6 +201,14 @@ def api_keys() -> tuple[str, ...]:
     return tuple(key for word in os.environ.get(API_KEYS, "").split(",") if (key := word.strip()))
 
 
+def slurm_node() -> tuple[int, str] | None:
+    """Number of this node and the list of all, of a step of Slurm on several nodes; else None."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None or _env_int("SLURM_STEP_NUM_NODES", 1) < 2:
+        return None
+    return _env_int("SLURM_NODEID", 0), nodes
+
+
 def cluster_key() -> str:
     """`CHITU_CLUSTER_KEY`: the cluster's secret, over the one of the topology file; empty where there is none."""
     return os.environ.get(ENVIRONMENT_KEY, "")

@@ -1,94 +1,108 @@
-"""`chitu doctor`: what this machine has of what the project can use, a line each. Called by the command line only."""
+"""`chitu doctor`: whether this machine, or all nodes of a topology, can serve it. Called by the command line only.
+
+Alone it judges this machine as `chitu serve` would use it. With `--hosts` and a node index, which Slurm gives by
+itself, it runs on all nodes at once: they meet (`doctor_meeting.py`), and the router's node judges and prints. Exit
+code 0 without an error, on every node; 1 with one; 2 for a topology that cannot be read.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import os
-import socket
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
+from chitu.config.load import load_topology, pd_master_addr, slurm_node
 from chitu.config.schema import Topology
-from chitu.config.topology import instances, on_one_host, router_ports
+from chitu.config.topology import bound_ports, host_names, on_one_host, problems
+from chitu.errors import ConfigError
+from chitu.launch.doctor_checks import check_cluster, check_node
+from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
+from chitu.launch.finding import Finding, Level
+from chitu.launch.node_facts import NodeFacts, gather
+from chitu.launch.nodes import host_overrides, launch_problems
+from chitu.launch.preflight import look_at_model
+from chitu.launch.slurm import expand_nodelist
+
+WAIT_S = 30.0
+"""For the other nodes."""
+MARKS = {Level.OK: "ok   ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`fatal`: the project cannot work without it."""
-
-    ok: bool
-    what: str
-    detail: str
-    fatal: bool = False
-
-
-def findings(topology: Topology) -> Iterator[Finding]:
-    """Look at the interpreter, the libraries, shared memory and the ports of `topology`."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding(supported, "python", version if supported else f"{version}: 3.11 to 3.13 is needed", fatal=True)
-    yield _torch()
-    for name in ("transformers", "tokenizers", "zmq", "msgspec", "fastapi", "uvicorn"):
-        yield _importable(name, name, fatal=name != "transformers")
-    yield _importable("triton", "triton", "the kernels of a GPU; without them it computes with torch's operations")
-    yield _flashinfer()
-    yield _importable("mooncake", "mooncake.engine", "transport mooncake needs Debian's libibverbs1 libnuma1 libcurl4")
-    yield _importable("nixl", "nixl", "the nixl extra is not installed")
-    yield _shared_memory()
-    yield from _ports(topology)
+def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | None, index: int | None) -> int:
+    """The exit code. `hosts`: machines in place of the topology's; `index`: which of them this is."""
+    topology = load_topology(name, overrides)
+    slurm = slurm_node()
+    if slurm is not None and len(host_names(topology)) > 1:
+        hosts = hosts or expand_nodelist(slurm[1])
+        index = slurm[0] if index is None else index
+    if hosts is None and index is None:
+        topology = on_one_host(topology)
+        return _report(topology, [gather(topology, topology.dp_config.router.host)])
+    if hosts is not None:
+        topology = load_topology(name, [*overrides, *host_overrides(topology, hosts)])
+    names = host_names(topology)
+    if index is None or not 0 <= index < len(names):
+        raise ConfigError(
+            f"run it on each of {', '.join(names)} at once, with --node-index 0 to {len(names) - 1} (srun gives that "
+            "by itself)"
+        )
+    return _meet(topology, names, index)
 
 
-def _torch() -> Finding:
+def _meet(topology: Topology, names: Sequence[str], index: int) -> int:
+    facts = gather(topology, names[index])
+    meeting_port = topology.dp_config.router.pd_disaggregation.coordination_port
+    held = hold(facts.binds)
     try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Finding(False, "torch", f"cannot be imported: {error}", fatal=True)
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    devices = [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus]
-    return Finding(True, "torch", f"{torch.__version__}, {', '.join(devices) or 'no CUDA device: runs on the CPU'}")
+        if index:
+            try:
+                return follow((topology.dp_config.router.host, meeting_port), facts, WAIT_S)
+            except NotMet as error:
+                _tell(Finding(Level.ERROR, "meeting", error.message))
+                _report(topology, [facts])
+                return 1
+        if meeting_port not in held:
+            return _report(topology, [facts])
+        lead = Lead(held[meeting_port], WAIT_S)
+        ports = {host: [port for _, where, port in bound_ports(topology) if port and where == host] for host in names}
+        code = 1
+        try:
+            code = _report(topology, lead.gather(facts, ports))
+        finally:
+            lead.dismiss(code)
+        return code
+    finally:
+        for listener in held.values():
+            listener.close()
 
 
-def _flashinfer() -> Finding:
-    """Not imported: that takes seconds."""
-    try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(False, "flashinfer", "extra gpu-flashinfer; without it our own kernel attends to long chunks")
-    return Finding(True, "flashinfer", f"flashinfer-python {version}: FA3 kernels on Hopper (H100, H200)")
+def _report(topology: Topology, nodes: Sequence[NodeFacts]) -> int:
+    """Print all findings; 1 where one is an error."""
+    spec, _ = look_at_model(topology)
+    code = 0
+    sections = [("topology", list(_of_topology(topology, nodes)))]
+    sections += [(_title(node), check_node(topology, spec, node)) for node in nodes]
+    sections.append(("between the nodes", check_cluster(topology, nodes)))
+    for title, findings in sections:
+        if findings:
+            print(title)
+        for finding in findings:
+            _tell(finding)
+            code = max(code, finding.level is Level.ERROR)
+    return int(code)
 
 
-def _importable(what: str, module: str, hint: str = "", fatal: bool = False) -> Finding:
-    try:
-        importlib.import_module(module)
-    except (ImportError, OSError) as error:
-        return Finding(False, what, f"{error}" + (f" ({hint})" if hint else ""), fatal)
-    owners = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
-    return Finding(True, what, ", ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in set(owners)))
+def _of_topology(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    needs_model = bool(topology.model.path)
+    found = chain(problems(topology, pd_master_addr(), need_model=needs_model), launch_problems(topology))
+    for problem in found:
+        yield Finding(Level.ERROR, "topology", problem)
 
 
-def _shared_memory() -> Finding:
-    try:
-        os.close(os.memfd_create("chitu-doctor"))
-    except (OSError, AttributeError) as error:
-        return Finding(False, "shared memory", f"memfd_create does not work: {error}; transport shm cannot", fatal=True)
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    return Finding(True, "shared memory", f"memfd works; {available / 2**20:.1f} GiB of memory are free")
+def _title(node: NodeFacts) -> str:
+    return node.host if node.name in ("", node.host) else f"{node.host} ({node.name})"
 
 
-def _ports(topology: Topology) -> Iterator[Finding]:
-    topology = on_one_host(topology)
-    wanted = router_ports(topology.dp_config.router)
-    wanted |= {f"{instance.key}.port": instance.config.port for instance in instances(topology)}
-    for key, port in wanted.items():
-        if port:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError as error:
-                    yield Finding(False, f"port {port}", f"{key}: {error.strerror}")
-                else:
-                    yield Finding(True, f"port {port}", f"free ({key})")
+def _tell(finding: Finding) -> None:
+    print(f"  {MARKS[finding.level]} {finding.what:16} {finding.says}")
+    if finding.cure and finding.level is not Level.OK:
+        print(f"        {'':16} cure: {finding.cure}")

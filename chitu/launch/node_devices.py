@@ -69,7 +69,7 @@ def look() -> NodeDevices:
     found = choose(present, how, environment)
     if failure and VISIBLE not in environment and not found.problem:
         return replace(found, problem=f"{failure}: mend the driver, or serve on CPUs with {VISIBLE}= (empty)")
-    return with_torch(found, *_torch_build())
+    return with_torch(found, *torch_build())
 
 
 def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) -> NodeDevices:
@@ -245,7 +245,7 @@ def _read_all(folder: Path) -> Iterator[str]:
         return
 
 
-def _torch_build() -> tuple[str | None, str | None]:
+def torch_build() -> tuple[str | None, str | None]:
     """Read, not imported: torch takes seconds, and the launcher computes nothing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -105,6 +105,20 @@ def test_a_wrong_request_is_refused_in_words_before_anything_starts(cluster: Slu
     launched.wait_nothing_left()
 
 
+def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
+    command = ["srun", "-N", "2", sys.executable, "-m", "chitu.cli", "doctor", "pd_disagg_1p1d_multi_node"]
+    sound = Launched(cluster, [*command, "--model", model], tmp_path)
+    assert sound.process.wait(120) == 0, sound.output()
+    for part in (NODE0, NODE1, "2 nodes reach each other's ports", "the same on 2 nodes", "P0 on CPUs"):
+        assert part in sound.output()
+    # A port that Slurm's own daemon has on both nodes: what P0's node finds, the router's node prints.
+    planted = f"dp_config.router.prefill_schedulers.0.port={SLURMD_PORT}"
+    ill = Launched(cluster, [*command, "--model", model, planted], tmp_path)
+    assert ill.process.wait(120) == 1
+    assert f"cannot listen on 0.0.0.0:{SLURMD_PORT}: Address already in use" in ill.output()
+    ill.wait_nothing_left()
+
+
 def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, served: Launched, tmp_path: Path) -> None:
     assert "node 0 (198.18.77.10): router D0 D1 D2" in served.output()
     assert "node 1 (198.18.77.11): P0 P1" in served.output()

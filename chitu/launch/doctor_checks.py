@@ -1,0 +1,267 @@
+"""What is wrong with a node, or with a cluster of nodes, by what was gathered there (`node_facts.py`). Pure.
+
+Each check is a function of facts that yields findings; `check_node` and `check_cluster` are all of them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from chitu.config.schema import Topology
+from chitu.config.topology import Instance, host_names, instances_on, is_loopback
+from chitu.engine.memory_budget import GIB, GPU_FRACTION
+from chitu.errors import ConfigError
+from chitu.launch.device_shares import Shares, describe, share_out
+from chitu.launch.finding import Finding, Level
+from chitu.launch.node_facts import LIBRARIES, NodeFacts
+from chitu.launch.placement import with_shares
+from chitu.launch.preflight import EXTRAS, memory_findings, model_findings, port_findings
+from chitu.messages import ITEM_BYTES
+from chitu.models.config import ModelSpec
+
+PYTHONS = ((3, 11), (3, 13))
+MEMLOCK_BYTES = 1 << 30
+"""RDMA pins the whole pool; less than this is a default that nobody raised."""
+MAX_SKEW_S = 1.0
+"""Between clocks. No protocol needs them to agree; who compares logs does."""
+
+
+def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> list[Finding]:
+    """`spec`: of the model, None where it cannot be read."""
+    found = [*python(facts), *libraries(topology, facts), *compiler(facts)]
+    try:
+        shares = share_out(topology, instances_on(topology, facts.host), facts.devices)
+    except ConfigError as error:
+        found.append(Finding(Level.ERROR, "devices", error.message))
+    else:
+        topology = with_shares(topology, shares)
+        found += devices(instances_on(topology, facts.host), facts, shares)
+    here = instances_on(topology, facts.host)
+    found += [*driver(facts), *rdma(topology, facts), *memlock(topology, facts), *shared_memory(facts)]
+    found += port_findings(facts.binds)
+    if facts.model.path:
+        found += model_findings(facts.model)
+    found += master_address(topology, facts)
+    if spec is not None:
+        found += [*memory_findings(topology, spec, here, facts.available_bytes), *weights(topology, spec, here, facts)]
+    return found
+
+
+def check_cluster(topology: Topology, nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """What only several nodes together can be wrong in."""
+    if len(nodes) < 2:
+        return []
+    return [*absent(topology, nodes), *reachability(nodes), *same_model(nodes), *same_versions(nodes), *clocks(nodes)]
+
+
+# ---------------------------------------------------------------------------------------------------------- of one node
+
+
+def python(facts: NodeFacts) -> Iterator[Finding]:
+    version = ".".join(map(str, facts.python))
+    if PYTHONS[0] <= facts.python[:2] <= PYTHONS[1]:
+        yield Finding(Level.OK, "python", version)
+    else:
+        yield Finding(Level.ERROR, "python", version, "3.11 to 3.13 is needed: make .venv with one of them")
+
+
+def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
+    """A missing extra is named as the extra; one that the topology asks for is an error."""
+    transport = topology.dp_config.router.pd_disaggregation.transport
+    wanted = {EXTRAS[transport][1]} if transport in EXTRAS else set()
+    groups: dict[str, list[str]] = {}
+    for name, extra in LIBRARIES.items():
+        groups.setdefault(extra or name, []).append(name)
+    for group, names in groups.items():
+        present = [f"{name} {facts.libraries[name]}" for name in names if name in facts.libraries]
+        if present:
+            detail = f", built for CUDA {facts.torch_cuda}" if group == "torch" and facts.torch_cuda else ""
+            yield Finding(Level.OK, group, ", ".join(present) + detail)
+        elif LIBRARIES.get(group) == "":
+            yield Finding(Level.ERROR, group, f"{group} is not installed", "script/setup.sh, or pip install -e .")
+        else:
+            is_useful = group.startswith("gpu") and bool(facts.devices.devices)
+            level = Level.ERROR if group in wanted else Level.WARNING if is_useful else Level.OK
+            cure = f"pip install -e '.[{group}]' in the project's folder, where it is wanted"
+            yield Finding(level, group, f"the extra {group} is not installed", cure)
+    if facts.missing_shared and any("mooncake" in name for name in facts.libraries):
+        level = Level.ERROR if "mooncake" in wanted else Level.WARNING
+        packages = " ".join(facts.missing_shared)
+        yield Finding(level, "mooncake", f"its wheel lacks {packages}", f"apt-get install {packages}")
+
+
+def compiler(facts: NodeFacts) -> Iterator[Finding]:
+    """CPU kernels are compiled at the first start, and Triton's launchers on a GPU."""
+    if not facts.compiler:
+        level = Level.ERROR if facts.devices.devices else Level.WARNING
+        says = "there is no C compiler: Triton cannot work, and on CPUs torch computes, several times slower"
+        yield Finding(level, "C compiler", says, "apt-get install gcc libc6-dev")
+    elif facts.devices.devices and not facts.has_python_header:
+        says = f"{facts.compiler} is there, but Python.h, which Triton's launchers need, is not"
+        yield Finding(Level.ERROR, "C compiler", says, "install Python's headers (Debian: python3-dev)")
+    else:
+        yield Finding(Level.OK, "C compiler", facts.compiler)
+
+
+def devices(here: Sequence[Instance], facts: NodeFacts, shares: Shares) -> Iterator[Finding]:
+    """Who gets which, as the launcher will share them out."""
+    cards = ", ".join(
+        f"{d.name or 'GPU'} {d.token}" + (f" ({d.memory_bytes / GIB:.0f} GiB)" if d.memory_bytes else "")
+        for d in facts.devices.devices
+    )
+    plan = describe(here, facts.devices) if here else "no instance is on this node"
+    yield Finding(Level.OK, "devices", f"{cards or 'no GPU'} ({facts.devices.source}): {plan}")
+    for note in shares.notes:
+        yield Finding(Level.WARNING if cards or facts.devices.problem else Level.OK, "devices", note)
+
+
+def driver(facts: NodeFacts) -> Iterator[Finding]:
+    if not facts.devices.devices:
+        return
+    if not facts.driver_cuda or not facts.torch_cuda:
+        return
+    says = f"driver {facts.driver} takes CUDA {facts.driver_cuda}; torch is built for {facts.torch_cuda}"
+    if _numbers(facts.torch_cuda)[0] > _numbers(facts.driver_cuda)[0]:
+        cure = "update the driver, or install torch for an older CUDA"
+        yield Finding(Level.ERROR, "driver", says, cure)
+    else:
+        yield Finding(Level.OK, "driver", says)
+
+
+def rdma(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
+    """Devices and their state, the ones that `ib_device` names, and a way to GPU memory."""
+    pd = topology.dp_config.router.pd_disaggregation
+    is_asked = pd.mooncake_protocol == "rdma"
+    active = {port.device for port in facts.rdma if port.state == "ACTIVE"}
+    says = ", ".join(f"{port.device} port {port.port} {port.state}" for port in facts.rdma) or "no RDMA device"
+    if is_asked and not active:
+        cure = "bring a link up (ibstat), or dp_config.router.pd_disaggregation.mooncake_protocol=tcp"
+        yield Finding(Level.ERROR, "RDMA", f"RDMA is asked for, and there is no active device: {says}", cure)
+        return
+    yield Finding(Level.OK if active or not facts.rdma else Level.WARNING, "RDMA", says)
+    named = [name.strip() for name in pd.ib_device.split(",") if name.strip()]
+    for name in named:
+        if name not in active:
+            there = ", ".join(sorted(active)) or "none"
+            cure = f"set dp_config.router.pd_disaggregation.ib_device to active ones: {there}"
+            yield Finding(Level.ERROR, "RDMA", f"ib_device names {name}, which is not active here", cure)
+    has_gpus = bool(facts.devices.devices)
+    if active and has_gpus and not (facts.has_peermem or facts.has_dma_buf):
+        level = Level.ERROR if is_asked else Level.WARNING
+        says = "RDMA cannot reach GPU memory: nvidia-peermem is not loaded and the driver's module is not the open one"
+        yield Finding(level, "GPUDirect", says, "modprobe nvidia-peermem, or install the open kernel module")
+
+
+def memlock(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
+    limit = facts.memlock_bytes
+    if limit < 0 or limit >= MEMLOCK_BYTES:
+        yield Finding(Level.OK, "memlock", "unlimited" if limit < 0 else f"{limit / GIB:.1f} GiB")
+        return
+    is_asked = topology.dp_config.router.pd_disaggregation.mooncake_protocol == "rdma"
+    level = Level.ERROR if is_asked else Level.WARNING if facts.rdma else Level.OK
+    cure = "" if level is Level.OK else "ulimit -l unlimited (limits.conf; under Slurm PropagateResourceLimits)"
+    yield Finding(level, "memlock", f"{limit / 2**20:g} MiB may be pinned; RDMA pins the whole KV pool", cure)
+
+
+def shared_memory(facts: NodeFacts) -> Iterator[Finding]:
+    if facts.shared_memory_error:
+        says = f"memfd_create does not work ({facts.shared_memory_error}): no KV pool on CPUs, no transport shm"
+        yield Finding(Level.ERROR, "memory", says, "allow memfd_create in the container's seccomp profile")
+    else:
+        yield Finding(Level.OK, "memory", f"{facts.available_bytes / GIB:.1f} GiB are free; memfd works")
+
+
+def master_address(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
+    hosts, address = host_names(topology), facts.master_addr
+    if not address or len(hosts) < 2:
+        return
+    router = topology.dp_config.router.host
+    if is_loopback(address):
+        says = f"PD_MASTER_ADDR is the loopback address {address}, but the topology has {len(hosts)} hosts"
+        yield Finding(Level.ERROR, "PD_MASTER_ADDR", says, f"set it to the router's address, {router}")
+    elif address != router:
+        says = f"PD_MASTER_ADDR is {address}, and the topology has its router on {router}"
+        yield Finding(Level.WARNING, "PD_MASTER_ADDR", says, "unset it, unless both are the same machine")
+
+
+def weights(topology: Topology, spec: ModelSpec, here: Sequence[Instance], facts: NodeFacts) -> Iterator[Finding]:
+    """Whether the model's weights fit at all, on each card and in the host's memory, in the narrowest dtype."""
+    dtype: str = topology.model.dtype
+    if dtype == "auto":
+        dtype = min(spec.dtype, "bfloat16", key=lambda name: ITEM_BYTES[name])
+    total = facts.weight_bytes * ITEM_BYTES[dtype] // ITEM_BYTES[spec.dtype]
+    on_cpus = [instance for instance in here if "cpu" in instance.config.devices]
+    if (needed := total * len(on_cpus)) > facts.available_bytes:
+        names = ", ".join(instance.name for instance in on_cpus)
+        yield Finding(
+            Level.ERROR,
+            "memory",
+            f"the weights of {names} take {needed / GIB:.1f} GiB in {dtype}, and {facts.available_bytes / GIB:.1f} GiB "
+            "of memory are free",
+            "use fewer instances on this host, GPUs, or a smaller model",
+        )
+    for instance in here:
+        cards = [d.memory_bytes for d in facts.devices.devices if d.memory_bytes]
+        if instance in on_cpus or not cards:
+            continue
+        share, room = total / instance.config.tp_size, min(cards) * (topology.cache.memory_fraction or GPU_FRACTION)
+        if share > room:
+            yield Finding(
+                Level.ERROR,
+                "GPU memory",
+                f"{instance.name}: {share / GIB:.1f} GiB of weights a card, of which {room / GIB:.1f} GiB may be used",
+                f"raise {instance.key}.tp_size",
+            )
+
+
+# -------------------------------------------------------------------------------------------------------- of a cluster
+
+
+def absent(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    for host in host_names(topology):
+        if host not in {node.host for node in nodes}:
+            yield Finding(
+                Level.ERROR,
+                host,
+                f"the node {host} has not reported",
+                "run chitu doctor there at the same time, with its --node-index; look for a firewall",
+            )
+
+
+def reachability(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    for node in nodes:
+        for why in node.unreachable:
+            cure = "open the port between the nodes, or give the address of a network that both have"
+            yield Finding(Level.ERROR, "reachability", f"{node.host} does not reach {why}", cure)
+    if not any(node.unreachable for node in nodes):
+        yield Finding(Level.OK, "reachability", f"{len(nodes)} nodes reach each other's ports")
+
+
+def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    hashes = {node.host: node.model.hash for node in nodes if node.model.hash}
+    if len(set(hashes.values())) > 1:
+        says = ", ".join(f"{host} has {value[:8]}" for host, value in hashes.items())
+        cure = "put the same checkpoint at this path on all of them"
+        yield Finding(Level.ERROR, "model", f"the nodes have different models at one path: {says}", cure)
+    elif hashes:
+        yield Finding(Level.OK, "model", f"the same on {len(hashes)} nodes")
+
+
+def same_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    for name in ("torch", "pyzmq", "msgspec", "mooncake-transfer-engine", "nixl", "triton"):
+        versions = {node.host: node.libraries[name] for node in nodes if name in node.libraries}
+        if len(set(versions.values())) > 1:
+            says = ", ".join(f"{host} has {version}" for host, version in versions.items())
+            yield Finding(Level.WARNING, name, f"versions differ: {says}", "make all of .venv by one constraints file")
+
+
+def clocks(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    for node in nodes:
+        ahead_s = node.clock_ahead_s
+        if ahead_s is not None and abs(ahead_s) > MAX_SKEW_S:
+            says = f"the clock of {node.host} is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
+            yield Finding(Level.WARNING, "clock", says, "run chrony or ntpd: logs of the nodes cannot be put in order")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

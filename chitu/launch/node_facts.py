@@ -1,0 +1,193 @@
+"""What `chitu doctor` looks at on one node, as values that travel to the node that judges them (`doctor_checks.py`).
+
+`gather` reads files, tries ports and asks the driver's tool; it imports no library that is looked for, makes no CUDA
+context, and raises nothing: what cannot be found out is empty.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from chitu.config.load import pd_master_addr
+from chitu.config.schema import Topology
+from chitu.engine.memory_budget import available_cpu_bytes
+from chitu.errors import ConfigError
+from chitu.launch.node_devices import NodeDevices, look, torch_build
+from chitu.launch.preflight import Bind, ModelFacts, look_at_model, look_at_ports
+from chitu.models.config import weight_files
+
+LIBRARIES = {
+    # distribution: where it is needed; empty: everywhere
+    "torch": "",
+    "transformers": "",
+    "tokenizers": "",
+    "pyzmq": "",
+    "msgspec": "",
+    "fastapi": "",
+    "uvicorn": "",
+    "triton": "gpu",
+    "flashinfer-python": "gpu-flashinfer",
+    "mooncake-transfer-engine": "mooncake",
+    "mooncake-transfer-engine-cuda13": "mooncake",
+    "mooncake-transfer-engine-non-cuda": "mooncake",
+    "nixl": "nixl",
+}
+"""With the extra that brings it."""
+SHARED_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+"""Of Mooncake's wheel, with Debian's package of each."""
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+class RdmaPort(msgspec.Struct, frozen=True):
+    device: str
+    port: str
+    state: str
+    """`ACTIVE`, `DOWN`, `INIT`."""
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    """As the topology calls it."""
+    name: str = ""
+    """As it calls itself."""
+    python: tuple[int, int, int] = (3, 11, 0)
+    libraries: dict[str, str] = {}
+    """Version by distribution, of those that are installed."""
+    missing_shared: tuple[str, ...] = ()
+    """Debian packages whose library cannot be loaded."""
+    torch_cuda: str = ""
+    """Of torch's build; empty: none."""
+    devices: NodeDevices = NodeDevices((), "")
+    driver: str = ""
+    driver_cuda: str = ""
+    """The newest CUDA that the driver takes."""
+    compiler: str = ""
+    has_python_header: bool = False
+    memlock_bytes: int = -1
+    """What a process may pin; -1: any amount."""
+    rdma: tuple[RdmaPort, ...] = ()
+    has_peermem: bool = False
+    has_dma_buf: bool = False
+    """The driver's open kernel module can export GPU memory by dma-buf."""
+    available_bytes: int = 0
+    shared_memory_error: str = ""
+    binds: tuple[Bind, ...] = ()
+    model: ModelFacts = ModelFacts("")
+    weight_bytes: int = 0
+    master_addr: str = ""
+    unreachable: tuple[str, ...] = ()
+    """`HOST:PORT: why` of other nodes' ports, as tried from here."""
+    clock_ahead_s: float | None = None
+    """Of the judging node's; None where it was not compared."""
+
+
+def gather(topology: Topology, host: str) -> NodeFacts:
+    _, model = look_at_model(topology)
+    driver, driver_cuda = _driver()
+    return NodeFacts(
+        host=host,
+        name=socket.gethostname(),
+        python=sys.version_info[:3],
+        libraries=installed(list(LIBRARIES)),
+        missing_shared=tuple(package for name, package in SHARED_LIBRARIES.items() if not _loads(name)),
+        torch_cuda=torch_build()[1] or "",
+        devices=look(),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        compiler=shutil.which("cc") or shutil.which("gcc") or "",
+        has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        rdma=tuple(rdma_ports(INFINIBAND)),
+        has_peermem="nvidia_peermem" in _text(Path("/proc/modules")),
+        has_dma_buf="Open Kernel Module" in _text(Path("/proc/driver/nvidia/version")),
+        available_bytes=_available(),
+        shared_memory_error=_shared_memory_error(),
+        binds=tuple(look_at_ports(topology, host)),
+        model=model,
+        weight_bytes=_weight_bytes(model),
+        master_addr=pd_master_addr() or "",
+    )
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name == "nixl" and (own := installed(["nixl-cu13", "nixl-cu12"])):
+                found[name] = next(iter(own.values()))
+    return found
+
+
+def rdma_ports(folder: Path) -> list[RdmaPort]:
+    """Of `/sys/class/infiniband`: `mlx5_0/ports/1/state` holds `4: ACTIVE`."""
+    return [
+        RdmaPort(path.parent.parent.parent.name, path.parent.name, _text(path).partition(":")[2].strip())
+        for path in sorted(folder.glob("*/ports/*/state"))
+    ]
+
+
+def parse_smi_head(text: str) -> tuple[str, str]:
+    """Driver and CUDA version of the head of `nvidia-smi`."""
+    driver = re.search(r"Driver Version:\s*([\d.]+)", text)
+    cuda = re.search(r"CUDA Version:\s*([\d.]+)", text)
+    return driver[1] if driver else "", cuda[1] if cuda else ""
+
+
+def _driver() -> tuple[str, str]:
+    try:
+        done = subprocess.run(["nvidia-smi"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", ""
+    return parse_smi_head(done.stdout)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _available() -> int:
+    try:
+        return available_cpu_bytes()
+    except (ConfigError, OSError):
+        return 0
+
+
+def _weight_bytes(model: ModelFacts) -> int:
+    try:
+        return 0 if model.error else sum(file.stat().st_size for file in weight_files(model.path))
+    except (ConfigError, OSError):
+        return 0
+
+
+def _shared_memory_error() -> str:
+    try:
+        os.close(os.memfd_create("chitu-doctor"))
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""

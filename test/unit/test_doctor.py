@@ -1,0 +1,171 @@
+"""Every fault that can be planted in a node's facts is found, with its cure; a sound node has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.config.schema import Topology
+from chitu.engine.memory_budget import GIB
+from chitu.launch.doctor_checks import check_cluster, check_node
+from chitu.launch.finding import Finding, Level
+from chitu.launch.node_devices import Device, NodeDevices
+from chitu.launch.node_facts import NodeFacts, RdmaPort, parse_smi_head, rdma_ports
+from chitu.launch.preflight import Bind, ModelFacts
+from chitu.models.config import read_model_spec
+
+SPEC = read_model_spec(TINY_MODEL_DIR)
+A, B = "10.0.0.1", "10.0.0.2"
+HOSTS = [f"dp_config.router.host={A}"] + [
+    f"dp_config.router.{section}_schedulers.{rank}.host={host}"
+    for section, rank, host in (("prefill", 0, B), ("decode", 0, A))
+]
+PD = "dp_config.router.pd_disaggregation"
+CARDS = NodeDevices(tuple(Device(str(k), f"GPU-{k}", "NVIDIA H200", 141 * GIB) for k in range(1)), "nvidia-smi lists 1")
+VERSIONS = {"torch": "2.11.0", "transformers": "5.0", "tokenizers": "0.22", "pyzmq": "27", "msgspec": "0.20"}
+VERSIONS |= {"fastapi": "0.1", "uvicorn": "0.3", "triton": "3.6", "flashinfer-python": "0.6.12", "nixl": "1.5.1"}
+VERSIONS |= {"mooncake-transfer-engine-cuda13": "0.3.14"}
+SOUND = NodeFacts(
+    host=A,
+    python=(3, 12, 1),
+    libraries=VERSIONS,
+    torch_cuda="13.0",
+    devices=CARDS,
+    driver="580.65",
+    driver_cuda="13.0",
+    compiler="/usr/bin/cc",
+    has_python_header=True,
+    rdma=(RdmaPort("mlx5_0", "1", "ACTIVE"),),
+    has_peermem=True,
+    available_bytes=64 * GIB,
+    binds=(Bind("dp_config.router.port", A, 21003),),
+    model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096),
+    weight_bytes=2 << 20,
+    master_addr=A,
+)
+
+
+def topology(*overrides: str) -> Topology:
+    return load_topology("pd_disagg_1p1d_multi_node", [*HOSTS, *overrides])
+
+
+def of(node: NodeFacts, *overrides: str) -> list[Finding]:
+    return [f for f in check_node(topology(*overrides), SPEC, node) if f.level is not Level.OK]
+
+
+def test_a_sound_node_has_nothing_to_mend() -> None:
+    assert of(SOUND) == []
+    assert of(SOUND, f"{PD}.mooncake_protocol=rdma", f"{PD}.transport=mooncake") == []
+    assert check_cluster(topology(), [SOUND]) == []
+
+
+NO_CARDS = NodeDevices((), "there is no NVIDIA driver here")
+RDMA = (f"{PD}.mooncake_protocol=rdma",)
+FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
+    # name, what is changed of the facts, and of the topology; level, words of the finding, of its cure
+    ("python", {"python": (3, 10, 4)}, (), Level.ERROR, "3.10.4", "3.11 to 3.13"),
+    ("no compiler", {"compiler": ""}, (), Level.ERROR, "no C compiler", "apt-get install gcc"),
+    ("compiler, CPUs", {"compiler": "", "devices": NO_CARDS}, (), Level.WARNING, "no C compiler", "gcc"),
+    ("no Python.h", {"has_python_header": False}, (), Level.ERROR, "Python.h", "python3-dev"),
+    ("old driver", {"driver_cuda": "12.4"}, (), Level.ERROR, "takes CUDA 12.4", "update the driver"),
+    ("CPU torch", {"devices": NodeDevices(CARDS.devices, "x", True, "no CUDA")}, (), Level.ERROR, "no CUDA", ""),
+    ("too few", {}, ("dp_config.router.decode_schedulers.0.tp_size=4",), Level.ERROR, "1 GPU", ""),
+    ("a named card", {}, ("dp_config.router.decode_schedulers.0.devices=[cuda:7]",), Level.ERROR, "cuda:7", ""),
+    ("RDMA down", {"rdma": (RdmaPort("mlx5_0", "1", "DOWN"),)}, RDMA, Level.ERROR, "mlx5_0 port 1 DOWN", "ibstat"),
+    ("no RDMA", {"rdma": ()}, RDMA, Level.ERROR, "no RDMA device", "mooncake_protocol=tcp"),
+    ("other device", {}, (f"{PD}.ib_device=mlx5_9",), Level.ERROR, "mlx5_9", "active ones: mlx5_0"),
+    ("no peermem", {"has_peermem": False}, RDMA, Level.ERROR, "nvidia-peermem is not loaded", "modprobe"),
+    ("memlock", {"memlock_bytes": 64 << 10}, RDMA, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
+    ("memlock, unasked", {"memlock_bytes": 64 << 10}, (), Level.WARNING, "may be pinned", "ulimit"),
+    ("no memfd", {"shared_memory_error": "not permitted"}, (), Level.ERROR, "memfd_create", "seccomp"),
+    (
+        "port",
+        {"binds": (Bind("dp_config.router.port", A, 21003, "Address already in use"),)},
+        *((), Level.ERROR, "Address already in use", "--port"),
+    ),
+    ("model", {"model": ModelFacts("/m", "model.path: /m is not a folder")}, (), Level.ERROR, "not a folder", ""),
+    ("master", {"master_addr": "127.0.0.1"}, (), Level.ERROR, "loopback", f"the router's address, {A}"),
+    ("other master", {"master_addr": "10.9.9.9"}, (), Level.WARNING, "10.9.9.9", "unset it"),
+    ("card too small", {"weight_bytes": 4000 * GIB}, (), Level.ERROR, "of weights a card", "tp_size"),
+    (
+        "host too small",
+        {"devices": NO_CARDS, "available_bytes": GIB, "weight_bytes": 100 * GIB},
+        *((), Level.ERROR, "weights of D0 take", "smaller model"),
+    ),
+    (
+        "pool too large",
+        {"devices": NO_CARDS},
+        *(("cache.num_pages=1000000000",), Level.ERROR, "KV pages", ""),
+    ),
+    ("pool too small", {}, ("cache.num_pages=2",), Level.WARNING, "32 tokens", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "overrides", "level", "says", "cure"), FAULTS, ids=[fault[0] for fault in FAULTS]
+)
+def test_a_planted_fault_is_found(
+    name: str, change: dict[str, Any], overrides: tuple[str, ...], level: Level, says: str, cure: str
+) -> None:
+    found = of(msgspec.structs.replace(SOUND, **change), *overrides)
+    assert any(f.level is level and says in f.says and cure in f.sentence for f in found), found
+
+
+@pytest.mark.parametrize(
+    ("missing", "transport", "level", "cure"),
+    [
+        ("torch", "auto", Level.ERROR, "script/setup.sh"),
+        ("nixl", "nixl", Level.ERROR, ".[nixl]"),
+        ("mooncake-transfer-engine-cuda13", "mooncake", Level.ERROR, ".[mooncake]"),
+        ("flashinfer-python", "auto", Level.WARNING, ".[gpu-flashinfer]"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_brings_it(missing: str, transport: str, level: Level, cure: str) -> None:
+    rest = {name: version for name, version in VERSIONS.items() if name != missing}
+    (found,) = of(msgspec.structs.replace(SOUND, libraries=rest), f"{PD}.transport={transport}")
+    assert found.level is level and cure in found.sentence
+
+
+def test_libraries_of_mooncakes_wheel_are_named_by_their_packages() -> None:
+    (found,) = of(msgspec.structs.replace(SOUND, missing_shared=("libnuma1",)), f"{PD}.transport=mooncake")
+    assert found.level is Level.ERROR and found.cure == "apt-get install libnuma1"
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "says"),
+    [
+        ({"unreachable": (f"{A}:29800: timed out",)}, Level.ERROR, f"{B} does not reach {A}:29800: timed out"),
+        ({"model": ModelFacts("/models/m", hash="b" * 32)}, Level.ERROR, "different models at one path"),
+        ({"clock_ahead_s": -70.0}, Level.WARNING, f"clock of {B} is 70.0 s behind"),
+        ({"libraries": {**VERSIONS, "torch": "2.13.0"}}, Level.WARNING, "versions differ"),
+        ({"host": "10.0.0.9"}, Level.ERROR, f"the node {B} has not reported"),
+    ],
+)
+def test_what_only_two_nodes_together_have_wrong(change: dict[str, Any], level: Level, says: str) -> None:
+    twin = msgspec.structs.replace(SOUND, host=B, clock_ahead_s=0.01)
+    assert all(f.level is Level.OK for f in check_cluster(topology(), [SOUND, twin]))
+    (found,) = (
+        f
+        for f in check_cluster(topology(), [SOUND, msgspec.structs.replace(twin, **change)])
+        if f.level is not Level.OK
+    )
+    assert found.level is level and says in found.says
+
+
+def test_facts_survive_their_way() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(SOUND), type=NodeFacts) == SOUND
+
+
+def test_what_the_system_says_is_read(tmp_path: Path) -> None:
+    head = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06      CUDA Version: 13.0     |"
+    assert parse_smi_head(head) == ("580.65.06", "13.0")
+    assert parse_smi_head("") == ("", "")
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    assert rdma_ports(tmp_path) == [RdmaPort("mlx5_0", "1", "ACTIVE")]
