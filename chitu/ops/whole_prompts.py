@@ -4,6 +4,10 @@ A long prompt that begins at position 0 is what libraries are fastest at: on an 
 product's rate at 8192 tokens, paged kernels of FlashInfer 0.40 to 0.67. Gathering costs a copy of K and V. Chunks
 behind a prefix are not square and go to a paged kernel, as do mixes. So do recorded steps, which are short.
 
+cuDNN builds a plan for every new length, on the thread that asks (others measured 42 to 400 ms), and keeps it for that
+thread. So a prompt is padded to one of few lengths, `padded_length`, and the warm-up runs each of them
+(`engine/warmup.py`). Causal rows see no row behind them, so what pads changes nothing; its keys and values are zeros.
+
 `SpanRoutes` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
 """
 
@@ -23,6 +27,9 @@ from chitu.ops.kernels.gather import gather_pages
 WHOLE_PROMPT_TOKENS = 1024
 """From so many on. Where the paged kernel is as fast was not measured."""
 NO_WHOLE_PROMPTS = sys.maxsize
+PAD_TOKENS = 512
+PAD_SHARE = 8
+"""Longer prompts are padded by more: at most an eighth of them, so that there are eight lengths from n to 2 n."""
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -60,6 +67,21 @@ def divide(spans: Sequence[Span], whole_prompt_tokens: int) -> tuple[list[Span],
     return whole, [span for span in spans if span.start or span.length < whole_prompt_tokens]
 
 
+def padded_length(num_tokens: int) -> int:
+    """The next multiple of `PAD_TOKENS`, or of an eighth of the power of two below where that is more."""
+    unit = max(PAD_TOKENS, (1 << (num_tokens - 1).bit_length()) // 2 // PAD_SHARE)
+    return -(-num_tokens // unit) * unit
+
+
+def padded_lengths(first: int, last: int) -> list[int]:
+    """Every `padded_length` of prompts of `first` up to `last` tokens, rising."""
+    found: list[int] = []
+    while first <= last:
+        found.append(padded_length(first))
+        first = found[-1] + 1
+    return found
+
+
 def tiles_on(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
     """`Batch.tiles_Y4` of these spans alone."""
     tiles = torch.tensor(tiles_of(spans), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -70,15 +92,18 @@ def whole_prompt(
     q_THN: torch.Tensor, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, batch: Batch, span: Span
 ) -> torch.Tensor:
     """`[length, H, N]`: rows of a span that begins at position 0 over the same rows' keys."""
-    rows = slice(span.row, span.row + span.length)
     pages = batch.page_table[span.slot, : -(-span.length // k_PKSN.shape[2])]
-    k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages, q_THN.dtype)[:, :, : span.length]
+    num_rows = padded_length(span.length)
+    k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages, span.length, num_rows, q_THN.dtype)
+    q_LHN = q_THN[span.row : span.row + span.length]
+    if num_rows > span.length:
+        q_LHN = F.pad(q_LHN, (0, 0, 0, 0, 0, num_rows - span.length))
     with sdpa_kernel(BACKENDS, set_priority=True):
         mixed_HLN = F.scaled_dot_product_attention(
-            q_THN[rows].transpose(0, 1).unsqueeze(0),
+            q_LHN.transpose(0, 1).unsqueeze(0),
             k_KLN.unsqueeze(0),
             v_KLN.unsqueeze(0),
             is_causal=True,
             enable_gqa=q_THN.shape[1] != k_PKSN.shape[1],
         )[0]
-    return mixed_HLN.transpose(0, 1)
+    return mixed_HLN.transpose(0, 1)[: span.length]

@@ -1,7 +1,8 @@
 """K and V of one sequence brought together from its pages, head by head, for kernels that know no pages.
 
 One launch reads and writes both once; torch's indexing, which also has to turn heads and tokens around, takes four
-passes that move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) come out multiplied by their scales.
+passes that move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) come out multiplied by their scales. Rows behind
+the last token are zeros, whatever the pages hold there.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ VALUES_AT_ONCE = 2048
 """A page of 16 tokens of a head of 128."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_pages(
     k_ptr,
     v_ptr,
     pages_ptr,
     out_ptr,
-    num_pages,
+    num_tokens,
+    num_rows,
     page_stride,
     head_stride,
     HEADS: tl.constexpr,
@@ -34,38 +36,53 @@ def _gather_pages(
     DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Program (page of the sequence, head, part of the page): the same part of K and of V."""
+    """Program (page of the sequence, head, part of the page): the same part of K and of V. Pages without a token are
+    not looked up."""
     page = tl.program_id(0)
     head = tl.program_id(1)
+    PAGE: tl.constexpr = VALUES // DIM
     part = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    head_start = tl.load(pages_ptr + page).to(tl.int64) * page_stride + head * head_stride
+    row = page * PAGE + part // DIM
+    is_token = (part < VALUES) & (row < num_tokens)
+    is_row = (part < VALUES) & (row < num_rows)
+    number = tl.load(pages_ptr + page, mask=page * PAGE < num_tokens, other=0).to(tl.int64)
+    head_start = number * page_stride + head * head_stride
     source = head_start + part
-    target = (head * num_pages + page).to(tl.int64) * VALUES + part
-    v_out_ptr = out_ptr + num_pages.to(tl.int64) * (HEADS * VALUES)
-    k = tl.load(k_ptr + source, mask=part < VALUES)
-    v = tl.load(v_ptr + source, mask=part < VALUES)
+    target = head.to(tl.int64) * num_rows * DIM + page * VALUES + part
+    v_out_ptr = out_ptr + num_rows.to(tl.int64) * (HEADS * DIM)
+    k = tl.load(k_ptr + source, mask=is_token, other=0.0)
+    v = tl.load(v_ptr + source, mask=is_token, other=0.0)
     if IS_FP8:
-        PAGE: tl.constexpr = VALUES // DIM
-        k = k.to(tl.float32) * tl.load(scale_at(k_ptr, head_start, part // DIM, PAGE, DIM), mask=part < VALUES)
-        v = v.to(tl.float32) * tl.load(scale_at(v_ptr, head_start, part // DIM, PAGE, DIM), mask=part < VALUES)
-    tl.store(out_ptr + target, k.to(out_ptr.dtype.element_ty), mask=part < VALUES)
-    tl.store(v_out_ptr + target, v.to(out_ptr.dtype.element_ty), mask=part < VALUES)
+        k_scales = tl.load(scale_at(k_ptr, head_start, part // DIM, PAGE, DIM), mask=is_token, other=0.0)
+        v_scales = tl.load(scale_at(v_ptr, head_start, part // DIM, PAGE, DIM), mask=is_token, other=0.0)
+        k = k.to(tl.float32) * k_scales
+        v = v.to(tl.float32) * v_scales
+    tl.store(out_ptr + target, k.to(out_ptr.dtype.element_ty), mask=is_row)
+    tl.store(v_out_ptr + target, v.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-def gather_pages(k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, pages_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[2, K, L S, N]` in `dtype`, K's and V's: the tokens of these pages (int64, device) one after the other."""
+def gather_pages(
+    k_PKSN: torch.Tensor,
+    v_PKSN: torch.Tensor,
+    pages_L: torch.Tensor,
+    num_tokens: int,
+    num_rows: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`[2, K, num_rows, N]` in `dtype`, K's and V's: the first `num_tokens` tokens of these pages (int64, device) one
+    after the other, then zeros."""
     _, kv_heads, page_size, dim = k_PKSN.shape
-    num_pages = pages_L.shape[0]
     values = page_size * dim
     block = min(VALUES_AT_ONCE, triton.next_power_of_2(values))
-    out = k_PKSN.new_empty(2, kv_heads, num_pages * page_size, dim, dtype=dtype)
-    kernel: Any = _gather_pages[(num_pages, kv_heads, triton.cdiv(values, block))]
+    out = k_PKSN.new_empty(2, kv_heads, num_rows, dim, dtype=dtype)
+    kernel: Any = _gather_pages[(triton.cdiv(num_rows, page_size), kv_heads, triton.cdiv(values, block))]
     kernel(
         k_PKSN,
         v_PKSN,
         pages_L,
         out,
-        num_pages,
+        num_tokens,
+        num_rows,
         k_PKSN.stride(0),
         k_PKSN.stride(1),
         HEADS=kv_heads,
