@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from chitu.ops.flashinfer_prefill import FlashInferPrefill
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
-from chitu.ops.kernels.attention import decode_attention, num_splits_for, prefill_attention
+from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
 from chitu.ops.kernels.rope import rope_append
@@ -178,7 +178,8 @@ class TritonOps:
         num_decoding = q_THC.shape[0] - batch.decode_row
         if num_decoding:
             longest = batch.page_table.shape[1] * pages_PKSC.shape[2]
-            head_blocks = -(-heads.num_heads // queries_for(heads.num_heads))
+            narrow = is_narrow(q_THC.dtype, q_THC.device)
+            head_blocks = -(-heads.num_heads // queries_for(heads.num_heads, narrow))
             latent_decode(
                 q_THC[decode],
                 heads,

@@ -1,18 +1,21 @@
-"""Compiles every Triton kernel for an H100 (sm_90), without a GPU, as its launcher would for a bf16 Qwen3-0.6B.
+"""Compiles every Triton kernel without a GPU, as its launcher would for a Qwen3-0.6B: in bfloat16, and what attends and
+multiplies also in float32.
 
-Prints JSON, a record a variant: name, constants, shared memory, and stack, which is where registers spill to. For
-tests and by hand. Without `--all` only as many variants as hold every choice (a constant, a type) of a kernel once,
-which still is a second of a core each.
+Prints JSON, a record a variant: name, types, constants, shared memory, stack, which is where registers spill to, and
+how many instructions there are of some kinds. For tests and by hand. `--arch 90` (H100, H200; the default) or `100`
+(B200). Without `--all` only as many variants as hold every choice (a constant, a type) of a kernel once, which still is
+a second of a core each. Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,14 +25,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chitu.ops.interface import TILE_ROWS
 from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear
 
-TARGET = GPUTarget("cuda", 90, 32)
+INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
-VARIANTS = ((HALF, HALF), (HALF, FP8), ("*fp16", FP8))
+VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
 """Of queries and pages."""
 
 
@@ -62,38 +64,42 @@ def covering(variants: list[Variant]) -> list[Variant]:
     return kept
 
 
-def compiled(job: Variant) -> dict[str, object]:
+def compiled(job: Variant, arch: int) -> dict[str, object]:
     names = job.kernel.arg_names
     signature = {name: "constexpr" if name in job.constants else job.types.get(name, "i32") for name in names}
     constexprs = {(names.index(name),): value for name, value in job.constants.items()}
     # What a launch would find out by itself: tensors begin at, and strides are, multiples of 16.
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith("_stride")]
     source = ASTSource(job.kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    result = triton.compile(source, target=TARGET, options=job.options)
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=job.options)
+    stack, counts = measured(result.asm["cubin"])
     return {
         "name": job.kernel.__name__,
+        "types": {name: kind for name, kind in job.types.items() if name in names},
         "constants": job.constants,
         "shared_bytes": result.metadata.shared,
-        "stack_bytes": stack_bytes(result.asm["cubin"]),
+        "stack_bytes": stack,
+        "instructions": counts,
     }
 
 
-def compiled_by_index(index: int) -> dict[str, object]:
+def compiled_by_index(index: int, arch: int) -> dict[str, object]:
     """In a forked process, which has the list: kernels cannot be sent."""
-    return compiled(JOBS[index])
+    return compiled(JOBS[index], arch)
 
 
 JOBS: list[Variant] = []
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Stack of a thread: none where nothing was spilled."""
+def measured(cubin: bytes) -> tuple[int, dict[str, int]]:
+    """Stack of a thread, none where nothing was spilled, and how many there are of `INSTRUCTIONS`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return max(int(count) for count in re.findall(r"STACK:(\d+)", said))
+    stack = max(int(count) for count in re.findall(r"STACK:(\d+)", said))
+    return stack, {name: said.count(f" {name}") for name in INSTRUCTIONS}
 
 
 def variants() -> list[Variant]:
@@ -101,8 +107,9 @@ def variants() -> list[Variant]:
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
-    tiles = {"HEADS": HEADS, "ROWS": TILE_ROWS, "KEYS": attention.PREFILL_KEYS}
     for queries, pages in VARIANTS:
+        tile_rows, keys = attention.prefill_tile(queries == WIDE)
+        tiles = {"HEADS": HEADS, "ROWS": tile_rows, "KEYS": keys}
         here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
         own = shape | {"IS_FP8": pages == FP8}
         for is_split in (False, True):
@@ -125,12 +132,12 @@ def variants() -> list[Variant]:
     row = {"x_ptr": HALF, "weight_ptr": HALF, "out_ptr": HALF, "bias_ptr": HALF, "norm_ptr": HALF, "eps": FLOAT}
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
-    for count in (1, 16, small_linear.MAX_ROWS):
-        for is_gated in (False, True):
-            tiles_of = small_linear.tiles_for(count, INNER)
-            constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
-            constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
-            found.append(variant(small_linear._small_linear, row, constants, num_warps=tiles_of.warps))
+    for count, is_gated, kind in itertools.product((1, 16, small_linear.MAX_ROWS), (False, True), (WIDE, HALF)):
+        here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
+        tiles_of = small_linear.tiles_for(count, INNER, kind == WIDE)
+        constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
+        constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
+        found.append(variant(small_linear._small_linear, here, constants, num_warps=tiles_of.warps))
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}
@@ -138,13 +145,17 @@ def variants() -> list[Variant]:
         constants = sizes | {"PAGE": PAGE, "IS_FP8": pages == FP8}
         found.append(variant(mla._latent_append, latent | {"pages_ptr": pages}, constants, num_warps=4))
     found.append(variant(mla._latent_query, latent, sizes | {"HEADS": 128, "NOPE": 128}, num_warps=1))
-    sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE, "KEYS": mla.KEYS}
-    for heads_here, pages in ((16, HALF), (128, HALF), (16, FP8), (128, FP8)):
+    sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE}
+    for heads_here, pages in ((16, WIDE), (16, HALF), (128, HALF), (16, FP8), (128, FP8)):
         here = latent | {"pages_ptr": pages}
+        if pages == WIDE:
+            here |= {"q_ptr": WIDE, "out_ptr": WIDE}
         for is_prefill, is_split in ((False, False), (False, True), (True, False)):
-            queries = mla.MAX_QUERIES if is_prefill else mla.queries_for(heads_here)
+            narrow = pages == WIDE
+            queries = mla.MAX_QUERIES if is_prefill and not narrow else mla.queries_for(heads_here, narrow)
             constants = sizes | {"HEADS": heads_here, "QUERIES": queries, "IS_PREFILL": is_prefill}
             constants |= {"IS_SPLIT": is_split, "IS_FP8": pages == FP8}
+            constants["KEYS"] = mla.FLOAT32_KEYS if narrow else mla.KEYS
             found.append(variant(mla._latent_attend, here, constants, **mla.schedule(queries, pages == FP8)))
     experts = row | {"experts_ptr": INT, "order_ptr": INT32, "tiles_ptr": INT32, "y_ptr": HALF, "weights_ptr": WIDE}
     for tile_rows in (16, 64):
@@ -152,9 +163,10 @@ def variants() -> list[Variant]:
         found.append(variant(moe._sort_pairs, experts, sizes | {"PAIRS": moe.PAIRS_AT_ONCE}, num_warps=4))
         for is_gated in (False, True):
             sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
-            found.append(
-                variant(moe._grouped_product, experts, sizes | {"IS_GATED": is_gated}, num_warps=4, num_stages=3)
-            )
+            constants = sizes | {"IS_GATED": is_gated}
+            for kind in (WIDE, HALF) if tile_rows == 16 else (HALF,):
+                here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
+                found.append(variant(moe._grouped_product, here, constants, num_warps=4, num_stages=3))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
@@ -176,9 +188,15 @@ def variants() -> list[Variant]:
 
 
 def main() -> None:
-    JOBS.extend(variants() if "--all" in sys.argv else covering(variants()))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    options = parser.parse_args()
+    found = variants() if options.all else covering(variants())
+    JOBS.extend(job for job in found if options.only in job.kernel.__name__)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS))))))
+        print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS)), itertools.repeat(options.arch)))))
 
 
 if __name__ == "__main__":

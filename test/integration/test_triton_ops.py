@@ -17,12 +17,12 @@ import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 
-from chitu.ops.interface import Batch, HeadSpec, RotaryTable
+from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
 from chitu.ops.reference import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
-from chitu.ops.kernels.attention import decode_attention, num_splits_for
+from chitu.ops.kernels.attention import FLOAT32_TILE, decode_attention, num_splits_for, prefill_attention
 from chitu.ops.kernels.blocks import BlockCopier, cut, word_bytes_of
 from chitu.ops.kernels.small_linear import MAX_ROWS
 from chitu.ops.triton_ops import TritonOps
@@ -85,6 +85,33 @@ def test_attention_never_reads_past_the_end_of_a_sequence():
     for region in (k, v):
         region.transpose(1, 2)[~visible] = float("nan")
     torch.testing.assert_close(OPS.attention(q, spec, batch, k, v), expected)
+
+
+def test_narrow_tiles_of_float32_equal_the_reference():
+    """As a GPU gets them: a tile of the batch is two programs, of which the second may have no row."""
+    heads, kv_heads, dim, lengths = 2, 1, 16, [1, 32, 33, 70]
+    table = torch.randperm(NUM_PAGES)[: 4 * MAX_PAGES].view(4, MAX_PAGES)
+    starts = [0, 5, 0, 20]
+    spans = tuple(Span(sum(lengths[:i]), length, i, starts[i]) for i, length in enumerate(lengths))
+    tiles = torch.tensor([*tiles_of(spans), (0, 0, 0, 0)])
+    batch = Batch(
+        slots_T=torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)),
+        positions_T=torch.cat([span.start + torch.arange(span.length) for span in spans]),
+        page_table=table,
+        spans=spans,
+        spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans]),
+        tiles_Y4=tiles,
+        decode_row=sum(lengths),
+        decode_slots=(),
+        max_decode_len=0,
+    )
+    torch.manual_seed(0)
+    k, v = torch.randn(2, NUM_PAGES, kv_heads, PAGE_SIZE, dim)
+    q = torch.randn(sum(lengths), heads, dim)
+    out = torch.full_like(q, float("nan"))
+    prefill_attention(q, k, v, tiles, table, out, FLOAT32_TILE)
+    expected = REFERENCE.attention(q, HeadSpec(heads, kv_heads, dim, 1e-6), batch, k, v)
+    close(out.view(len(q), -1), expected)
 
 
 def test_splits_fill_the_device_and_hold_for_the_life_of_a_graph():

@@ -29,6 +29,19 @@ DECODE_BLOCK = 64
 """Keys that a program of the decode kernel looks at at once."""
 MAX_SPLITS = 64
 PREFILL_KEYS = 64
+FLOAT32_TILE = (32, 16)
+
+
+def is_narrow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels that multiply must look at less at once. A GPU multiplies float32 without tensor cores, from
+    registers: what they do not hold is spilled, up to 20 KB a thread, and the driver keeps as much for every thread
+    that the device can hold. Triton's interpreter has no registers, and pays by the program."""
+    return dtype == torch.float32 and device.type == "cuda"
+
+
+def prefill_tile(narrow: bool) -> tuple[int, int]:
+    """Rows and keys that a program of the prefill kernel looks at at once."""
+    return FLOAT32_TILE if narrow else (TILE_ROWS, PREFILL_KEYS)
 
 
 @triton.jit
@@ -149,14 +162,15 @@ def _prefill_tiles(
     KEYS: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Program (tile, query head): each row of the tile over its slot's keys up to its own position."""
+    """Program (tile, query head, ROWS of the tile): each row over its slot's keys up to its own position."""
     # The last tiles of a prompt have the most keys: they start first, so that the short ones fill the device's tail.
     tile_ptr = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1)
-    first_row = tl.load(tile_ptr)
-    num_rows = tl.load(tile_ptr + 1)
+    part = tl.program_id(2) * ROWS
+    first_row = tl.load(tile_ptr) + part
+    num_rows = tl.load(tile_ptr + 1) - part
     pages_ptr = table_ptr + tl.load(tile_ptr + 2) * table_stride
-    first_position = tl.load(tile_ptr + 3)
+    first_position = tl.load(tile_ptr + 3) + part
     r = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
     in_q = (r[:, None] < num_rows) & (d[None, :] < DIM)
@@ -166,7 +180,7 @@ def _prefill_tiles(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     # An empty tile pads a CUDA graph's list: it has no keys either.
-    end = tl.where(num_rows > 0, first_position + num_rows, 0)
+    end = tl.where(num_rows > 0, first_position + tl.minimum(num_rows, ROWS), 0)
     for first in range(0, end, KEYS):
         t = first + tl.arange(0, KEYS)
         page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0).to(tl.int64)
@@ -271,11 +285,14 @@ def prefill_attention(
     tiles_Y4: torch.Tensor,
     page_table: torch.Tensor,
     out_THN: torch.Tensor,
+    tile: tuple[int, int] | None = None,
 ) -> None:
-    """The rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own; results in their rows."""
+    """The rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own; results in their rows. `tile`:
+    another than `prefill_tile`."""
     heads, dim = q_THN.shape[1:]
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
-    _launch(_prefill_tiles, (tiles_Y4.shape[0], heads))(
+    rows, keys = tile or prefill_tile(is_narrow(q_THN.dtype, q_THN.device))
+    _launch(_prefill_tiles, (tiles_Y4.shape[0], heads, TILE_ROWS // rows))(
         q_THN,
         k_PKSN,
         v_PKSN,
@@ -291,8 +308,8 @@ def prefill_attention(
         DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim),
         PAGE=page_size,
-        ROWS=TILE_ROWS,
-        KEYS=PREFILL_KEYS,
+        ROWS=rows,
+        KEYS=keys,
         IS_FP8=is_fp8(k_PKSN),
         num_warps=4,
         num_stages=3,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from chitu.ops.cuda_device import on_stream
 from chitu.types import Ready
 
 PIECE_BYTES = 64 << 10
@@ -34,10 +35,12 @@ def _copy_pieces(pieces_ptr, num_pieces, WORD_BYTES: tl.constexpr, BLOCK: tl.con
     length = tl.load(pieces_ptr + 2 * num_pieces + piece)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if WORD_BYTES == 8:
-        # Such pieces begin at multiples of 16, which lets the compiler use the widest loads there are.
-        source_ptr = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int64))
-        target_ptr = tl.multiple_of(target, 16).to(tl.pointer_type(tl.int64))
-        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=words < length), mask=words < length)
+        # Such pieces begin at multiples of 16 and are made of them, which lets the compiler copy two words at once. It
+        # forgets what it is told of a number when that becomes a pointer.
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+        target_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
+        is_there = words < tl.multiple_of(length, 2)
+        tl.store(target_ptr + words, tl.load(source_ptr + words, mask=is_there), mask=is_there)
     elif WORD_BYTES == 4:
         source_ptr = source.to(tl.pointer_type(tl.int32))
         target_ptr = target.to(tl.pointer_type(tl.int32))
@@ -90,7 +93,7 @@ class BlockCopier:
         pieces[2] //= word_bytes
         parts = triton.cdiv(int(pieces[2].max()), WORDS_AT_ONCE)
         stream = self._stream()
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             pieces_3N = torch.from_numpy(pieces).to(self._device)
             for ready in after:
                 if stream is None:

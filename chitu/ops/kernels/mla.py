@@ -19,11 +19,13 @@ import triton.language as tl
 
 from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.interface import TILE_ROWS, LatentHeads, RotaryTable
-from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch
+from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch, is_narrow
 from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, to_e4m3
 
 KEYS = 32
 """Rows of the cache that a program looks at at once."""
+FLOAT32_KEYS = 16
+FLOAT32_QUERIES = 16
 MAX_QUERIES = 32
 """Heads of a decoding row, or rows of a tile, in one program: their sums over a latent of 512 fill the registers of
 eight warps; 64 of them spill."""
@@ -83,7 +85,7 @@ def _latent_append(
         tl.store(to + LATENT + HALF + h, high.to(pages_ptr.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _latent_query(
     absorbed_ptr,
     q_ptr,
@@ -221,9 +223,9 @@ def _latent_attend(
         tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
 
 
-def queries_for(heads: int) -> int:
+def queries_for(heads: int, narrow: bool = False) -> int:
     """Heads of a decode program; a tensor core wants sixteen rows at least."""
-    return max(16, min(MAX_QUERIES, 1 << (heads - 1).bit_length()))
+    return FLOAT32_QUERIES if narrow else max(16, min(MAX_QUERIES, 1 << (heads - 1).bit_length()))
 
 
 def latent_append(
@@ -302,8 +304,9 @@ def latent_prefill(
     out_THL: torch.Tensor,
 ) -> None:
     """The rows of all tiles (`Batch.tiles_Y4`)."""
-    grid = (tiles_Y4.shape[0], heads.num_heads, TILE_ROWS // MAX_QUERIES)
-    _attend(grid, q_THC, heads, pages_PKSC, None, None, tiles_Y4, page_table, out_THL, None, None, 1, MAX_QUERIES)
+    queries = FLOAT32_QUERIES if is_narrow(q_THC.dtype, q_THC.device) else MAX_QUERIES
+    grid = (tiles_Y4.shape[0], heads.num_heads, TILE_ROWS // queries)
+    _attend(grid, q_THC, heads, pages_PKSC, None, None, tiles_Y4, page_table, out_THL, None, None, 1, queries)
 
 
 def latent_decode(
@@ -318,7 +321,7 @@ def latent_decode(
 ) -> None:
     """Row b attends to positions 0 .. `positions_B[b]` of its slot."""
     num_rows, num_heads, latent = out_BHL.shape
-    queries = queries_for(num_heads)
+    queries = queries_for(num_heads, is_narrow(q_BHC.dtype, q_BHC.device))
     grid = (num_rows, triton.cdiv(num_heads, queries), splits)
     partial = lse = None
     if splits > 1:
@@ -369,7 +372,7 @@ def _attend(
         ROPE_PAD=max(16, triton.next_power_of_2(heads.rope_dim)),
         PAGE=pages.shape[2],
         QUERIES=queries,
-        KEYS=KEYS,
+        KEYS=FLOAT32_KEYS if is_narrow(q.dtype, q.device) else KEYS,
         IS_PREFILL=tiles is not None,
         IS_SPLIT=splits > 1,
         IS_FP8=is_fp8(pages),
@@ -380,6 +383,4 @@ def _attend(
 def schedule(queries: int, is_fp8_cache: bool) -> dict[str, int]:
     """As many warps as have registers for the sums, and with e4m3 for widening. Others spill
     (`test/integration/compile_kernels.py`); which is fastest was not measured."""
-    if is_fp8_cache:
-        return {"num_warps": 8, "num_stages": 3}
-    return {"num_warps": 8 if queries > 16 else 4, "num_stages": 2}
+    return {"num_warps": 8 if is_fp8_cache or queries > 16 else 4, "num_stages": 2}

@@ -16,12 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.kernels.attention import is_narrow
+
 PAIRS_AT_ONCE = 1024
 COLUMNS = 64
 """Outputs of a program of a product."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _sort_pairs(
     experts_ptr,
     order_ptr,
@@ -135,9 +137,9 @@ def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constex
     tl.store(out_ptr + row * width + c, total.to(out_ptr.dtype.element_ty), mask=c < width)
 
 
-def tile_rows_for(num_pairs: int, num_experts: int) -> int:
+def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False) -> int:
     """Pairs a tile: few where an expert has few, since the rest of a tile is computed for nothing."""
-    return 16 if num_pairs <= 16 * num_experts else 64
+    return 16 if narrow or num_pairs <= 16 * num_experts else 64
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
@@ -179,7 +181,7 @@ def mixture(
     """`[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts."""
     num_experts, hidden, inner = down_EDI.shape
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
-    tile_rows = tile_rows_for(num_pairs, num_experts)
+    tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))
     order_R, tiles_Y3 = sort_pairs(experts_TA, num_experts, tile_rows)
     inner_RI, y_RD = x_TD.new_empty(num_pairs, inner), x_TD.new_empty(num_pairs, hidden)
     out_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)

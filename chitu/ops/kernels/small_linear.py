@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from chitu.ops.kernels.attention import is_narrow
+
 MAX_ROWS = 64
 """More rows are better served by a real matrix product."""
 
@@ -44,7 +46,7 @@ def _small_linear(
     is_out = o < num_out
     row_of = o.to(tl.int64) * WIDTH
     up_of = (o + num_out).to(tl.int64) * WIDTH
-    squares = tl.zeros([ROWS], tl.float32)
+    squares = tl.zeros([ROWS, IN], tl.float32)  # summed once at the end: a sum is a wait of all warps for each other
     # One row: products are kept apart and summed once at the end; a tensor core would need 16 rows.
     if ROWS == 1:
         acc = tl.zeros([OUT, IN], tl.float32)
@@ -58,7 +60,7 @@ def _small_linear(
         x = tl.load(x_ptr + r[:, None] * WIDTH + c[None, :], mask=(r[:, None] < num_rows) & is_in[None, :], other=0.0)
         if HAS_NORM:
             wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
+            squares += wide * wide
             x = (wide * tl.load(norm_ptr + c, mask=is_in, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
         in_weight = is_out[:, None] & is_in[None, :]
         w = tl.load(weight_ptr + row_of[:, None] + c[None, :], mask=in_weight, other=0.0)
@@ -79,7 +81,7 @@ def _small_linear(
         y = acc
         up = up_acc
     if HAS_NORM:
-        factor = tl.rsqrt(squares / WIDTH + eps)[None, :]
+        factor = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[None, :]
         y = y * factor
         up = up * factor
     if HAS_BIAS:
@@ -105,12 +107,12 @@ class Tiles:
     warps: int
 
 
-def tiles_for(num_rows: int, num_out: int) -> Tiles:
+def tiles_for(num_rows: int, num_out: int, narrow: bool = False) -> Tiles:
     """Few outputs a program where there are few outputs, so that all multiprocessors read."""
     if num_rows == 1:
         return Tiles(1, 4 if num_out <= 4096 else 8, 512, 4)
     rows = max(16, triton.next_power_of_2(num_rows))
-    return Tiles(rows, 16 if num_out <= 4096 else 32, 128 if rows <= 32 else 64, 4)
+    return Tiles(rows, 16 if num_out <= 4096 else 32, 32 if narrow else 128 if rows <= 32 else 64, 4)
 
 
 def small_linear(
@@ -126,7 +128,7 @@ def small_linear(
 ) -> None:
     """`out = [norm](x) W^T + b`, gated or added to what `out` holds; at most `MAX_ROWS` rows."""
     num_rows, num_out = out_TO.shape
-    tiles = tiles_for(num_rows, num_out)
+    tiles = tiles_for(num_rows, num_out, is_narrow(x_TI.dtype, x_TI.device))
     kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
     kernel(
         x_TI,
