@@ -19,6 +19,7 @@ import torch
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
 from chitu.layers.decoder import DecoderModel
+from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
 
 Replay = Callable[[], None]
@@ -54,7 +55,7 @@ class CudaRecorder:
     def record(self, body: Callable[[], None]) -> Replay:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             for _ in range(2):  # compiles kernels, and lets libraries allocate what they keep
                 body()
         torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from chitu.kv_cache.checksum import CHUNK_BYTES, WORD_BYTES, page_weights
 from chitu.kv_cache.pool import KVPool
+from chitu.ops.cuda_device import on_stream
 
 DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
 """Temporary device memory is at most three times as much."""
@@ -32,7 +33,7 @@ class DevicePageSums:
     @torch.inference_mode()
     def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
         """Of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`, on the host."""
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
             sums_N = torch.zeros_like(pages_N)
             for region in range(self._regions_per_layer * layers.start, self._regions_per_layer * layers.stop):

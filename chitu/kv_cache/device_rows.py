@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from chitu.ops.cuda_device import on_stream
+
 
 class DeviceRows:
     """Implements `kv_cache.aux_row.RowMemory` over uint8 `[rows, row_bytes]`."""
@@ -50,7 +52,7 @@ class DeviceRows:
         self._copy(self._rows[row, : len(data)], host)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -15,15 +17,22 @@ EXIT_DEAD_THREAD = 70
 
 
 class ServiceThread(threading.Thread):
-    """Runs `target` to its end; an exception ends the process with `EXIT_DEAD_THREAD`."""
+    """Runs `target` to its end; an exception ends the process with `EXIT_DEAD_THREAD`.
+
+    It works on the GPU of the thread that makes it. CUDA would give it the first of the machine, and memory there.
+    """
 
     def __init__(self, name: str, target: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._run_target = target
+        cuda = _cuda_in_use()
+        self._device: int | None = cuda.current_device() if cuda is not None else None
 
     def run(self) -> None:
         _name_os_thread(self.name)
         try:
+            if self._device is not None:
+                _cuda_in_use().set_device(self._device)
             self._run_target()
         except BaseException:
             try:
@@ -38,6 +47,12 @@ def _name_os_thread(name: str) -> None:
     """Show the name in top and py-spy; threads are all called `python` otherwise."""
     pr_set_name = 15
     ctypes.CDLL(None).prctl(pr_set_name, name.encode()[:15], 0, 0, 0)
+
+
+def _cuda_in_use() -> Any:
+    """`torch.cuda`, where this process computes on a GPU; else None. Imports nothing."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 class Waker:

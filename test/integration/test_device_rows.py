@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +16,7 @@ from chitu.kv_cache.device_rows import DeviceRows
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.messages import KVLayout
+from chitu.ops.cuda_device import on_stream
 from chitu.types import new_room
 
 LAYOUT = KVLayout("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)
@@ -62,3 +68,23 @@ def test_a_pool_hands_out_rows_of_the_memory_that_it_has(pool: KVPool) -> None:
     buffers.seal(1, new_room())
     assert bytes(pool.aux[1, :8].cpu().numpy()) == b"chituAUX"
     assert isinstance(pool.aux_rows, np.ndarray) == (pool.device.type == "cpu")
+
+
+def test_a_stream_is_entered_within_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left in this order, the thread's stream is set back on that device, and no other one is touched."""
+    steps: list[tuple[str, object]] = []
+
+    @contextmanager
+    def noted(what: str, value: object) -> Iterator[None]:
+        steps.append((what, value))
+        yield
+        steps.append((f"-{what}", value))
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: noted("device", device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream))
+    stream = SimpleNamespace(device=torch.device("cuda:1"))
+    with on_stream(cast("torch.cuda.Stream", stream)):
+        assert steps == [("device", stream.device), ("stream", stream)]
+    assert steps[2:] == [("-stream", stream), ("-device", stream.device)]
+    with on_stream(None):
+        assert len(steps) == 4
