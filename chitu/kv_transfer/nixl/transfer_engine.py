@@ -100,8 +100,8 @@ class NixlTransport:
         """Peers by the name of their agent, as many as the library knows; perhaps none is open."""
         self._abandoned: list[NixlPeer] = []
         """Disconnected with writes in progress."""
-        self._scratch = np.zeros(FENCE_BYTES, np.uint8)
-        self._register(int(self._scratch.ctypes.data), FENCE_BYTES, "DRAM", 0)
+        self._scratch, self._scratch_base = _scratch_on(device)
+        self._register(self._scratch_base, FENCE_BYTES, self._memory, self._device)
 
     def register(self, base: int, nbytes: int) -> None:
         if (base, nbytes) in self._ranges:
@@ -233,9 +233,9 @@ class NixlTransport:
 
     def _fence(self, peer: NixlPeer) -> None:
         nbytes = min(FENCE_BYTES, peer.arena_bytes)
-        local = [(int(self._scratch.ctypes.data), nbytes, 0)]
+        local = [(self._scratch_base, nbytes, self._device)]
         remote = [(peer.arena_base, nbytes, peer.device)]
-        self._transfer(peer, "READ", (local, "DRAM"), remote, time.monotonic() + CONNECT_TIMEOUT_S)
+        self._transfer(peer, "READ", (local, self._memory), remote, time.monotonic() + CONNECT_TIMEOUT_S)
 
     def _transfer(
         self,
@@ -305,6 +305,17 @@ def _make_agent(module: Any, name: str) -> Any:
     agent.agent = module.nixlBind.nixlAgent(name, config)
     agent.create_backend("UCX")
     return agent
+
+
+def _scratch_on(device: str) -> tuple[Any, int]:
+    """`FENCE_BYTES` where the pool is, and their address: the fence is then read as pages are written."""
+    if device == "cpu":
+        host = np.zeros(FENCE_BYTES, np.uint8)
+        return host, int(host.ctypes.data)
+    from chitu.ops.cuda_device import device_bytes  # torch: only where there is a GPU
+
+    memory = device_bytes(device, FENCE_BYTES)
+    return memory, memory.data_ptr()
 
 
 def _import_nixl() -> Any:
