@@ -14,6 +14,8 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 
+pytestmark = pytest.mark.timeout(420)
+"""Fixtures included: a first cluster compiles its kernels, and may take 300 s until it is ready."""
 SLACK_BYTES = 96 << 20
 """Of a card's memory, or of a CPU process's: caches that fill once."""
 

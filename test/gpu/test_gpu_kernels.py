@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from gpu_batches import PAGE, batch_on
 from gpu_errors import relative_error
 
 from chitu.messages import fp8_head_bytes
 from chitu.ops.fp8_pages import scales_of, take_pages, values_of
-from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
+from chitu.ops.interface import HeadSpec, RotaryTable
 from chitu.ops.torch_ops import TorchOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
@@ -21,58 +21,24 @@ from chitu.ops.kernels.blocks import BlockCopier
 from chitu.ops.kernels.small_linear import MAX_ROWS
 from chitu.ops.triton_ops import TritonOps
 
-PAGE = 16
 SHAPES = [(16, 8, 128), (32, 8, 128), (28, 4, 128), (9, 3, 64)]
 TWIN = TorchOps()
-
-
-def batch_on(card, seed: int) -> tuple[Batch, int]:
-    """Spans, some behind a prefix, then decoding rows of very different lengths, over shuffled pages; and how many."""
-    source = random.Random(seed)
-    longest = card.size(6000, 150)
-    num_spans, num_decodes = card.size(4, 2), card.size(40, 3)
-    num_slots, pages_each = num_spans + num_decodes, -(-longest // PAGE)
-    pages = list(range(num_slots * pages_each))
-    source.shuffle(pages)
-    slots, positions, spans = [], [], []
-    for slot in range(num_spans):
-        start = source.choice([0, 0, 5, longest // 4])
-        length = source.choice([1, 63, 64, 65, longest // 2])
-        spans.append(Span(len(slots), length, slot, start))
-        slots += [slot] * length
-        positions += range(start, start + length)
-    decode_row = len(slots)
-    for slot in range(num_spans, num_slots):
-        slots.append(slot)
-        positions.append(source.choice([0, 15, 16, 64, longest // 3, longest - 1]))
-    on = card.device
-    batch = Batch(
-        slots_T=torch.tensor(slots, device=on),
-        positions_T=torch.tensor(positions, device=on),
-        page_table=torch.tensor(pages, device=on).view(num_slots, pages_each),
-        spans=tuple(spans),
-        spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
-        tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64, device=on).view(-1, 4),
-        decode_row=decode_row,
-        decode_slots=tuple(range(num_spans, num_slots)),
-        max_decode_len=max(positions[decode_row:]) + 1,
-    )
-    return batch, len(pages)
 
 
 def shapes_of(card) -> list[tuple[int, int, int]]:
     return [(4, 2, 32)] if card.is_twin else SHAPES
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_attention_of_spans_and_decodes(card, seed):
+@pytest.mark.parametrize(("seed", "dtype"), [(0, None), (1, None), (2, torch.float32)], ids=str)
+def test_attention_of_spans_and_decodes(card, seed, dtype):
+    """In the card's dtype, and in float32, which has smaller tiles."""
     ops = TritonOps(card.num_multiprocessors)
     for heads, kv_heads, dim in shapes_of(card):
         spec = HeadSpec(heads, kv_heads, dim, 1e-6)
         batch, num_pages = batch_on(card, seed)
         torch.manual_seed(seed)
-        k, v = torch.randn(2, num_pages, kv_heads, PAGE, dim, device=card.device).to(card.dtype)
-        q = torch.randn(len(batch.slots_T), heads, dim, device=card.device).to(card.dtype)
+        k, v = torch.randn(2, num_pages, kv_heads, PAGE, dim, device=card.device).to(dtype or card.dtype)
+        q = torch.randn(len(batch.slots_T), heads, dim, device=card.device).to(k.dtype)
         expected = TWIN.attention(q.float(), spec, batch, k.float(), v.float())
         found = ops.attention(q, spec, batch, k, v)
         assert relative_error(found[: batch.decode_row], expected[: batch.decode_row]) < 0.005
