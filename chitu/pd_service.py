@@ -115,7 +115,7 @@ class Identity:
 
 
 class PDSchedulerService:
-    """`comm` is bound already; `engine` is loaded and warmed up. `run` returns the process's exit code."""
+    """`comm` is bound already; `engine` is loaded. First `warm_up`, then `run`, which returns the exit code."""
 
     def __init__(
         self, topology: Topology, identity: Identity, router_host: str, comm: CommLoop, engine: EngineParts
@@ -134,6 +134,8 @@ class PDSchedulerService:
         self._skip_drain = threading.Event()
         self.was_drained = False
         """An operator wanted this instance to leave, before any signal."""
+        self._step = ServiceThread("step", self._step_loop)
+        self._is_warm = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._bootstrap_wake = Waker()
@@ -180,9 +182,15 @@ class PDSchedulerService:
 
     # ----------------------------------------------------------------------------------------------------- main thread
 
+    def warm_up(self) -> None:
+        """On the thread that runs the steps: libraries keep handles and plans for each thread. One that raises ends the
+        process."""
+        self._step.start()
+        self._is_warm.wait()
+
     def run(self) -> int:
         """Serve until `stop`. When it returns no thread computes, writes or owns an open socket of the protocol."""
-        step = ServiceThread("step", self._step_loop)
+        step = self._step
         threads = [
             ServiceThread("comm", self._comm_loop),
             ServiceThread("heartbeat", self._heartbeat_loop),
@@ -190,7 +198,7 @@ class PDSchedulerService:
         if self._engine.kv is not None:
             self._engine.kv.start()
             threads.append(ServiceThread("bootstrap", self._bootstrap_loop))
-        for thread in (step, *threads):
+        for thread in threads:
             thread.start()
         self._stop.wait()
         self._finish_running()
@@ -250,6 +258,8 @@ class PDSchedulerService:
 
     def _step_loop(self) -> None:
         self._engine.prepare_step_thread()
+        self._engine.executor.warmup()
+        self._is_warm.set()
         while not self._stop_step.is_set():
             if not self._scheduler.step():
                 self._wake.wait(IDLE_WAIT_S)

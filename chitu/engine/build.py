@@ -35,7 +35,7 @@ from chitu.engine.memory_budget import (
 )
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
-from chitu.engine.prefill_ops import prefill_ops
+from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.errors import ConfigError
@@ -62,11 +62,8 @@ class RankEngine:
     threads: int
 
     def prepare_thread(self) -> None:
-        """Settings of the math library, and the current GPU, are per thread; call first thing on the one that runs
-        steps."""
+        """Settings of the math library are per thread; call first thing on the one that runs steps."""
         torch.set_num_threads(self.threads)
-        if self.pool.device.type == "cuda":
-            torch.cuda.set_device(self.pool.device)  # Triton launches on the current one
 
 
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
@@ -147,7 +144,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         )
     elif warning := small_pool(num_pages, layout.page_size, spec.max_model_len):
         logger.warning("%s", warning)
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording)
+    prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
     return RankEngine(group, pool, runner, threads)
 
 

@@ -25,7 +25,7 @@ from chitu.engine.executor import (
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import Mark, StepTokens
 from chitu.engine.upload import upload
-from chitu.engine.warmup import run_warmup
+from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
@@ -55,7 +55,7 @@ class ModelRunner:
 
     `max_model_len`: tokens (prompt plus output) that a slot can hold; at most what the model's rotary table covers.
     `sampler`: None on P, where no plan samples. `recording`: how steps are recorded; the pool then needs a scratch
-    page. None: every step is launched operation by operation.
+    page. None: every step is launched operation by operation. `warmup_prompts`: see `warmup.Shapes`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class ModelRunner:
         max_model_len: int,
         sampler: TokenSampler | None,
         recording: Recording | None = None,
+        warmup_prompts: Sequence[tuple[int, ...]] = (),
     ) -> None:
         covered = model.rotary.cos.shape[0]
         if max_model_len > covered:
@@ -86,6 +87,7 @@ class ModelRunner:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
             self._graphs = StepGraphs(model, self._slots, pool.k, pool.v, recording)
+        self._warmup_prompts = warmup_prompts
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
         self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
@@ -99,12 +101,10 @@ class ModelRunner:
         return self._pool.num_pages
 
     @property
-    def page_size(self) -> int:
-        return self._pool.layout.page_size
-
-    @property
-    def samples(self) -> bool:
-        return self._sampler is not None
+    def shapes(self) -> Shapes:
+        """Of its steps, for the warm-up."""
+        pool, samples = self._pool, self._sampler is not None
+        return Shapes(pool.num_pages, pool.layout.page_size, samples, pool.num_aux_slots, self._warmup_prompts)
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
@@ -115,10 +115,10 @@ class ModelRunner:
         return self.launch(plan, on_layer).result()
 
     def warmup(self) -> None:
-        run_warmup(self, self.num_pages, self.page_size, self.samples)
+        run_warmup(self, self.shapes)
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.record_all(self.samples)
+                self._graphs.record_all(self._sampler is not None)
 
     def forget(self, slots: Collection[int]) -> None:
         for slot in slots:

@@ -1,4 +1,5 @@
-"""Which operations a rank that computes prompts gets: `model.prefill_attention` applied to its part of the model.
+"""Which operations a rank that computes prompts gets: `model.prefill_attention` applied to its part of the model; and
+which prompts those must have seen before the first request.
 
 Called once by the main thread of a rank (`engine/build.py`), before weights are read.
 """
@@ -45,3 +46,23 @@ def prefill_ops(
         kv_dtype=TORCH_DTYPES.get(kv_dtype, E4M3),
     )
     return select_prefill_ops(device, shape, wanted)
+
+
+def warmup_prompts(
+    topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, longest_recorded: int
+) -> list[tuple[int, ...]]:
+    """Prompts for the warm-up of a GPU, those of one step together: every length that prompts are padded to for torch's
+    library, or else one that is too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
+    """
+    if device.type != "cuda" or instance.role is Role.DECODE:
+        return []
+    from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only where there is a GPU
+
+    scheduler = topology.scheduler
+    longest = min(scheduler.chunk_size, scheduler.max_batched_tokens, spec.max_model_len)
+    lengths = [longest_recorded + 1]
+    if topology.model.prefill_attention == "auto" and spec.regions_per_layer != 1:
+        lengths = [min(length, longest) for length in padded_lengths(WHOLE_PROMPT_TOKENS, longest)]
+    # A prompt that a recording holds meets the library beside others, when the step is too long to be recorded.
+    steps = [(n,) if n > longest_recorded else (n, longest_recorded + 1 - n) for n in lengths]
+    return [step for step in steps if sum(step) <= scheduler.max_batched_tokens and max(step) <= longest]

@@ -2,7 +2,7 @@
 
 Each step is one small broadcast: the plan, without what only the main rank needs (sampling), and the tokens that the
 last step sampled, which the followers have not seen. The followers run `engine/follower.py`. Called by the step thread;
-the first and the last call (`warmup`, `close`) come from the main thread while no step thread runs.
+the last call (`close`) comes from the main thread, when no step thread runs any more.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TensorParallelExecutor:
         return self._runner.saved_keys
 
     def warmup(self) -> None:
-        run_warmup(self, self._runner.num_pages, self._runner.page_size, samples=self._runner.samples)
+        run_warmup(self, self._runner.shapes)
 
     def close(self) -> None:
         """End the followers and wait until they know that they end."""

@@ -1,48 +1,100 @@
 """Runs the shapes of real steps once before the first request, so that no request pays for lazy initialisation.
 
 Goes through `launch` like everything else, on pages that nobody owns yet. Called by the step thread, alone, before the
-instance joins; it needs no router, bootstrap or peer.
+instance joins: libraries keep handles and plans for each thread. It needs no router, bootstrap or peer.
 """
 
 from __future__ import annotations
 
-from chitu.engine.executor import Admit, Executor, PrefillChunk, StepPlan, StepResult
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chitu.engine.executor import Admit, Executor, FirstToken, PrefillChunk, StepPlan, StepResult
 from chitu.messages import SamplingParams, pack_i32
 
 WARMUP_PROMPT_TOKENS = 256
+MAX_PROMPTS_TOKENS = 1 << 17
+"""Of all `Shapes.prompts` together, some seconds of a large model. What is left out, the first such request pays."""
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, ignore_eos=True)
 
 
-def run_warmup(executor: Executor, num_pages: int, page_size: int, samples: bool) -> None:
-    """One prefill in two chunks (the second sees the first), then decodes at batch 1 and at the widest that fits."""
-    info = executor.info
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What the steps of an instance may look like."""
+
+    num_pages: int
+    page_size: int
+    samples: bool
+    num_aux_slots: int
+    """0 on a unified instance, which has no logits rows."""
+    prompts: Sequence[tuple[int, ...]] = ()
+    """Lengths of prompts whose first step costs more than later ones; those of one step together."""
+
+
+def run_warmup(executor: Executor, shapes: Shapes) -> None:
+    """One prefill in two chunks (the second sees the first) with its logits, a token from a logits row, decodes at
+    batch 1 and at the widest that fits, and `shapes.prompts`."""
+    info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:
         return
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True) if samples else None
-    prompt = [index % info.vocab_size for index in range(prompt_len)]
-    pages = tuple(range((prompt_len + 2 + page_size - 1) // page_size))
     half = prompt_len // 2
-    admit = Admit(0, pack_i32(prompt), prompt_len, 0, pages, sampling)
+    admit = _admit(shapes, 0, prompt_len, first_page=0, spare=2, sampling=RANDOM)
     _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
-    _run(executor, StepPlan(prefill=[PrefillChunk(0, half, prompt_len - half, sample=samples)]))
-    if samples:
+    _run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)]))
+    if shapes.samples:
         _run(executor, StepPlan(decode=[0]))
     _run(executor, StepPlan(release=[0]))
-    if samples:
-        _decode_wide(executor, num_pages, page_size, sampling)
+    if shapes.samples and shapes.num_aux_slots:  # D: the KV came from P, and so did the logits of the last position
+        came = Admit(0, admit.token_ids, prompt_len, prompt_len, admit.pages, RANDOM)
+        _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
+        _run(executor, StepPlan(release=[0]))
+    if shapes.samples:
+        _decode_wide(executor, shapes)
+    _long_prompts(executor, shapes)
 
 
-def _decode_wide(executor: Executor, num_pages: int, page_size: int, sampling: SamplingParams | None) -> None:
+def _decode_wide(executor: Executor, shapes: Shapes) -> None:
     """Every slot that the pages allow: one prompt token each, then one decode step."""
-    pages_each = 1 if page_size > 1 else 2
-    slots = list(range(min(executor.info.num_slots, num_pages // pages_each)))
-    admitted = [
-        Admit(slot, pack_i32([0]), 1, 0, tuple(range(slot * pages_each, (slot + 1) * pages_each)), sampling)
-        for slot in slots
-    ]
+    pages_each = 1 if shapes.page_size > 1 else 2
+    slots = list(range(min(executor.info.num_slots, shapes.num_pages // pages_each)))
+    admitted = [_admit(shapes, slot, 1, slot * pages_each, spare=1, sampling=GREEDY) for slot in slots]
     _run(executor, StepPlan(admit=admitted, prefill=[PrefillChunk(slot, 0, 1, sample=True) for slot in slots]))
     _run(executor, StepPlan(decode=slots))
     _run(executor, StepPlan(release=slots))
+
+
+def _long_prompts(executor: Executor, shapes: Shapes) -> None:
+    info, left = executor.info, MAX_PROMPTS_TOKENS
+    for lengths in shapes.prompts:
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] - -length // shapes.page_size)
+        if len(lengths) > info.num_slots or max(lengths) > info.max_model_len or starts[-1] > shapes.num_pages:
+            continue
+        left -= sum(lengths)
+        if left < 0:
+            return
+        slots = list(range(len(lengths)))
+        admitted = [_admit(shapes, slot, lengths[slot], starts[slot], spare=0, sampling=GREEDY) for slot in slots]
+        chunks = [_last(shapes, slot, 0, lengths[slot]) for slot in slots]
+        _run(executor, StepPlan(admit=admitted, prefill=chunks))
+        _run(executor, StepPlan(release=slots))
+
+
+def _admit(shapes: Shapes, slot: int, prompt_len: int, first_page: int, spare: int, sampling: SamplingParams) -> Admit:
+    """A prompt of zeros on consecutive pages, with room for `spare` tokens more."""
+    pages = range(first_page, first_page - -(prompt_len + spare) // shapes.page_size)
+    tokens = pack_i32([0] * prompt_len)
+    return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None)
+
+
+def _last(shapes: Shapes, slot: int, start: int, length: int) -> PrefillChunk:
+    """The last chunk of a prompt: it samples, or on P leaves its logits in a row."""
+    if shapes.samples:
+        return PrefillChunk(slot, start, length, sample=True)
+    return PrefillChunk(slot, start, length, aux_slot=slot if slot < shapes.num_aux_slots else -1)
 
 
 def _run(executor: Executor, plan: StepPlan) -> StepResult:

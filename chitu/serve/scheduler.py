@@ -133,9 +133,11 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
     )
     bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
     engine = build_engine(topology, instance, identity, comm, bootstrap, progress, makers)
-    progress.ready(identity.incarnation)
     service = PDSchedulerService(topology, identity, host, comm, engine)
+    progress.state("warmup")
+    service.warm_up()
     _stop_on_signals(service.stop)
+    progress.ready(identity.incarnation)
     logger.info("%s serves on port %d", identity.name, comm.port)
     code = service.run()
     if service.was_drained:
@@ -192,8 +194,6 @@ def build_engine(
         aux, kv = _build_transfer(
             topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers, staging
         )
-    progress.state("warmup")
-    executor.warmup()
 
     def close() -> None:
         executor.close()

@@ -3,6 +3,7 @@ on P for a token of the prompt, on D for one that `logit_bias` names. `python -m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ class PoisonedRunner:
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
         self._poisoned: dict[int, bool] = {}
+        self._warm_thread: int | None = None
 
     @property
     def info(self) -> ExecutorInfo:
@@ -32,6 +34,8 @@ class PoisonedRunner:
         return self._inner.saved_keys
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
+        if threading.get_ident() != self._warm_thread:  # no step is right then, and every request of the test fails
+            raise RuntimeError("libraries keep handles and plans for each thread: this one was not warmed up")
         for admit in plan.admit:
             if admit.sampling is None:
                 self._poisoned[admit.slot] = POISON_OF_P in unpack_i32(admit.token_ids)
@@ -47,6 +51,7 @@ class PoisonedRunner:
         self._inner.forget(slots)
 
     def warmup(self) -> None:
+        self._warm_thread = threading.get_ident()
         self._inner.warmup()
 
     def close(self) -> None:
