@@ -27,8 +27,8 @@ def is_gpu(device: str) -> bool:
 
 
 def gpu_index(device: str) -> int:
-    """Of a GPU of this node; `cuda` is `cuda:0`."""
-    return int(device.partition(":")[2] or 0)
+    """Of a GPU of this node; `cuda` is `cuda:0`. -1: of another node."""
+    return -1 if device == GPU_ELSEWHERE else int(device.partition(":")[2] or 0)
 
 
 def why_no_device(device: str) -> str:

@@ -7,9 +7,10 @@ free, because P and D of one card start together: what either gets must not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from chitu.config.devices import gpu_index, is_gpu
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
@@ -44,6 +45,8 @@ def available_cpu_bytes() -> int:
     raise ConfigError("/proc/meminfo has no MemAvailable: set cache.num_pages")
 
 
+CERTAIN_PART = 0.9
+"""Of the weights in a checkpoint's files; the rest may be tensors that no layer reads."""
 MIN_CONTEXT_TOKENS = 512
 """A pool that holds less than this, and less than the model could take, is hardly meant so."""
 
@@ -94,6 +97,46 @@ def pool_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance],
     keys = dict.fromkeys(num_pages_key(instance) for instance, _, _ in asked)
     names = [instance.name for instance, _, _ in asked]
     yield too_large(", ".join(keys), names, needed, available_bytes, sum(page_bytes for _, _, page_bytes in asked))
+
+
+def weight_problems(
+    topology: Topology,
+    spec: ModelSpec,
+    num_weights: int,
+    here: Sequence[Instance],
+    available_bytes: int,
+    cards: Mapping[int, int],
+) -> Iterator[str]:
+    """Weights that the memory of one host certainly cannot hold, a sentence for the CPUs and one for each such GPU.
+
+    `num_weights`: as the files say. Some of them may stay unread, hence `CERTAIN_PART`. `cards`: bytes of each GPU of
+    the host by its number, where they are known. Instances whose devices nobody chose yet are left out.
+    """
+    wanted = topology.model.dtype
+    on_cpus = [item for item in here if "cpu" in item.config.devices]
+    dtype: str = "float32" if wanted == "auto" else wanted
+    names = ", ".join(item.name for item in on_cpus)
+    each = num_weights * ITEM_BYTES[dtype]
+    if CERTAIN_PART * each * len(on_cpus) > available_bytes:
+        yield (
+            f"the weights would have {each / GIB:.1f} GiB ({dtype}) in each of {names} on CPUs, "
+            f"{each * len(on_cpus) / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
+            "free: use GPUs, fewer instances on this host, a smaller model"
+            + (" or model.dtype=bfloat16" if dtype == "float32" else "")
+        )
+    dtype = spec.dtype if wanted == "auto" else wanted
+    for index, total_bytes in cards.items():
+        on_it = [item for item in here if any(is_gpu(d) and gpu_index(d) == index for d in item.config.devices)]
+        needed = sum(num_weights * ITEM_BYTES[dtype] // item.config.tp_size for item in on_it)
+        fraction = topology.cache.memory_fraction or GPU_FRACTION
+        fraction = max([fraction, *(item.config.memory_fraction or 0.0 for item in on_it)])
+        if CERTAIN_PART * needed > fraction * total_bytes:
+            yield (
+                f"the weights of {', '.join(item.name for item in on_it)} on cuda:{index} would have "
+                f"{needed / GIB:.1f} GiB ({dtype}), but it has {total_bytes / GIB:.1f} GiB, of which "
+                f"{fraction:g} may be filled: use a larger tp_size, or fewer "
+                "instances on it"
+            )
 
 
 def too_large(keys: str, names: Sequence[str], needed_bytes: int, free_bytes: int, bytes_per_page: int) -> str:

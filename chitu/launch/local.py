@@ -80,7 +80,8 @@ class LocalCluster:
             raise ConfigError(problem)
         self._entries = entries or Entries()
         router = topology.dp_config.router
-        require_preflight(topology, router.host, self._entries.reads_model, on_event or (lambda text: None))
+        warn = on_event or (lambda text: None)
+        require_preflight(topology, router.host, self._entries.reads_model, warn, self.node.cards)
         self.topology = topology = with_own_key(topology)
         self.host = api_host(topology.dp_config.router)
         self.ports: dict[str, int] = {}

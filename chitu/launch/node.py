@@ -88,7 +88,7 @@ class Node:
             placement = place(config, overrides, lambda found: instances_on(found, host))
             check(placement.topology, pd_master_addr())
             reads_model = (options.entries or Entries()).reads_model
-            require_preflight(placement.topology, host, reads_model, on_event)
+            require_preflight(placement.topology, host, reads_model, on_event, placement.node.cards)
         except ConfigError as error:
             raise NodeUnfit(f"node {options.index} ({host}): {error.message}") from error
         topology, overrides, self.devices = placement.topology, placement.overrides, placement.node

@@ -61,6 +61,11 @@ class NodeDevices:
     num_hidden: int = 0
     """GPUs of the machine that are not ours to use."""
 
+    @property
+    def cards(self) -> dict[int, int]:
+        """Bytes of each device by its number, where they are known."""
+        return {k: device.memory_bytes for k, device in enumerate(self.devices) if device.memory_bytes is not None}
+
 
 def look() -> NodeDevices:
     """Ask the driver and the environment. Raises nothing: what cannot be found out is a `problem`."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
-from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools
+from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
 from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
-from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.models.config import ModelSpec, count_weights, model_hash, read_model_spec
 from chitu.tokenizer.core import require_tokenizer
 
 HTTP_PORT = "dp_config.router.port"
@@ -134,17 +134,28 @@ def transport_findings(topology: Topology, has: Callable[[str], bool] = is_insta
 
 
 def memory_findings(
-    topology: Topology, spec: ModelSpec, here: Sequence[Instance], available_bytes: int
+    topology: Topology,
+    spec: ModelSpec,
+    here: Sequence[Instance],
+    available_bytes: int,
+    num_weights: int = 0,
+    cards: Mapping[int, int] = {},
 ) -> Iterator[Finding]:
-    """Of the KV pages that `num_pages` asks for; what is sized by itself fits."""
+    """Of the weights, and of the KV pages that `num_pages` asks for; what is sized by itself fits. `cards`: bytes of
+    each GPU of this host."""
+    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards):
+        yield Finding(Level.ERROR, "memory", problem)
     for problem in pool_problems(topology, spec, here, available_bytes):
         yield Finding(Level.ERROR, "memory", problem)
     for warning in small_pools(topology, spec, here):
         yield Finding(Level.WARNING, "context", warning)
 
 
-def preflight(topology: Topology, host: str, reads_model: bool = True) -> Iterator[Finding]:
-    """All of it for the processes of the topology on this machine, which it calls `host`."""
+def preflight(
+    topology: Topology, host: str, reads_model: bool = True, cards: Mapping[int, int] = {}
+) -> Iterator[Finding]:
+    """All of it for the processes of the topology on this machine, which it calls `host`. `cards`: bytes of each of its
+    GPUs, where they are known."""
     yield from port_findings(look_at_ports(topology, host))
     if not reads_model:
         return
@@ -152,12 +163,24 @@ def preflight(topology: Topology, host: str, reads_model: bool = True) -> Iterat
     spec, found = look_at_model(topology)
     yield from model_findings(found)
     if spec is not None:
-        yield from memory_findings(topology, spec, instances_on(topology, host), available_cpu_bytes())
+        here = instances_on(topology, host)
+        try:
+            num_weights = count_weights(topology.model.path)
+        except ConfigError as error:
+            yield Finding(Level.ERROR, "model", error.message)
+            return
+        yield from memory_findings(topology, spec, here, available_cpu_bytes(), num_weights, cards)
 
 
-def require_preflight(topology: Topology, host: str, reads_model: bool, warn: Callable[[str], None]) -> None:
+def require_preflight(
+    topology: Topology,
+    host: str,
+    reads_model: bool,
+    warn: Callable[[str], None],
+    cards: Mapping[int, int] = {},
+) -> None:
     """ConfigError with the first error; warnings go to `warn`."""
-    for finding in preflight(topology, host, reads_model):
+    for finding in preflight(topology, host, reads_model, cards):
         if finding.level is Level.ERROR:
             raise ConfigError(finding.sentence)
         if finding.level is Level.WARNING:

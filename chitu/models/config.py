@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,10 +225,27 @@ def model_hash(path: str | Path) -> str:
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in weight_files(folder):
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
-            if length > MAX_HEADER_BYTES:
-                raise ConfigError(f"model.path: {file} is no safetensors file")
-            digest.update(stream.read(length))
+        digest.update(_header(file))
     return digest.hexdigest()[:32]
+
+
+def count_weights(path: str | Path) -> int:
+    """Numbers in all tensors of a checkpoint, by the headers of its files. ConfigError where one cannot be read."""
+    total = 0
+    for file in weight_files(path):
+        try:
+            tensors = json.loads(_header(file))
+            total += sum(math.prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"model.path: {file} is no safetensors file: {error}") from error
+    return total
+
+
+def _header(file: Path) -> bytes:
+    """The JSON of a safetensors file that says what is in it."""
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > MAX_HEADER_BYTES:
+            raise ConfigError(f"model.path: {file} is no safetensors file")
+        return stream.read(length)

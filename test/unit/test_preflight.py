@@ -14,7 +14,7 @@ from chitu.config.topology import bound_ports, instances
 from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
 from chitu.launch.finding import Level
 from chitu.launch.preflight import Bind, look_at_model, memory_findings, port_findings, transport_findings
-from chitu.models.config import read_model_spec
+from chitu.models.config import count_weights, read_model_spec, weight_files
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
 TINY = f"model.path={TINY_MODEL_DIR}"
@@ -114,6 +114,29 @@ def test_a_dtype_that_is_chosen_later_refuses_nothing_that_might_fit() -> None:
     fits = int(problem.split("at most ")[1].split(" pages")[0])
     assert not problems(8 * GIB, f"cache.num_pages={2 * fits}")
     assert problems(8 * GIB, f"cache.num_pages={2 * fits + 2}")
+
+
+def test_weights_that_memory_cannot_hold_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    num_weights = count_weights(TINY_MODEL_DIR)
+    stored = sum(file.stat().st_size for file in weight_files(TINY_MODEL_DIR))
+    assert 0.9 * stored < 2 * num_weights < stored, "bfloat16, and the headers"
+    many = 10 * GIB  # numbers: 40 GiB in float32
+
+    def words(available: int, *overrides: str, cards: dict[int, int] | None = None) -> list[str]:
+        topology = local(*overrides)
+        found = memory_findings(topology, SPEC, instances(topology), available, many, cards or {})
+        return [finding.sentence for finding in found if finding.level is Level.ERROR]
+
+    (sentence,) = words(71 * GIB)
+    assert "40.0 GiB (float32) in each of P0, D0 on CPUs, 80.0 GiB together, but 71.0 GiB" in sentence
+    assert words(72 * GIB) == [], "a tenth may stay unread"
+    assert words(36 * GIB, "model.dtype=bfloat16") == [] and len(words(35 * GIB, "model.dtype=bfloat16")) == 1
+    key = "dp_config.router.{}_schedulers.0.{}"
+    gpus = [key.format(role, "devices=[cuda:0,cuda:1]") for role in ("prefill", "decode")]
+    gpus += [key.format(role, "tp_size=2") for role in ("prefill", "decode")]
+    (first, second) = words(0, *gpus, cards={0: 19 * GIB, 1: 19 * GIB, 2: GIB})
+    assert "P0, D0 on cuda:0 would have 20.0 GiB (bfloat16), but it has 19.0 GiB" in first and "cuda:1" in second
+    assert words(0, *gpus, cards={0: 20 * GIB, 1: 20 * GIB}) == words(0, *gpus) == []
 
 
 def test_a_pool_of_a_few_tokens_is_warned_of() -> None:
