@@ -11,6 +11,7 @@ from transport_peers import BETWEEN_HOSTS, NUM_REGIONS, ON_ONE_HOST, Receiver, T
 from transport_process import break_connections, page_crcs, region
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.nixl.transfer_engine import TRUSTED_S
 from chitu.kv_transfer.transport import WriteError
 
 pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")
@@ -49,6 +50,30 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
     assert fresh.end() == 0
 
 
+@pytest.mark.parametrize("who", ["writer", "receiver"])
+def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
+    writer: Writer, own_receiver: Receiver, who: str
+) -> None:
+    if writer.kind not in ("mooncake", "nixl"):
+        pytest.skip(f"{writer.kind} has no connection")
+    peer, copies = writer.connect(own_receiver), writer.copies(own_receiver, [5], [6])
+    writer.transport.write(peer, copies, 10.0)
+    writer.fill()
+    if who == "writer":
+        break_connections()
+    else:
+        own_receiver.ask("break")
+    began = Trouble(writer)
+    if writer.kind == "nixl":  # which tries a connection once it was idle
+        threading.Event().wait(TRUSTED_S)
+    while own_receiver.crcs(4)[6] != page_crcs(writer.pool, 4)[5]:
+        try:
+            writer.transport.write(peer, copies, 10.0)
+        except WriteError:
+            began.settle_after(peer)
+    writer.transport.disconnect(peer)
+
+
 @pytest.mark.parametrize("breaks", [False, True], ids=["connected", "broken"])
 def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver, breaks: bool
@@ -58,8 +83,9 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
         pytest.skip(f"{writer.kind} writes do not need the peer to run")
     if breaks and writer.kind != "mooncake":
         pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
-    peer, pool, pages = writer.connect(own_receiver), writer.pool, writer.way.many_pages
+    pool, pages = writer.pool, writer.way.many_pages
     copies = writer.copies(own_receiver, pages, pages)
+    peer = writer.connect(own_receiver)
     trouble = Trouble(writer)
     own_receiver.process.send_signal(signal.SIGSTOP)
     with pytest.raises(WriteError) as caught:

@@ -36,11 +36,12 @@ def test_a_write_that_the_network_stopped_settles_when_it_is_back_and_the_pair_g
     if trouble == "broken" and writer.kind != "mooncake":
         pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
     pages = writer.way.many_pages
+    copies = writer.copies(own_receiver, pages, pages)
     peer = writer.connect(own_receiver)
     began = Trouble(writer)
     network.set("p0", "d0", rate_bytes_s=SLOW_BYTES_S, dropped=trouble == "silent")
     with pytest.raises(WriteError) as caught:
-        writer.transport.write(peer, writer.copies(own_receiver, pages, pages), 1.0)
+        writer.transport.write(peer, copies, 1.0)
     assert not caught.value.settled
     if trouble == "broken":
         break_connections()

@@ -9,6 +9,9 @@ What the code below is shaped by:
 * A transfer has no time limit of its own: one to a stopped process over TCP stays in progress for ever. Releasing its
   handle does not stop it: the engine goes on, and later sends what the source holds then. So the handle of a write that
   did not end in time is kept, and `settle` waits until it has ended: a write is done only when the peer has flushed it.
+* A connection that broke stays broken: every request to that agent fails until it is forgotten and added again. Idle
+  ones break too, which is no doubt of any write: so one that was idle is tried with a read before it is written to,
+  and is renewed if it broke.
 * A write that ended with an error may have bytes under way that nothing tells of. It is settled once the peer's process
   is known to be gone, which only its own host can see; between hosts such a D stays suspended until the cluster view
   says that it is gone.
@@ -48,8 +51,21 @@ MAX_ENTRIES = 4096
 """Entries of one request; a longer list goes out as several."""
 FENCE_BYTES = 64
 CONNECT_TIMEOUT_S = 2.0
+TRUSTED_S = 3.0
+"""So long after its last request has succeeded a connection is written to without a trial."""
 PROGRESS_PERIOD_US = 1000
 """What arrives wakes the progress thread; this often it also looks by itself, since UCX may forget to wake it."""
+
+
+@dataclass(slots=True)
+class KnownAgent:
+    """An agent that the library has been told of, perhaps with no peer open."""
+
+    metadata: bytes
+    num_peers: int = 0
+    num_in_progress: int = 0
+    good_at_s: float = 0.0
+    """When a request to it has last succeeded."""
 
 
 @dataclass(slots=True)
@@ -63,8 +79,9 @@ class NixlPeer:
     device: int
     process: PeerProcess | None
     """None: it runs on another host."""
-    pending: list[Any] = field(default_factory=list)
-    """Handles of writes that did not end in time. One that is collected by the garbage collector would be released."""
+    pending: list[tuple[Any, str]] = field(default_factory=list)
+    """Handles and operations of requests that did not end in time. A handle that is collected by the garbage collector
+    would be released."""
     is_doubtful: bool = False
     """A write ended with an error."""
     is_closed: bool = False
@@ -96,8 +113,7 @@ class NixlTransport:
         self._host_id = host_id()
         self._ranges: list[tuple[int, int]] = []
         self._registered: list[Any] = []
-        self._num_open: dict[str, int] = {}
-        """Peers by the name of their agent, as many as the library knows; perhaps none is open."""
+        self._known: dict[str, KnownAgent] = {}
         self._abandoned: list[NixlPeer] = []
         """Disconnected with writes in progress."""
         self._scratch, self._scratch_base = _scratch_on(device)
@@ -150,8 +166,8 @@ class NixlTransport:
         self._open(peer, metadata)
         try:
             # A read makes the connection, and shows that the arena is what its registration says.
-            self._fence(peer)
-        except WriteError as error:
+            self._try(peer, time.monotonic() + CONNECT_TIMEOUT_S)
+        except TransferFailed as error:
             self.disconnect(peer)
             raise TransferFailed(f"nixl: {peer.session_id} does not let me read its arena: {error.message}") from error
         return peer
@@ -161,6 +177,10 @@ class NixlTransport:
         deadline_s = time.monotonic() + timeout_s
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
+        with self._lock:
+            is_trusted = peer.is_closed or time.monotonic() - self._known[peer.session_id].good_at_s < TRUSTED_S
+        if not is_trusted:
+            self._try(peer, deadline_s)
         for start in range(0, len(src_N), MAX_ENTRIES):
             part = slice(start, start + MAX_ENTRIES)
             local = _entries(src_N[part], length_N[part], self._device)
@@ -174,7 +194,7 @@ class NixlTransport:
             self._sweep(peer)
             if peer.is_dead:
                 return True
-            if not peer.pending:
+            if not any(operation == "WRITE" for _, operation in peer.pending):
                 return not peer.is_doubtful
             if time.monotonic() > deadline_s:
                 return False
@@ -186,8 +206,8 @@ class NixlTransport:
             if peer.is_closed:
                 return
             peer.is_closed = True
-            self._num_open[peer.session_id] -= 1
-            is_last = not self._num_open[peer.session_id]
+            self._known[peer.session_id].num_peers -= 1
+            is_last = not self._known[peer.session_id].num_peers
             is_dead = peer.is_dead
             if peer.process is not None:
                 peer.process.close()
@@ -197,7 +217,7 @@ class NixlTransport:
             peer.pending.clear()
             # UCX keeps the socket of an agent that is forgotten and added again, so one that lives stays known.
             if is_last and (is_dead or peer.process is None):
-                del self._num_open[peer.session_id]
+                del self._known[peer.session_id]
                 with contextlib.suppress(Exception):  # it disconnected by itself
                     self._agent.remove_remote_agent(peer.session_id)
 
@@ -221,21 +241,51 @@ class NixlTransport:
 
     def _open(self, peer: NixlPeer, metadata: bytes) -> None:
         with self._lock:
-            if peer.session_id not in self._num_open:
-                try:
-                    found = self._agent.add_remote_agent(metadata)
-                except Exception as error:
-                    raise TransferFailed(f"nixl: {peer.session_id} is unknown to me: {error!r}") from error
-                name = found.decode() if isinstance(found, bytes) else str(found)
-                if name != peer.session_id:
-                    raise TransferFailed(f"nixl: the agent of {peer.session_id} calls itself {name}")
-            self._num_open[peer.session_id] = self._num_open.get(peer.session_id, 0) + 1
+            if peer.session_id not in self._known:
+                self._add(peer.session_id, metadata)
+                self._known[peer.session_id] = KnownAgent(metadata)
+            self._known[peer.session_id].num_peers += 1
 
-    def _fence(self, peer: NixlPeer) -> None:
+    def _add(self, session_id: str, metadata: bytes) -> None:
+        try:
+            found = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferFailed(f"nixl: {session_id} is unknown to me: {error!r}") from error
+        name = found.decode() if isinstance(found, bytes) else str(found)
+        if name != session_id:
+            raise TransferFailed(f"nixl: the agent of {session_id} calls itself {name}")
+
+    def _try(self, peer: NixlPeer, deadline_s: float) -> None:
+        """Read a few bytes of the peer, on a new connection if that which there is broke. Raises TransferFailed."""
+        for other in (peer, *self._abandoned):
+            if other.session_id == peer.session_id:
+                self._sweep(other)
+        try:
+            self._fence(peer, deadline_s)
+        except WriteError:
+            if not self._renew(peer):
+                raise
+            self._fence(peer, deadline_s)
+
+    def _renew(self, peer: NixlPeer) -> bool:
+        """After a failed request: forget the connection and have the next request make another. Not while others use
+        it: if it broke, they end."""
+        with self._lock:
+            known = self._known.get(peer.session_id)
+            if known is None or known.num_in_progress or peer.is_dead:
+                return False
+            with contextlib.suppress(Exception):  # it disconnected by itself
+                self._agent.remove_remote_agent(peer.session_id)
+            self._add(peer.session_id, known.metadata)
+        return True
+
+    def _fence(self, peer: NixlPeer, deadline_s: float) -> None:
+        """Raises WriteError, which is settled: nothing is written."""
         nbytes = min(FENCE_BYTES, peer.arena_bytes)
         local = [(self._scratch_base, nbytes, self._device)]
         remote = [(peer.arena_base, nbytes, peer.device)]
-        self._transfer(peer, "READ", (local, self._memory), remote, time.monotonic() + CONNECT_TIMEOUT_S)
+        deadline_s = min(deadline_s, time.monotonic() + CONNECT_TIMEOUT_S)
+        self._transfer(peer, "READ", (local, self._memory), remote, deadline_s)
 
     def _transfer(
         self,
@@ -245,7 +295,7 @@ class NixlTransport:
         remote: list[tuple[int, int, int]],
         deadline_s: float,
     ) -> None:
-        """One request from its start to its end. Raises WriteError."""
+        """One request from its start to its end. Raises WriteError; after a read it is settled."""
         agent = self._agent
         with self._lock:
             if peer.is_closed:
@@ -255,21 +305,33 @@ class NixlTransport:
                 handle = agent.initialize_xfer(operation, sources, targets, peer.session_id)
             except Exception as error:  # a local check: nothing was sent
                 raise WriteError(f"nixl: {peer.session_id} takes no such request: {error!r}", settled=True) from error
+            known = self._known[peer.session_id]
+            known.num_in_progress += 1
         state = self._ask(peer, lambda: agent.transfer(handle))
         started_s = time.monotonic()
         while state == "PROC":
             now_s = time.monotonic()
             if now_s > deadline_s:
                 with self._lock:
-                    peer.pending.append(handle)
-                raise WriteError(f"nixl: the request to {peer.session_id} did not end in time", settled=False)
+                    peer.pending.append((handle, operation))
+                raise WriteError(f"nixl: {peer.session_id} did not answer in time", settled=operation == "READ")
             time.sleep(pause_s(now_s - started_s))
             state = self._ask(peer, lambda: agent.check_xfer_state(handle))
-        with self._lock, contextlib.suppress(Exception):  # it has ended, whatever is said of it
-            agent.release_xfer_handle(handle)
+        self._ended(peer, handle, operation, state)
         if state != "DONE":
-            peer.is_doubtful = True
-            raise WriteError(f"nixl: the request to {peer.session_id} failed: {state}", settled=peer.is_dead)
+            is_settled = operation == "READ" or peer.is_dead
+            raise WriteError(f"nixl: the request to {peer.session_id} failed: {state}", settled=is_settled)
+
+    def _ended(self, peer: NixlPeer, handle: Any, operation: str, state: str) -> None:
+        with self._lock:
+            with contextlib.suppress(Exception):  # it has ended, whatever is said of it
+                self._agent.release_xfer_handle(handle)
+            peer.is_doubtful |= state != "DONE" and operation == "WRITE"
+            known = self._known.get(peer.session_id)
+            if known is not None:
+                known.num_in_progress -= 1
+                if state == "DONE":
+                    known.good_at_s = time.monotonic()
 
     def _ask(self, peer: NixlPeer, question: Any) -> str:
         """State of a request: `DONE`, `PROC`, or what went wrong."""
@@ -280,15 +342,16 @@ class NixlTransport:
             return repr(error)
 
     def _sweep(self, peer: NixlPeer) -> None:
-        """Let go of pending writes that have ended meanwhile."""
-        for handle in list(peer.pending):
+        """Let go of pending requests that have ended meanwhile."""
+        for handle, operation in list(peer.pending):
             state = self._ask(peer, lambda handle=handle: self._agent.check_xfer_state(handle))
             if state == "PROC":
                 continue
-            peer.is_doubtful |= state != "DONE"
-            with self._lock, contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(handle)
-            peer.pending.remove(handle)
+            with self._lock:
+                if (handle, operation) not in peer.pending:
+                    continue  # another thread found that out
+                peer.pending.remove((handle, operation))
+            self._ended(peer, handle, operation, state)
 
 
 def _entries(address_N: Int64s, length_N: Int64s, device: int) -> list[tuple[int, int, int]]:
