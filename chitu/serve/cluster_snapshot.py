@@ -14,8 +14,8 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import Topology
-from chitu.config.topology import instances
-from chitu.messages import InstanceInfo, KVLayout, LoadReport
+from chitu.config.topology import instances, is_loopback
+from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport
 from chitu.pd_request_router import PDRequestRouter
 from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
 from chitu.serve.cluster_source import ClusterSource, RouterRecord
@@ -59,7 +59,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     page_size: int
     """Tokens a page."""
     transport: str
-    """As configured (`auto`, `shm`, `mooncake`)."""
+    """What moves KV between P and D: as configured (`shm`, `mooncake`), or what `auto` comes to for those in the
+    cluster; `auto` while there are none."""
     time_s: float
     router_incarnation: str
     in_flight: int
@@ -129,7 +130,7 @@ class SnapshotSource:
             version=self._version,
             max_model_len=limits.max_model_len if limits is not None else None,
             page_size=self._topology.cache.page_size,
-            transport=self._topology.dp_config.router.pd_disaggregation.transport,
+            transport=transport_in_use(self._topology, self._cluster.view),
             time_s=self._clock.monotonic(),
             router_incarnation=str(self._cluster.view.router_incarnation),
             in_flight=record.in_flight,
@@ -146,6 +147,19 @@ class SnapshotSource:
         order = {role: position for position, role in enumerate(Role)}
         keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
         return tuple(_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+
+
+def transport_in_use(topology: Topology, view: ClusterView) -> str:
+    """`auto` prefers memory that both ends map, on one machine, and takes Mooncake between machines."""
+    router = topology.dp_config.router
+    configured = router.pd_disaggregation.transport
+    at = [(info.role, "localhost" if is_loopback(info.host) else info.host) for info in view.instances]
+    pairs = {p == d for role, p in at if role is Role.PREFILL for other, d in at if other is Role.DECODE}
+    if configured != "auto" or not pairs:
+        return configured
+    is_cuda = any(device.startswith("cuda") for item in instances(topology) for device in item.config.devices)
+    names = {True: "cuda_ipc" if is_cuda else "shm", False: "mooncake"}
+    return " and ".join(names[is_local] for is_local in sorted(pairs, reverse=True))
 
 
 def _requests(record: RouterRecord) -> tuple[RequestSnapshot, ...]:

@@ -97,3 +97,14 @@ def test_an_edited_example_is_an_ordinary_question(tiny: ChatPage) -> None:
 def test_several_examples_at_once_are_all_right(tiny: ChatPage) -> None:
     tiny.page.locator("#burst").click()
     expect(tiny.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
+
+
+def test_a_phone_shows_the_numbers_of_several_answers_whole(open_page: OpenPage, locked_cluster: LocalCluster) -> None:
+    page = open_page(locked_cluster.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    page.open()
+    page.set(api_key=KEY)
+    page.expect_connection("live")
+    page.page.locator("#burst").click()
+    expect(page.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
+    cut = "(cells) => cells.filter((cell) => cell.scrollWidth > cell.clientWidth).map((cell) => cell.textContent)"
+    assert page.messages.locator(".burst .answer").evaluate_all(cut) == []

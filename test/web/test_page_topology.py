@@ -132,3 +132,49 @@ def test_the_page_finds_a_restarted_router_again_by_itself(chat: ChatPage, clust
     chat.expect_done()
     assert chat.answer.get_attribute("data-error") is None
     assert [answer.get_attribute("data-error") for answer in chat.answers.all()] == [None, "network", None]
+
+
+FIVE_IN_FLIGHT = """async () => {
+    // A flight (many frames) never ends, and everything else ends at once.
+    const [never, now] = [new Promise(() => {}), Promise.resolve()];
+    Element.prototype.animate = (frames) => ({ finished: frames.length > 2 ? never : now });
+    const { Dots } = await import("/web/dots.js");
+    const { layoutOf } = await import("/web/layout.js");
+    const picture = document.querySelector("#topology");
+    const layer = picture.querySelector(".dots").cloneNode(false);
+    picture.append(layer);
+    const dots = new Dots(layer);
+    const instances = ["P0", "D0"].map((name) => ({ name, role: name === "P0" ? "prefill" : "decode" }));
+    dots.relayout(layoutOf(600, instances));
+    const request = (room, more) => ({
+        room, prefill: "P0", decode: "D0", prompt_tokens: 900, kv_bytes: 0, stages: null, state: "prefill",
+        first_token_at_s: null, ended_at_s: null, ...more,
+    });
+    const arrived = { state: "decode", first_token_at_s: 1, kv_bytes: 2 ** 21 };
+    const seen = [];
+    for (const size of [1, 5]) {
+        const rooms = [...Array(size).keys()];
+        dots.update(rooms.map((room) => request(room)), 1);
+        dots.update(rooms.map((room) => request(room, arrived)), 1.1);
+        const flying = () => [...layer.querySelectorAll('[data-phase="transfer"] text')];
+        while (flying().length < size) await new Promise(requestAnimationFrame);
+        layer.querySelectorAll("text").forEach((text) => text.style.transition = "none");
+        seen.push({
+            labels: flying().filter((text) => getComputedStyle(text).opacity === "1").map((text) => text.textContent),
+            sum: layer.querySelector(".sum")?.textContent ?? null,
+        });
+    }
+    return seen;
+}"""
+
+
+def test_one_transfer_is_labelled_and_several_at_once_are_summed_up(chat: ChatPage) -> None:
+    """Labels of dots that fly at the same time along the same edges would lie on each other."""
+    one, five = chat.page.evaluate(FIVE_IN_FLIGHT)
+    assert one["sum"] is None
+    assert [label.partition(" · ")[0] for label in one["labels"]] == ["2.00 MiB"]
+    assert five == {"labels": [], "sum": "5 transfers · 10.0 MiB"}
+
+
+def test_the_picture_says_what_moves_kv_and_not_what_was_configured(chat: ChatPage) -> None:
+    expect(chat.page.locator("#topology .caption", has_text="KV cache")).to_have_text("KV cache · shm")

@@ -7,7 +7,7 @@
 import { bytes, count, span } from "./format.js";
 import { curvePoint, lanePoint } from "./layout.js";
 import { isRunning } from "./stages.js";
-import { setText, svgElement } from "./svg.js";
+import { setAttributes, setText, svgElement } from "./svg.js";
 
 const APPEAR_MS = 200;
 const FLIGHT_MS = 900;
@@ -19,8 +19,6 @@ const NEWS_S = 3;
 const AWAY_S = 10;
 /** More than this nobody can tell apart. */
 const MAX_DOTS = 64;
-/** With more, only dots that have arrived are labelled: labels in flight would lie on each other. */
-const CROWD = 5;
 
 /** How far a request is. */
 const IN_PREFILL = 0;
@@ -38,6 +36,9 @@ export class Dots {
   #lanes = new Map();
   /** Time of the last snapshot. */
   #lastS = Number.NEGATIVE_INFINITY;
+  /** In flight: one is labelled itself, of several the sum stands in the middle, since labels would lie on each other. */
+  #flying = new Set();
+  #sum = null;
   #stillness = matchMedia("(prefers-reduced-motion: reduce)");
 
   constructor(layer) {
@@ -47,6 +48,7 @@ export class Dots {
   /** After every layout: dots that rest go to their place in it. */
   relayout(layout) {
     this.#layout = layout;
+    this.#sumUp();
     for (const dot of this.#dots.values()) {
       if (dot.lane !== null && layout.cards.has(dot.lane)) this.#rest(dot);
     }
@@ -67,7 +69,7 @@ export class Dots {
     // Ended so long ago that the router no longer lists it.
     for (const [room, dot] of this.#dots) if (!rooms.has(room)) this.#advance(dot, null);
     this.#seen = rooms;
-    this.#layer.classList.toggle("crowded", this.#dots.size > CROWD);
+    this.#sumUp();
   }
 
   #welcome(request, newsS) {
@@ -86,6 +88,7 @@ export class Dots {
     const landedBefore = request.first_token_at_s !== null && request.first_token_at_s < newsS;
     this.#live(dot, landedBefore).finally(() => {
       this.#leaveLane(dot);
+      this.#flying.delete(dot);
       element.remove();
       this.#dots.delete(request.room);
     });
@@ -109,7 +112,13 @@ export class Dots {
       await until(dot, LEFT_PREFILL);
       // Without a first token nothing arrived: it ends where it is.
       if (dot.request.first_token_at_s !== null) {
-        if (prefill !== null) await this.#fly(dot, decode);
+        if (prefill !== null) {
+          this.#flying.add(dot);
+          this.#sumUp();
+          await this.#fly(dot, decode);
+          this.#flying.delete(dot);
+          this.#sumUp();
+        }
         dot.element.dataset.phase = "decode";
       }
     }
@@ -134,6 +143,21 @@ export class Dots {
       frames.push({ transform: translation(curvePoint(from, to, i / FLIGHT_POINTS)) });
     }
     await play(dot.element, frames, FLIGHT_MS, "ease-in-out");
+  }
+
+  #sumUp() {
+    const isCrowd = this.#flying.size > 1;
+    this.#layer.classList.toggle("crowded", isCrowd);
+    if (!isCrowd) {
+      this.#sum?.remove();
+      this.#sum = null;
+      return;
+    }
+    this.#sum ??= this.#layer.appendChild(svgElement("text", { class: "sum", "text-anchor": "middle" }));
+    const moved = [...this.#flying].reduce((total, dot) => total + dot.request.kv_bytes, 0);
+    const { width, height } = this.#layout;
+    setAttributes(this.#sum, { x: width / 2, y: height - 6 });
+    setText(this.#sum, `${this.#flying.size} transfers${moved > 0 ? ` · ${bytes(moved)}` : ""}`);
   }
 
   // ------------------------------------------------------------------------------------------------------------ lanes

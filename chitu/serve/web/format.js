@@ -22,14 +22,14 @@ export function shortCount(value, digits = 4) {
   return value.toExponential(1);
 }
 
-/** Powers of 1000: 1234567 -> "1.23 MB" */
+/** Powers of 1024, as everywhere in chitu: 1234567 -> "1.18 MiB" */
 export function bytes(value) {
   if (!isNumber(value)) return UNKNOWN;
   if (value < 1000) return `${value} B`;
-  for (const [unit, size] of [["kB", 1e3], ["MB", 1e6], ["GB", 1e9]]) {
+  for (const [unit, size] of [["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30]]) {
     if (value < 999.5 * size) return `${threeDigits(value / size)} ${unit}`;
   }
-  return `${threeDigits(value / 1e12)} TB`;
+  return `${threeDigits(value / 2 ** 40)} TiB`;
 }
 
 /** Seconds as the unit that reads best: 0.0123 -> "12.3 ms" */

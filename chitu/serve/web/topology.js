@@ -67,7 +67,7 @@ export class Topology {
   #arrange() {
     const { instances, transport } = this.#snapshot;
     const width = this.#svg.parentElement.clientWidth;
-    const signature = `${width} ${instances.map(({ name }) => name).join(" ")}`;
+    const signature = `${width} ${transport} ${instances.map(({ name }) => name).join(" ")}`;
     if (signature === this.#signature || width === 0) return;
     this.#signature = signature;
     const layout = layoutOf(width, instances);
