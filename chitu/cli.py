@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, drain, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, join, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
@@ -80,6 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
     command.set_defaults(run=_chat)
+
+    command = commands.add_parser("join", help="add an instance to a running cluster, from this machine, until Ctrl-C")
+    command.add_argument("role", choices=["prefill", "decode", "unified"])
+    command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder, where it is another one on this machine")
+    command.add_argument(
+        "--devices", metavar="A,B", help="one a TP rank (default: as the role's first instance; free GPUs)"
+    )
+    command.add_argument("--rank", type=int, metavar="K", help="as which (default: the lowest that nobody has)")
+    command.add_argument("--ready-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
+    command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
+    command.set_defaults(run=_join)
 
     command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
     command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
@@ -220,6 +234,24 @@ def _chat(arguments: argparse.Namespace) -> int:
             question=" ".join(arguments.question) if arguments.question else None,
         )
     )
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from chitu.launch.join import JoinOptions, join
+    from chitu.types import Role
+
+    name, overrides = _split(arguments)
+    if name is not None:
+        raise ConfigError(f"{name!r} is no override (a.b=c); the topology is that of the cluster at {arguments.url}")
+    options = JoinOptions(
+        arguments.url,
+        Role(arguments.role),
+        rank=arguments.rank,
+        devices=tuple(arguments.devices.split(",")) if arguments.devices else (),
+        log_dir=arguments.log_dir,
+        ready_timeout_s=arguments.ready_timeout,
+    )
+    return join(options, overrides)
 
 
 def _drain(arguments: argparse.Namespace) -> int:

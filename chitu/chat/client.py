@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from chitu.chat.answer import Answer, AnswerReader, ErrorObject
+from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
 from chitu.serve.cluster_snapshot import ClusterSnapshot
 
@@ -87,6 +88,10 @@ class RouterClient:
     def drain(self, instance: str, force: bool) -> str:
         """Have an instance finish and leave; which incarnation does. UnknownInstance; LastInstance without `force`."""
         return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
+
+    def topology(self) -> Topology:
+        """That of the cluster, with the router's actual ports and without keys."""
+        return self._get("/admin/topology", Topology)
 
     def stream(self, path: str, body: Mapping[str, Any], on_text: Callable[[str], None]) -> Answer:
         """POST a generation request with `stream: true` and hand out its text as it comes.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,10 @@ def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
                 return instance
             return Instance(role, engine_rank, msgspec.structs.replace(instance.config, port=base_port))
     names = ", ".join(instance.name for instance in instances(topology)) or "none"
-    raise ConfigError(f"the topology has no instance {instance_name(role, engine_rank)}; it has {names}")
+    raise ConfigError(
+        f"the topology has no instance {instance_name(role, engine_rank)}; it has {names} "
+        f"(`chitu join {role}` adds one to a running cluster)"
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -149,6 +152,16 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
             yield f"dp_config.router.token_port (+{worker}, of an API process)", router.host, router.token_port + worker
     for instance in instances(topology):
         yield f"{instance.key}.port", instance.config.host, instance.config.port
+
+
+def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
+    """With the router's actual ports, by short key name (`stats_port`), in the place of those of the file."""
+    router = topology.dp_config.router
+    pd = router.pd_disaggregation
+    pd = msgspec.structs.replace(pd, **{name: port for name, port in ports.items() if hasattr(pd, name)})
+    of_router = {name: port for name, port in ports.items() if hasattr(router, name)}
+    router = msgspec.structs.replace(router, pd_disaggregation=pd, **of_router)
+    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 
 def threads_of(topology: Topology, instance: Instance, cores: int) -> int:

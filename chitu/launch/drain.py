@@ -22,14 +22,15 @@ def credential(url: str) -> str | None:
 
     ConfigError for a key that no cluster can have.
     """
-    secrets = derive(cluster_key() or _own_key(url))
+    secrets = derive(known_key(url))
     return secrets.token if secrets is not None else api_key()
 
 
-def _own_key(url: str) -> str:
+def known_key(url: str) -> str:
+    """`CHITU_CLUSTER_KEY`, else the key that a launcher of this user on this machine made or has; empty: none."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     try:
-        return cluster_key_at(parts.port or 80) if is_loopback(parts.hostname or "") else ""
+        return cluster_key() or (cluster_key_at(parts.port or 80) if is_loopback(parts.hostname or "") else "")
     except ValueError:  # no port; whoever asks there says so better
         return ""
 

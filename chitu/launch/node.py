@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import api_host, check, host_names, instances, instances_on, open_api
 from chitu.errors import ConfigError
@@ -54,6 +54,10 @@ class NodeOptions:
     """CPU threads of each rank; None: as the topology says, or this node's cores divided by its instances."""
     ready_timeout_s: float = READY_TIMEOUT_S
     log_dir: str | None = None
+    only: str | None = None
+    """Of its processes this one alone (`D1`); the node ends when it was drained."""
+    cluster_key: str = ""
+    """In the place of the topology's and the environment's; empty: theirs."""
     on_failure: str | None = None
     """A command that is run once when a process of this node died: it tells the other nodes."""
     entries: Entries | None = None
@@ -81,6 +85,7 @@ class Node:
             overrides = [*overrides, *thread_overrides(topology, options.threads_per_rank)]
         topology = load_topology(config, overrides)
         host = host_at(topology, options.index)
+        self.label = options.only or f"node {options.index}"
         check(topology, pd_master_addr())
         for problem in chain(launch_problems(topology), open_ports(topology)):
             raise ConfigError(problem)
@@ -88,15 +93,19 @@ class Node:
             placement = place(config, overrides, lambda found: instances_on(found, host))
             check(placement.topology, pd_master_addr())
             reads_model = (options.entries or Entries()).reads_model
-            require_preflight(placement.topology, host, reads_model, on_event, placement.node.cards)
+            names = None if options.only is None else (options.only,)
+            require_preflight(placement.topology, host, reads_model, on_event, placement.node.cards, names)
         except ConfigError as error:
-            raise NodeUnfit(f"node {options.index} ({host}): {error.message}") from error
+            raise NodeUnfit(f"{self.label} ({host}): {error.message}") from error
         topology, overrides, self.devices = placement.topology, placement.overrides, placement.node
         self.device_notes, self.ways = placement.notes, placement.ways
+        if options.cluster_key:
+            topology = with_cluster_key(topology, options.cluster_key)
         cores = len(os.sched_getaffinity(0))
         all_specs = plan(topology, config, overrides, cores, options.entries, self.devices)
-        self._specs = {spec.name: spec for spec in specs_on(topology, all_specs, options.index)}
-        if len(host_names(topology)) == 1:
+        own = specs_on(topology, all_specs, options.index)
+        self._specs = {spec.name: spec for spec in own if options.only in (None, spec.name)}
+        if len(host_names(topology)) == 1 and self.has_router:
             topology = with_own_key(topology)
         self.topology = topology
         self.host = host
@@ -225,11 +234,12 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
 
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
-        display.say(f"node {options.index} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
-        for note in (*node.device_notes, describe(instances_on(node.topology, node.host), node.devices)):
-            display.say(f"node {options.index} devices: {note}")
+        display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+        own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
+        for note in (*node.device_notes, describe(own, node.devices)):
+            display.say(f"{node.label} devices: {note}")
         if node.ways:
-            display.say(f"node {options.index} transfers: {node.ways}")
+            display.say(f"{node.label} transfers: {node.ways}")
         if node.has_router and (warning := open_api(node.topology)):
             display.say(warning)
         node.start()
@@ -243,13 +253,15 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         display.close()
         node.note_pids()
         if not stop.is_set():
-            _say_ready(node, options.index)
+            _say_ready(node)
         while not stop.wait(POLL_S):
             node.supervisor.poll()
             if dead := node.supervisor.dead():
                 node.report_deaths()
-                raise StartFailed(f"node {options.index} ends because {dead[0].name} ended")
-        tell(f"node {options.index} ends: running requests finish first")
+                raise StartFailed(f"{node.label} ends because {dead[0].name} ended")
+            if options.only is not None and node.supervisor.member(options.only).has_left:
+                return 0
+        tell(f"{node.label} ends: running requests finish first")
         return 0
     except StartFailed as error:
         display.close()
@@ -268,12 +280,12 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             signal.signal(number, handler)
 
 
-def _say_ready(node: Node, index: int) -> None:
+def _say_ready(node: Node) -> None:
     if node.has_router:
         names = [instance.name for instance in instances(node.topology)]
         tell(greeting(node.topology.model, names, node.url, node.log_dir))
     else:
-        tell(f"node {index} is ready: {' '.join(node.names)} joined {node.url}")
+        tell(f"{node.label} is ready: {' '.join(node.names)} joined {node.url}")
 
 
 def _tell_others(command: str | None) -> None:

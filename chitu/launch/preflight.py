@@ -18,6 +18,7 @@ from chitu.config.topology import Instance, bound_ports, instances_on, is_loopba
 from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
 from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
+from chitu.launch.plan import ROUTER
 from chitu.models.config import ModelSpec, count_weights, model_hash, read_model_spec
 from chitu.tokenizer.core import require_tokenizer
 
@@ -152,18 +153,25 @@ def memory_findings(
 
 
 def preflight(
-    topology: Topology, host: str, reads_model: bool = True, cards: Mapping[int, int] = {}
+    topology: Topology,
+    host: str,
+    reads_model: bool = True,
+    cards: Mapping[int, int] = {},
+    names: Sequence[str] | None = None,
 ) -> Iterator[Finding]:
     """All of it for the processes of the topology on this machine, which it calls `host`. `cards`: bytes of each of its
-    GPUs, where they are known."""
-    yield from port_findings(look_at_ports(topology, host))
+    GPUs, where they are known. `names`: for these processes alone."""
+    here = [item for item in instances_on(topology, host) if names is None or item.name in names]
+    others = {f"{item.key}.port" for item in instances_on(topology, host) if item not in here}
+    has_router = names is None or ROUTER in names
+    binds = look_at_ports(topology, host)
+    yield from port_findings(b for b in binds if b.key not in others and (has_router or "_schedulers." in b.key))
     if not reads_model:
         return
     yield from transport_findings(topology)
     spec, found = look_at_model(topology)
     yield from model_findings(found)
     if spec is not None:
-        here = instances_on(topology, host)
         try:
             num_weights = count_weights(topology.model.path)
         except ConfigError as error:
@@ -178,9 +186,10 @@ def require_preflight(
     reads_model: bool,
     warn: Callable[[str], None],
     cards: Mapping[int, int] = {},
+    names: Sequence[str] | None = None,
 ) -> None:
-    """ConfigError with the first error; warnings go to `warn`."""
-    for finding in preflight(topology, host, reads_model, cards):
+    """ConfigError with the first error; warnings go to `warn`. `cards`, `names`: as for `preflight`."""
+    for finding in preflight(topology, host, reads_model, cards, names):
         if finding.level is Level.ERROR:
             raise ConfigError(finding.sentence)
         if finding.level is Level.WARNING:

@@ -1,4 +1,4 @@
-"""What an operator tells the router: `POST /admin/drain`.
+"""What an operator tells and asks the router: `POST /admin/drain`, `GET /admin/topology`.
 
 Part of the FastAPI application of the routes that are not hot; called on the router's loop. Where API keys are
 configured it needs one, like every other route.
@@ -6,9 +6,13 @@ configured it needs one, like every other route.
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
+from chitu.config.schema import Topology
 from chitu.serve.cluster_source import ClusterSource
 
 
@@ -26,10 +30,18 @@ class DrainReply(BaseModel):
     status: str
 
 
-def add_admin_routes(app: FastAPI, cluster: ClusterSource) -> None:
+def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[], Topology]) -> None:
+    """`topology`: what an instance needs to know to join."""
+
     @app.post("/admin/drain")
     async def drain(body: DrainBody) -> DrainReply:
         """Send an instance nothing new. It finishes what it runs, leaves the cluster and ends its process with 0.
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
         draining = await cluster.drain(body.instance, body.force)
         return DrainReply(instance=draining.name, incarnation=str(draining.incarnation), status="draining")
+
+    @app.get("/admin/topology")
+    async def topology_with_ports() -> Response:
+        """The topology that runs, with the router's actual ports and without keys: `chitu join` starts an instance of
+        it."""
+        return Response(msgspec.json.encode(topology()), media_type="application/json")

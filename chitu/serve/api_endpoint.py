@@ -11,14 +11,16 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import zmq
 
 import chitu
 from chitu.clock import Clock
+from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import RouterConfig, Topology
+from chitu.config.topology import with_router_ports
 from chitu.errors import ConfigError, NoInstance
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
@@ -78,7 +80,11 @@ class ApiEndpoint:
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, chitu.__version__)
-        add_admin_routes(cold, cluster)
+
+        def for_joining() -> Topology:
+            return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})
+
+        add_admin_routes(cold, cluster, for_joining)
         self.app = RouterApp(hot, cold, Access(config, secrets, clock), config.max_body_bytes)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
@@ -133,6 +139,11 @@ def share_of(config: RouterConfig, index: int) -> RouterConfig:
         max_total_body_bytes=bodies_bytes,
         token_port=token_port,
     )
+
+
+def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:
+    """What another instance needs to know: the topology with actual ports, without secrets."""
+    return with_router_ports(with_api_keys(with_cluster_key(topology, ""), ()), ports)
 
 
 def settle_memory() -> None:

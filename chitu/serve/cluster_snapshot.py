@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from chitu.clock import Clock
+from chitu.config.devices import is_gpu
 from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
 from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport
@@ -157,7 +158,7 @@ def transport_in_use(topology: Topology, view: ClusterView) -> str:
     pairs = {p == d for role, p in at if role is Role.PREFILL for other, d in at if other is Role.DECODE}
     if configured != "auto" or not pairs:
         return configured
-    is_cuda = any(device.startswith("cuda") for item in instances(topology) for device in item.config.devices)
+    is_cuda = any(is_gpu(device) for item in instances(topology) for device in item.config.devices)
     names = {True: "cuda_ipc" if is_cuda else "shm", False: "mooncake"}
     return " and ".join(names[is_local] for is_local in sorted(pairs, reverse=True))
 

@@ -74,6 +74,9 @@ class ClusterSource(Protocol):
     def loads(self) -> Loads:
         """The last report of each member."""
 
+    def ports(self) -> Mapping[str, int]:
+        """Those of the membership, by short key name."""
+
     async def version(self) -> int:
         """Grows with whatever happens to any request."""
 
@@ -110,6 +113,9 @@ class OwnCluster:
 
     def loads(self) -> Loads:
         return self._membership.coordination.loads()
+
+    def ports(self) -> Mapping[str, int]:
+        return self._membership.port_table()
 
     async def version(self) -> int:
         return self._router.journal.version

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
-from chitu.config.topology import listening_host
+from chitu.config.topology import listening_host, with_router_ports
 from chitu.errors import ChituError
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, Wire
 from chitu.metrics import RouterMetrics, add_up
@@ -95,6 +95,7 @@ class Coordinator:
             asyncio.get_running_loop(), listen(listening_host(config), config.port, "dp_config.router.port")
         )
         events = PoolEvents(self._greeting, self._on_incarnations, self._on_message, self._on_ended)
+        topology = with_router_ports(topology, self._membership.port_table())
         self._pool = WorkerPool(topology, created_s, self._gate, events)
         self._questions: dict[int, _Question] = {}
         self._num_questions = 0

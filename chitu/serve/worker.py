@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import uvloop
@@ -22,6 +22,7 @@ import uvloop
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
+from chitu.config.topology import router_ports
 from chitu.errors import ChituError, Internal, from_code
 from chitu.launch.process import die_with_parent
 from chitu.log import setup_logging
@@ -68,10 +69,12 @@ EXIT_ORPHAN = 71
 class RemoteCluster:
     """`ClusterSource` of an API process: the view and loads as the feed brought them, the rest by asking."""
 
-    def __init__(self, router: PDRequestRouter, index: int, feed: Feed[ToWorker]) -> None:
+    def __init__(self, router: PDRequestRouter, index: int, feed: Feed[ToWorker], ports: Mapping[str, int]) -> None:
+        """`ports`: of the membership, by short key name."""
         self._router = router
         self._index = index
         self._feed = feed
+        self._ports = ports
         self._loads: dict[tuple[Role, int], LoadReport] = {}
         self._answers: dict[int, asyncio.Future[RecordReply | DrainReply]] = {}
         self._num_questions = 0
@@ -79,6 +82,9 @@ class RemoteCluster:
 
     def loads(self) -> Loads:
         return self._loads
+
+    def ports(self) -> Mapping[str, int]:
+        return self._ports
 
     async def version(self) -> int:
         return sum(worker.version for worker in (await self.record()).workers)
@@ -163,8 +169,11 @@ class WorkerProcess:
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
 
+        named = router_ports(welcome.topology.dp_config.router)
+        ports = {key.rpartition(".")[2]: port for key, port in named.items()}
+
         def cluster_of(router: PDRequestRouter) -> RemoteCluster:
-            self.cluster = RemoteCluster(router, welcome.index, feed)
+            self.cluster = RemoteCluster(router, welcome.index, feed, ports)
             return self.cluster
 
         me = (welcome.index, welcome.incarnation)

@@ -14,6 +14,7 @@ import pytest
 
 from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.chat.client import RouterClient
+from chitu.config.topology import with_router_ports
 from chitu.launch.make_model import make_model
 
 KEY = {"Authorization": "Bearer secret"}
@@ -72,6 +73,18 @@ def test_a_key_is_asked_for_and_mistakes_are_named(start: Callable[..., RouterUn
     as_text = httpx.post(f"{router.url}/admin/drain", content=json.dumps({"instance": "D0"}), headers=KEY)
     assert as_text.status_code in (400, 409)
     assert router.members() == {"P0", "D0"}, "nothing of all that drained anything"
+
+
+def test_who_may_join_is_told_the_ports_and_no_key(start: Callable[..., RouterUnderTest]) -> None:
+    router = start("P0,D0")
+    assert httpx.get(f"{router.url}/admin/topology", trust_env=False).json()["error"]["code"] == "invalid_api_key"
+    text = httpx.get(f"{router.url}/admin/topology", headers=KEY, trust_env=False).text
+    assert "secret" not in text
+    topology = RouterClient(router.url, "secret").topology()
+    assert topology.dp_config.router.api_keys == ()
+    ports = {name: port for name, port in router.ports.items() if name.endswith("_port")}
+    assert len(ports) == 5
+    assert with_router_ports(topology, ports) == topology
 
 
 def test_a_drained_instance_gets_nothing_new_and_leaves(start: Callable[..., RouterUnderTest]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
@@ -20,6 +21,8 @@ from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole
 from chitu.bench.router_process import RouterUnderTest
 from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
+from chitu.config.schema import Topology
+from chitu.config.topology import with_router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.serve.cluster_snapshot import ClusterSnapshot, WorkerSnapshot
@@ -144,6 +147,12 @@ def test_all_show_the_same_cluster_and_a_request_is_in_it_as_soon_as_it_was_answ
         assert metric(answer.text, "chitu_requests_total") == 8
         assert metric(answer.text, "chitu_router_workers") == WORKERS
         assert 'chitu_requests_finished_total{reason="length"} 8.0' in answer.text
+
+    ports = {name: port for name, port in router.ports.items() if name.endswith("_port") and name != "token_port"}
+    for answer in from_each(router, "/admin/topology").values():
+        topology = msgspec.json.decode(answer.content, type=Topology)
+        assert with_router_ports(topology, ports) == topology
+        assert topology.dp_config.router.token_port > 0
 
 
 def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTest) -> None:

@@ -1,0 +1,162 @@
+"""`chitu join decode`: one more instance for a cluster that runs, on this machine or another. Blocking; main thread.
+
+The router says what an instance needs to know (`GET /admin/topology`) and which instances there are. The new one gets
+the next free rank and the settings of the first of its role. From then on it is what a node of a topology file is that
+has it (`node.py`): it loads, joins, and runs until a signal, its death or `chitu drain`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from chitu.chat.client import RouterClient
+from chitu.config.devices import is_gpu
+from chitu.config.load import dump_topology
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
+from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback
+from chitu.errors import ConfigError
+from chitu.launch.drain import credential, known_key
+from chitu.launch.node import NodeOptions, run_node
+from chitu.launch.plan import Entries
+from chitu.serve.cluster_snapshot import InstanceSnapshot
+from chitu.types import Role, instance_name
+
+CONNECT_TIMEOUT_S = 5.0
+MAX_RANK = 1023
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    url: str
+    role: Role
+    rank: int | None = None
+    """None: the lowest that no instance has or had in the topology."""
+    devices: tuple[str, ...] = ()
+    """One a rank; empty: those of the first instance of this role."""
+    log_dir: str | None = None
+    ready_timeout_s: float = 600.0
+    entries: Entries | None = None
+
+
+def join(options: JoinOptions, overrides: Sequence[str]) -> int:
+    """Returns the exit code of a node: 0 after a signal or a drain, 1 where the instance died or was not ready in time.
+
+    ConfigError and what `RouterClient` raises before anything starts.
+    """
+    client = RouterClient(options.url, credential(options.url))
+    topology = client.topology()
+    known = client.cluster().instances
+    rank = options.rank if options.rank is not None else next_rank(known, options.role)
+    topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
+    # The API where it was just reached: who waits for the instance asks there.
+    host, port = _router_at(client.url)
+    router = msgspec.structs.replace(topology.dp_config.router, port=port, http_host=host)
+    topology = msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:
+        file = Path(folder) / "topology.yaml"
+        file.write_text(dump_topology(topology), encoding="utf-8")
+        node = NodeOptions(
+            hosts=None,
+            index=_host_index(topology, options.role, rank),
+            only=instance_name(options.role, rank),
+            cluster_key=known_key(options.url),
+            ready_timeout_s=options.ready_timeout_s,
+            log_dir=options.log_dir,
+            entries=options.entries,
+        )
+        return run_node(str(file), overrides, node)
+
+
+def next_rank(known: Sequence[InstanceSnapshot], role: Role) -> int:
+    """The lowest rank that no instance of this role has, be it down."""
+    names = {instance.name for instance in known}
+    return next(rank for rank in range(len(names) + 1) if instance_name(role, rank) not in names)
+
+
+def grown(
+    topology: Topology,
+    known: Sequence[InstanceSnapshot],
+    role: Role,
+    rank: int,
+    host: str,
+    devices: Sequence[str] = (),
+) -> Topology:
+    """With whoever joined beyond the topology, and with instance `rank` of `role` on `host`.
+
+    Where that one has GPUs, its launcher chooses those of the new one (`auto`): nobody else's.
+
+    ConfigError where such an instance runs already, and where there is none of its role to be like.
+    """
+    if not 0 <= rank <= MAX_RANK:
+        raise ConfigError(f"the rank {rank} is not within 0 and {MAX_RANK}")
+    if any(item.name == instance_name(role, rank) and item.status != "down" for item in known):
+        raise ConfigError(f"{instance_name(role, rank)} is in the cluster: drain it first, or give another --rank")
+    places = {(item.role, int(item.name[1:])): item.host for item in known} | {(str(role), rank): host}
+    sections = {}
+    for each, section in SECTIONS.items():
+        configs: list[InstanceConfig] = list(getattr(topology.dp_config.router, section))
+        size = max((number + 1 for kind, number in places if kind == str(each)), default=0)
+        if size and not configs:
+            if each is not role:
+                continue  # started by hand
+            raise ConfigError(f"the topology has no {each} instance to be like: it has {_names(topology)}")
+        for number in range(len(configs), size):
+            place = places.get((str(each), number)) or configs[0].host
+            like = configs[0]
+            devices_of = AUTO_DEVICES if any(map(is_gpu, like.devices)) else like.devices
+            configs.append(msgspec.structs.replace(like, host=place, port=0, devices=devices_of))
+        sections[section] = configs
+    new = msgspec.structs.replace(sections[SECTIONS[role]][rank], host=host, port=0)
+    if devices:
+        new = msgspec.structs.replace(new, devices=tuple(devices), tp_size=len(devices))
+    sections[SECTIONS[role]][rank] = new
+    lists = {section: tuple(configs) for section, configs in sections.items()}
+    # A port for one process, where the first instance was started by hand.
+    dp_config = msgspec.structs.replace(
+        topology.dp_config,
+        scheduler_base_port=None,
+        router=msgspec.structs.replace(topology.dp_config.router, **lists),
+    )
+    log = msgspec.structs.replace(topology.log, dir=None)
+    return msgspec.structs.replace(topology, dp_config=dp_config, log=log)
+
+
+def _names(topology: Topology) -> str:
+    return ", ".join(instance.name for instance in instances(topology)) or "none"
+
+
+def _host_index(topology: Topology, role: Role, rank: int) -> int:
+    host = find_instance(topology, role, rank).config.host
+    names = host_names(topology)
+    return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
+
+
+def _router_at(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.path:
+        raise ConfigError(f"{url} is no address of a router itself, which is http://HOST:PORT")
+    return parts.hostname or "", parts.port or 80
+
+
+def own_address(router: RouterConfig) -> str:
+    """Of this machine, towards the router. ConfigError where the router's coordination port is out of reach."""
+    host, port = router.host, router.pd_disaggregation.coordination_port
+    try:
+        with contextlib.closing(socket.create_connection((host, port), CONNECT_TIMEOUT_S)) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        hint = ""
+        if is_loopback(host):
+            hint = (
+                "; the cluster takes instances of its own machine alone: start it by `chitu node`, with addresses that "
+                "others can reach"
+            )
+        raise ConfigError(f"the router's coordination port, {host}:{port}, cannot be reached: {error}{hint}") from error

@@ -1,0 +1,121 @@
+"""`chitu join`: a running 1P1D grows by an instance, on its own machine and from another; all answers are the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from network import Network
+from serve_process import ServeProcess, wait_until
+
+from chitu.chat.client import RouterClient
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+pytestmark = pytest.mark.timeout(300)
+CHITU = [sys.executable, "-m", "chitu.cli"]
+KEY = "of this cluster 0123456789"
+SIZES = ["cache.num_pages=64", "model.max_model_len=256", "scheduler.threads=1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+
+
+def answer(url: str) -> tuple[int, ...]:
+    body = {"model": "tiny", "prompt": list(range(300, 340)), "max_tokens": 6, "return_token_ids": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return tuple(json.load(reply)["choices"][0]["token_ids"])
+
+
+def pairs(url: str) -> set[tuple[str | None, str | None]]:
+    return {(request.prefill, request.decode) for request in RouterClient(url).cluster().requests}
+
+
+def chitu(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CHITU, *words], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_one_command_adds_a_prefill_and_a_decode_instance_to_a_local_cluster(model: Path) -> None:
+    overrides = [f"model.path={model}", *SIZES]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides)) as cluster, ExitStack() as stack:
+        cluster.wait_ready()
+        expected = answer(cluster.url)
+        joined = {
+            name: stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
+            for name, role in (("P1", "prefill"), ("D1", "decode"))
+        }
+        for name, process in joined.items():
+            process.wait_line(f"{name} is ready: {name} joined {cluster.url}", timeout_s=120)
+        for _ in range(8):
+            assert answer(cluster.url) == expected
+        assert pairs(cluster.url) == set(itertools.product(("P0", "P1"), ("D0", "D1")))
+
+        taken = chitu("join", "decode", "--rank", "1", "--url", cluster.url)
+        assert (taken.returncode, taken.stderr) == (
+            2,
+            "chitu: D1 is in the cluster: drain it first, or give another --rank\n",
+        )
+        alien = chitu("join", "unified", "--url", cluster.url)
+        assert (alien.returncode, "no unified instance to be like" in alien.stderr) == (2, True)
+
+        assert chitu("drain", "D1", "--url", cluster.url).returncode == 0
+        assert joined["D1"].process.wait(15) == 0
+        assert joined["P1"].signal_and_wait(signal.SIGTERM) == 0
+        wait_until(lambda: cluster.healthy(), 10, "the pair of the beginning")
+        assert answer(cluster.url) == expected
+
+
+def node(model: Path, host: str) -> list[str]:
+    """A whole 1P1D that other machines can reach."""
+    keys = ("port", "stats_port", "token_port", "pd_disaggregation.coordination_port")
+    keys += ("pd_disaggregation.metadata_sync_port", "pd_disaggregation.bootstrap_port")
+    ports = [f"{key}={port}" for key, port in zip(keys, (21003, *range(29600, 29605)), strict=True)]
+    hosts = [f"{key}host={host}" for key in ("", "prefill_schedulers.0.", "decode_schedulers.0.")]
+    words = [f"dp_config.router.{word}" for word in (*hosts, *ports)]
+    return [*CHITU, "node", "pd_disagg_1p1d_local", "--node-index", "0", f"model.path={model}", *words, *SIZES]
+
+
+def start(stack: ExitStack, argv: Sequence[str], cwd: Path) -> ServeProcess:
+    return stack.enter_context(ServeProcess(argv, {"CHITU_CLUSTER_KEY": KEY}, cwd))
+
+
+def test_one_command_adds_a_decode_instance_of_another_machine(model: Path, tmp_path: Path) -> None:
+    with Network(["first", "second"]) as network, ExitStack() as stack:
+        address = network.address("first")
+        url = f"http://{address}:21003"
+        cluster = start(stack, network.argv("first", node(model, address)), tmp_path)
+        cluster.wait_line("Ctrl-C ends it", timeout_s=120)
+        argv = [*CHITU, "join", "decode", "--url", url]
+        process = start(stack, network.argv("second", argv), tmp_path)
+        process.wait_line(f"D1 is ready: D1 joined {url}", timeout_s=120)
+        with network.inside("second"):
+            snapshot = RouterClient(url).cluster()
+            assert {i.name: i.host for i in snapshot.instances}["D1"] == network.address("second")
+            assert len({answer(url) for _ in range(4)}) == 1
+            assert pairs(url) == {("P0", "D0"), ("P0", "D1")}
+        assert process.signal_and_wait(signal.SIGTERM) == 0
+        assert cluster.signal_and_wait(signal.SIGTERM) == 0
+
+
+def test_a_cluster_on_a_loopback_address_says_that_other_machines_cannot_join(model: Path, tmp_path: Path) -> None:
+    with Network(["first", "second"]) as network, ExitStack() as stack:
+        argv = [*CHITU, "serve", "unified_local", "--host", "0.0.0.0", "--port", "21003", "--model", str(model), *SIZES]
+        start(stack, network.argv("first", argv), tmp_path).wait_line("Ctrl-C ends it", timeout_s=120)
+        url = f"http://{network.address('first')}:21003"
+        process = start(stack, network.argv("second", [*CHITU, "join", "unified", "--url", url]), tmp_path)
+        process.wait_line("its own machine alone")
+        assert process.process.wait(10) == 2

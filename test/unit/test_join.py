@@ -1,0 +1,69 @@
+"""Which instance `chitu join` makes, of what the router said."""
+
+from __future__ import annotations
+
+import pytest
+
+from chitu.config.load import load_topology
+from chitu.config.schema import AUTO_DEVICES
+from chitu.config.topology import instances, problems
+from chitu.errors import ConfigError
+from chitu.launch.join import MAX_RANK, grown, next_rank
+from chitu.serve.cluster_snapshot import InstanceSnapshot
+from chitu.types import Role
+
+ROLES = {role.letter: str(role) for role in Role}
+
+
+def known(**hosts: str) -> list[InstanceSnapshot]:
+    """P0="127.0.0.1": up; an empty host: down."""
+    return [
+        InstanceSnapshot(name, ROLES[name[0]], "up" if host else "down", host, 7, "1", None)
+        for name, host in hosts.items()
+    ]
+
+
+def test_the_lowest_rank_that_nobody_has_is_taken() -> None:
+    members = known(P0="127.0.0.1", D0="127.0.0.1", D1="", D3="10.0.0.3")
+    assert next_rank(members, Role.DECODE) == 2, "D1 is down, but may come back"
+    assert next_rank(members, Role.PREFILL) == 1
+    assert next_rank(members, Role.UNIFIED) == 0
+
+
+def test_the_new_instance_is_like_the_first_of_its_role_and_others_are_known() -> None:
+    topology = load_topology(None, ["dp_config.router.decode_schedulers.0.num_pages=99"])
+    members = known(P0="127.0.0.1", D0="127.0.0.1", D1="127.0.0.1", P1="127.0.0.1")
+    result = grown(topology, members, Role.DECODE, 2, "127.0.0.1")
+    assert [instance.name for instance in instances(result)] == ["P0", "P1", "D0", "D1", "D2"]
+    new = instances(result)[-1].config
+    assert (new.num_pages, new.host, new.port) == (99, "127.0.0.1", 0)
+    assert list(problems(result, need_model=False)) == []
+    on_gpus = grown(topology, members, Role.DECODE, 2, "127.0.0.1", ("cuda:1", "cuda:2"))
+    assert (instances(on_gpus)[-1].config.devices, instances(on_gpus)[-1].config.tp_size) == (("cuda:1", "cuda:2"), 2)
+
+
+def test_where_the_first_has_gpus_the_new_one_is_given_others() -> None:
+    topology = load_topology(None, ["dp_config.router.decode_schedulers.0.devices=['cuda:1']"])
+    result = grown(topology, known(P0="127.0.0.1", D0="127.0.0.1"), Role.DECODE, 1, "127.0.0.1")
+    assert [item.config.devices for item in instances(result) if item.role is Role.DECODE] == [
+        ("cuda:1",),
+        AUTO_DEVICES,
+    ]
+
+
+def test_one_that_is_down_can_be_brought_back_and_one_that_is_up_not() -> None:
+    topology = load_topology(None)
+    members = known(P0="127.0.0.1", D0="")
+    assert instances(grown(topology, members, Role.DECODE, 0, "10.0.0.7"))[-1].config.host == "10.0.0.7"
+    with pytest.raises(ConfigError, match="P0 is in the cluster"):
+        grown(topology, members, Role.PREFILL, 0, "127.0.0.1")
+
+
+def test_what_cannot_be_added_is_refused() -> None:
+    topology, members = load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1")
+    with pytest.raises(ConfigError, match="no unified instance to be like: it has P0, D0"):
+        grown(topology, members, Role.UNIFIED, 0, "127.0.0.1")
+    assert len(instances(grown(topology, members, Role.DECODE, MAX_RANK, "127.0.0.1"))) == MAX_RANK + 2
+    for rank in (-1, MAX_RANK + 1):
+        with pytest.raises(ConfigError, match=f"the rank {rank} is not within"):
+            grown(topology, members, Role.DECODE, rank, "127.0.0.1")
