@@ -56,6 +56,7 @@ def describe_ways(topology: Topology, found: Rdma) -> str:
         protocol, why = choose_protocol(pd, found, has_gpus)
         chosen = msgspec.structs.replace(pd, mooncake_protocol=protocol)
         staged = has_gpus and pd.transfer != "direct" and goes_through_the_host(chosen, True)
+        staged = staged and all(item.config.tp_size == 1 for item in paired)  # segments are for one rank
         ways.append(f"mooncake over {protocol}{' between hosts' if pd.transport == 'auto' else ''} ({why})")
         ways[-1] += ", staged through host memory" if staged else ""
     return "; ".join(ways)

@@ -75,6 +75,11 @@ def test_the_protocol_is_chosen_by_what_the_node_has(kind: str, found: Rdma, pro
     assert "as the topology says" in describe_ways(two_nodes(kind, f"{KEY}=tcp"), found)
 
 
+def test_instances_of_several_ranks_are_not_said_to_be_staged() -> None:
+    sizes = [f"dp_config.router.{role}_schedulers.0.tp_size=2" for role in ("prefill", "decode")]
+    assert "staged" not in describe_ways(two_nodes("cuda:0,cuda:1", *sizes), NOTHING)
+
+
 def test_rdma_that_was_asked_for_and_is_not_there_is_refused() -> None:
     for kind, found, reason in (("cpu", NOTHING, "no RDMA device"), ("cuda:0", ACTIVE, "cannot reach GPU memory")):
         with pytest.raises(ConfigError, match=rf"{KEY} is rdma, but .*{reason}.*: use auto or tcp"):
