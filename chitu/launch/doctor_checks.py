@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, host_names, instances_on, is_loopback
-from chitu.engine.memory_budget import GIB, GPU_FRACTION
+from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import Shares, describe, share_out
 from chitu.launch.finding import Finding, Level
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
 from chitu.launch.placement import with_shares
 from chitu.launch.preflight import EXTRAS, memory_findings, model_findings, port_findings
-from chitu.messages import ITEM_BYTES
 from chitu.models.config import ModelSpec
 
 PYTHONS = ((3, 11), (3, 13))
@@ -43,7 +42,8 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
         found += model_findings(facts.model)
     found += master_address(topology, facts)
     if spec is not None:
-        found += [*memory_findings(topology, spec, here, facts.available_bytes), *weights(topology, spec, here, facts)]
+        cards = {k: card.memory_bytes for k, card in enumerate(facts.devices.devices) if card.memory_bytes}
+        found += memory_findings(topology, spec, here, facts.available_bytes, facts.num_weights, cards)
     return found
 
 
@@ -182,36 +182,6 @@ def master_address(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     elif address != router:
         says = f"PD_MASTER_ADDR is {address}, and the topology has its router on {router}"
         yield Finding(Level.WARNING, "PD_MASTER_ADDR", says, "unset it, unless both are the same machine")
-
-
-def weights(topology: Topology, spec: ModelSpec, here: Sequence[Instance], facts: NodeFacts) -> Iterator[Finding]:
-    """Whether the model's weights fit at all, on each card and in the host's memory, in the narrowest dtype."""
-    dtype: str = topology.model.dtype
-    if dtype == "auto":
-        dtype = min(spec.dtype, "bfloat16", key=lambda name: ITEM_BYTES[name])
-    total = facts.weight_bytes * ITEM_BYTES[dtype] // ITEM_BYTES[spec.dtype]
-    on_cpus = [instance for instance in here if "cpu" in instance.config.devices]
-    if (needed := total * len(on_cpus)) > facts.available_bytes:
-        names = ", ".join(instance.name for instance in on_cpus)
-        yield Finding(
-            Level.ERROR,
-            "memory",
-            f"the weights of {names} take {needed / GIB:.1f} GiB in {dtype}, and {facts.available_bytes / GIB:.1f} GiB "
-            "of memory are free",
-            "use fewer instances on this host, GPUs, or a smaller model",
-        )
-    for instance in here:
-        cards = [d.memory_bytes for d in facts.devices.devices if d.memory_bytes]
-        if instance in on_cpus or not cards:
-            continue
-        share, room = total / instance.config.tp_size, min(cards) * (topology.cache.memory_fraction or GPU_FRACTION)
-        if share > room:
-            yield Finding(
-                Level.ERROR,
-                "GPU memory",
-                f"{instance.name}: {share / GIB:.1f} GiB of weights a card, of which {room / GIB:.1f} GiB may be used",
-                f"raise {instance.key}.tp_size",
-            )
 
 
 # -------------------------------------------------------------------------------------------------------- of a cluster

@@ -27,7 +27,7 @@ from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
 from chitu.launch.node_devices import NodeDevices, look, torch_build
 from chitu.launch.preflight import Bind, ModelFacts, look_at_model, look_at_ports
-from chitu.models.config import weight_files
+from chitu.models.config import count_weights
 
 LIBRARIES = {
     # distribution: where it is needed; empty: everywhere
@@ -86,7 +86,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory_error: str = ""
     binds: tuple[Bind, ...] = ()
     model: ModelFacts = ModelFacts("")
-    weight_bytes: int = 0
+    num_weights: int = 0
+    """Numbers in the checkpoint's tensors."""
     master_addr: str = ""
     unreachable: tuple[str, ...] = ()
     """`HOST:PORT: why` of other nodes' ports, as tried from here."""
@@ -117,7 +118,7 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         shared_memory_error=_shared_memory_error(),
         binds=tuple(look_at_ports(topology, host)),
         model=model,
-        weight_bytes=_weight_bytes(model),
+        num_weights=_num_weights(model),
         master_addr=pd_master_addr() or "",
     )
 
@@ -178,9 +179,9 @@ def _available() -> int:
         return 0
 
 
-def _weight_bytes(model: ModelFacts) -> int:
+def _num_weights(model: ModelFacts) -> int:
     try:
-        return 0 if model.error else sum(file.stat().st_size for file in weight_files(model.path))
+        return 0 if model.error else count_weights(model.path)
     except (ConfigError, OSError):
         return 0
 

@@ -88,9 +88,10 @@ def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start:
 
 def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp_path: Path) -> None:
     context = make_context(derive(KEY))
-    coordination, port = bind(context, zmq.ROUTER, "127.0.0.1", 0)
+    (port,) = free_ports(1)
     node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}")
     node.wait_line("Ctrl-C ends it")
+    coordination, _ = bind(context, zmq.ROUTER, "127.0.0.1", port)  # which the stand-in of the router leaves free
     (decode,) = node.pids_of("decode")
     os.kill(decode, signal.SIGKILL)
     assert coordination.poll(20_000), "no word came"

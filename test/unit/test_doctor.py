@@ -45,7 +45,7 @@ SOUND = NodeFacts(
     available_bytes=64 * GIB,
     binds=(Bind("dp_config.router.port", A, 21003),),
     model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096),
-    weight_bytes=2 << 20,
+    num_weights=1 << 20,
     master_addr=A,
 )
 
@@ -91,11 +91,11 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("model", {"model": ModelFacts("/m", "model.path: /m is not a folder")}, (), Level.ERROR, "not a folder", ""),
     ("master", {"master_addr": "127.0.0.1"}, (), Level.ERROR, "loopback", f"the router's address, {A}"),
     ("other master", {"master_addr": "10.9.9.9"}, (), Level.WARNING, "10.9.9.9", "unset it"),
-    ("card too small", {"weight_bytes": 4000 * GIB}, (), Level.ERROR, "of weights a card", "tp_size"),
+    ("card too small", {"num_weights": 2000 * GIB}, (), Level.ERROR, "the weights of D0 on cuda:0", "larger tp_size"),
     (
         "host too small",
-        {"devices": NO_CARDS, "available_bytes": GIB, "weight_bytes": 100 * GIB},
-        *((), Level.ERROR, "weights of D0 take", "smaller model"),
+        {"devices": NO_CARDS, "available_bytes": GIB, "num_weights": 50 * GIB},
+        *((), Level.ERROR, "(float32) in each of D0", "smaller model"),
     ),
     (
         "pool too large",
