@@ -51,7 +51,7 @@ def test_latent_attention(card, num_heads, is_fp8):
         pytest.skip("the same code")
     ops, num_heads = TritonOps(card.num_multiprocessors), card.size(num_heads, 3)
     latent, rope, nope = (32, 16, 16) if card.is_twin else (512, 64, 128)
-    batch, num_pages = batch_on(card, 5, longest=card.size(3000, 100))
+    batch, num_pages = batch_on(card, 5, longest=card.size(3000, 40))
     torch.manual_seed(num_heads)
     norm = (torch.rand(latent, device=card.device) + 0.5).to(card.dtype)
     heads = LatentHeads(num_heads, latent, rope, (nope + rope) ** -0.5, 1e-6, norm)

@@ -3,8 +3,8 @@ multiplies also in float32.
 
 Prints JSON, a record a variant: name, types, constants, shared memory, stack, which is where registers spill to, and
 how many instructions there are of some kinds. For tests and by hand. `--arch 90` (H100, H200; the default) or `100`
-(B200). Without `--all` only as many variants as hold every choice (a constant, a type) of a kernel once, which still is
-a second of a core each. Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
+(B200). Without `--all` less of float32, and only as many variants as hold every choice (a constant, a type) of a kernel
+once, which still is a second of a core each. Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ def measured(cubin: bytes) -> tuple[int, dict[str, int]]:
     return stack, {name: said.count(f" {name}") for name in INSTRUCTIONS}
 
 
-def variants() -> list[Variant]:
+def variants(has_float32: bool) -> list[Variant]:
+    """Without float32 but for prefill attention, whose stack is the largest where its tiles are too large."""
     found = []
+    kinds = (WIDE, HALF) if has_float32 else (HALF,)
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}
     tensors |= {"positions_ptr": INT, "partial_ptr": WIDE, "lse_ptr": WIDE, "scale": FLOAT, "tiles_ptr": INT}
     shape = {"DIM": DIM, "DIM_PAD": DIM, "PAGE": PAGE, "GROUP": HEADS // KV_HEADS}
@@ -112,10 +114,12 @@ def variants() -> list[Variant]:
         tiles = {"HEADS": HEADS, "ROWS": tile_rows, "KEYS": keys}
         here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
         own = shape | {"IS_FP8": pages == FP8}
+        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=3))
+        if queries == WIDE and not has_float32:
+            continue
         for is_split in (False, True):
             split = {"KV_HEADS": KV_HEADS, "GROUP_PAD": 16, "BLOCK": attention.DECODE_BLOCK, "IS_SPLIT": is_split}
             found.append(variant(attention._decode_split, here, own | split, num_warps=4, num_stages=3))
-        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=3))
         constants = {"HEADS": KV_HEADS, "VALUES": PAGE * DIM, "BLOCK": gather.VALUES_AT_ONCE, "DIM": DIM}
         here = here | {"pages_ptr": INT}
         found.append(variant(gather._gather_pages, here, constants | {"IS_FP8": pages == FP8}, num_warps=4))
@@ -132,7 +136,7 @@ def variants() -> list[Variant]:
     row = {"x_ptr": HALF, "weight_ptr": HALF, "out_ptr": HALF, "bias_ptr": HALF, "norm_ptr": HALF, "eps": FLOAT}
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
-    for count, is_gated, kind in itertools.product((1, 16, small_linear.MAX_ROWS), (False, True), (WIDE, HALF)):
+    for count, is_gated, kind in itertools.product((1, 16, small_linear.MAX_ROWS), (False, True), kinds):
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
         tiles_of = small_linear.tiles_for(count, INNER, kind == WIDE)
         constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
@@ -146,7 +150,7 @@ def variants() -> list[Variant]:
         found.append(variant(mla._latent_append, latent | {"pages_ptr": pages}, constants, num_warps=4))
     found.append(variant(mla._latent_query, latent, sizes | {"HEADS": 128, "NOPE": 128}, num_warps=1))
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "PAGE": PAGE}
-    for heads_here, pages in ((16, WIDE), (16, HALF), (128, HALF), (16, FP8), (128, FP8)):
+    for heads_here, pages in (*((16, kind) for kind in kinds), (128, HALF), (16, FP8), (128, FP8)):
         here = latent | {"pages_ptr": pages}
         if pages == WIDE:
             here |= {"q_ptr": WIDE, "out_ptr": WIDE}
@@ -164,7 +168,7 @@ def variants() -> list[Variant]:
         for is_gated in (False, True):
             sizes = {"WIDTH": WIDTH, "ROWS": tile_rows, "OUT": moe.COLUMNS, "IN": 128 if tile_rows == 16 else 64}
             constants = sizes | {"IS_GATED": is_gated}
-            for kind in (WIDE, HALF) if tile_rows == 16 else (HALF,):
+            for kind in kinds if tile_rows == 16 else (HALF,):
                 here = experts | {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
                 found.append(variant(moe._grouped_product, here, constants, num_warps=4, num_stages=3))
     found.append(variant(moe._weighted_sum, experts, {"BLOCK": 1024}, num_warps=4))
@@ -193,7 +197,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     options = parser.parse_args()
-    found = variants() if options.all else covering(variants())
+    found = variants(True) if options.all else covering(variants(False))
     JOBS.extend(job for job in found if options.only in job.kernel.__name__)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS)), itertools.repeat(options.arch)))))

@@ -204,6 +204,7 @@ def test_a_long_copy_is_cut_into_pieces_that_make_it_up_again():
     ] == [8, 4, 1]
 
 
+@pytest.mark.timeout(320)  # a minute and a half of a core, shared with others
 def test_every_kernel_compiles_for_the_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parent / "compile_kernels.py"
@@ -218,3 +219,5 @@ def test_every_kernel_compiles_for_the_gpu():
     assert {kernel["name"] for kernel in kernels} == defined, "a kernel is missing in compile_kernels.py"
     assert all(kernel["shared_bytes"] <= 227 << 10 for kernel in kernels), kernels
     assert not [kernel for kernel in kernels if kernel["stack_bytes"]], "registers are spilled"
+    (wide,) = [kernel for kernel in kernels if kernel["constants"].get("WORD_BYTES") == 8]
+    assert wide["instructions"]["LDG.E.128"] and wide["instructions"]["STG.E.128"], "two words at once"

@@ -383,4 +383,6 @@ def _attend(
 def schedule(queries: int, is_fp8_cache: bool) -> dict[str, int]:
     """As many warps as have registers for the sums, and with e4m3 for widening. Others spill
     (`test/integration/compile_kernels.py`); which is fastest was not measured."""
-    return {"num_warps": 8 if is_fp8_cache or queries > 16 else 4, "num_stages": 2}
+    if is_fp8_cache:
+        return {"num_warps": 8, "num_stages": 3}
+    return {"num_warps": 8 if queries > 16 else 4, "num_stages": 2}
