@@ -76,9 +76,10 @@ def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) ->
 
 
 def environment_of(instance: Instance, node: NodeDevices) -> dict[str, str]:
-    """What shows a process of this instance its own devices and no others; empty on CPUs."""
+    """What shows a process of this instance its own devices and no others; empty on CPUs, and of devices that this node
+    does not have, as in a plan for others."""
     names = tuple(dict.fromkeys(filter(is_gpu, instance.config.devices)))
-    if not names or GPU_ELSEWHERE in names:
+    if not names or any(name == GPU_ELSEWHERE or gpu_index(name) >= len(node.devices) for name in names):
         return {}
     tokens = [node.devices[gpu_index(name)].token for name in names]
     # The order in which the driver's tool counts; a list that somebody gave to us counts as it did.

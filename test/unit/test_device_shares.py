@@ -87,6 +87,7 @@ def test_who_counts_the_gpus_numbers_them() -> None:
     (instance, *_) = instances(pair("dp_config.router.prefill_schedulers.0.devices=[cuda:1]"))
     assert environment_of(instance, node(2)) == {"CUDA_VISIBLE_DEVICES": "1", SHOWN: "cuda:1"}
     assert environment_of(instance, node(2, is_given=False))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment_of(instance, node(1)) == {}, "a plan for another machine"
 
 
 def test_what_was_decided_makes_the_step_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
