@@ -15,7 +15,8 @@ from chitu.launch.device_shares import Shares, describe, share_out
 from chitu.launch.finding import Finding, Level
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
 from chitu.launch.placement import with_shares
-from chitu.launch.preflight import EXTRAS, memory_findings, model_findings, port_findings
+from chitu.launch.preflight import LIBRARIES as TRANSPORT_LIBRARIES
+from chitu.launch.preflight import memory_findings, model_findings, port_findings
 from chitu.models.config import ModelSpec
 
 PYTHONS = ((3, 11), (3, 13))
@@ -68,7 +69,7 @@ def python(facts: NodeFacts) -> Iterator[Finding]:
 def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     """A missing extra is named as the extra; one that the topology asks for is an error."""
     transport = topology.dp_config.router.pd_disaggregation.transport
-    wanted = {EXTRAS[transport][1]} if transport in EXTRAS else set()
+    wanted = {transport} & TRANSPORT_LIBRARIES.keys()
     groups: dict[str, list[str]] = {}
     for name, extra in LIBRARIES.items():
         groups.setdefault(extra or name, []).append(name)

@@ -24,8 +24,8 @@ from chitu.tokenizer.core import require_tokenizer
 
 HTTP_PORT = "dp_config.router.port"
 ANY_ADDRESS = "0.0.0.0"
-EXTRAS = {"nixl": ("nixl", "nixl"), "mooncake": ("mooncake", "mooncake")}
-"""Module and extra of each transport that is a library."""
+LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
+"""Modules, any of which will do, of each transport that is a library; its extra has the transport's name."""
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -52,11 +52,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def look_at_ports(topology: Topology, host: str) -> list[Bind]:
-    """Every fixed port that processes of the topology listen on at `host`, tried and given back."""
+    """Every fixed port that processes of the topology listen on at `host`, and the API's address with any port, tried
+    and given back."""
     return [
         Bind(key, address, port, _why_not_free(address, port))
         for key, where, port in bound_ports(topology)
-        if port and (where == host or (is_loopback(where) and is_loopback(host)))
+        if (port or key == HTTP_PORT) and (where == host or (is_loopback(where) and is_loopback(host)))
         for address in [_address(topology, key, where)]
     ]
 
@@ -109,7 +110,7 @@ def port_findings(binds: Iterable[Bind]) -> Iterator[Finding]:
             continue
         cure = f"set {bind.key} to another port, on one machine 0 for any free one"
         if bind.key == HTTP_PORT:
-            cure = "give another one with --port, 0 for any free one"
+            cure = "give another one with --port, 0 for any free one" if bind.port else "give another --host"
         yield Finding(Level.ERROR, what, f"{bind.key}: cannot listen on {where}: {bind.error}", cure)
 
 
@@ -123,15 +124,13 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
 def transport_findings(topology: Topology, has: Callable[[str], bool] = is_installed) -> Iterator[Finding]:
     """Of the library that the topology asks for by its name."""
     transport = topology.dp_config.router.pd_disaggregation.transport
-    if transport in EXTRAS:
-        module, extra = EXTRAS[transport]
-        if not has(module):
-            yield Finding(
-                Level.ERROR,
-                transport,
-                f"dp_config.router.pd_disaggregation.transport is {transport}, but its library is not installed",
-                f"install the extra {extra}: pip install -e '.[{extra}]' in the project's folder",
-            )
+    if transport in LIBRARIES and not any(map(has, LIBRARIES[transport])):
+        yield Finding(
+            Level.ERROR,
+            transport,
+            f"dp_config.router.pd_disaggregation.transport is {transport}, but its library is not installed",
+            f"install the extra {transport}: pip install -e '.[{transport}]' in the project's folder",
+        )
 
 
 def memory_findings(

@@ -12,6 +12,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import bound_ports, instances
 from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
+from chitu.kv_transfer.nixl.transfer_engine import MODULES
 from chitu.launch.finding import Level
 from chitu.launch.preflight import Bind, look_at_model, memory_findings, port_findings, transport_findings
 from chitu.models.config import count_weights, read_model_spec, weight_files
@@ -89,6 +90,12 @@ def test_a_transport_without_its_library_names_the_extra(transport: str) -> None
     (finding,) = transport_findings(topology, lambda module: False)
     assert finding.level is Level.ERROR and f"install the extra {transport}" in finding.cure
     assert not list(transport_findings(local(), lambda module: False))
+
+
+def test_a_library_is_looked_for_under_every_name_that_it_is_imported_by() -> None:
+    topology = local("dp_config.router.pd_disaggregation.transport=nixl")
+    for name in MODULES:
+        assert not list(transport_findings(topology, lambda module, name=name: name == f"{module}._api"))
 
 
 def problems(available_bytes: int, *overrides: str) -> list[str]:
