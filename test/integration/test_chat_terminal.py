@@ -276,7 +276,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> No
         assert prompt_tokens(tty) == first
 
         tty.send("/cluster\n")
-        tty.wait("up to 16384 tokens; pages of 16 tokens; transport auto; 0 requests running")
+        tty.wait("up to 16384 tokens; pages of 16 tokens; transport shm; 0 requests running")
         tty.wait(r"P0 +up +127\.0\.0\.1 +(\d+) +0 +0 +0 +\d+/2000 +\d+ +[\d.]+ [KM]iB")
         tty.send("/nonsense\n")
         tty.wait("there is no command /nonsense")
