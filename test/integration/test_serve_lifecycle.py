@@ -106,7 +106,10 @@ def test_kill_9_of_the_supervisor_leaves_no_orphan(served: tuple[ServeProcess, i
         (["--model", "/nowhere/at/all"], "there is no such folder"),
         (["dp_config.router.stats_port=21003", "--model", "MODEL"], "both port 21003"),
         (["no_such_topology"], "there is no topology file"),
-        (["--model", "MODEL", "dp_config.router.decode_schedulers.0.tp_size=2"], "one device per rank"),
+        (
+            ["--model", "MODEL", "dp_config.router.decode_schedulers.0={tp_size: 2, devices: [cpu]}"],
+            "one device per rank",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence_and_exit_code_2(model: Path, arguments: list[str], part: str) -> None:

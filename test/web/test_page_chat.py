@@ -55,7 +55,7 @@ def test_an_answer_grows_before_the_eyes_and_its_trace_says_what_the_router_meas
     record = next(r for r in cluster_snapshot(cluster)["requests"] if r["request_id"] == request_id)
     expect(chat.answer.locator(".trace")).to_contain_text(f"{record['prefill']} → {record['decode']}")
     expect(chat.answer.locator(".trace")).to_contain_text(str(record["prompt_tokens"]))
-    expect(chat.answer.locator(".trace")).to_contain_text(re.compile(r"\d [kM]B"))
+    expect(chat.answer.locator(".trace")).to_contain_text(re.compile(r"\d [KM]iB"))
     row = chat.row(request_id)
     expect(row).to_have_attribute("data-state", "finished")
     expect(row).to_have_attribute("data-room", record["room"])
