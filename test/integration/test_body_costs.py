@@ -237,12 +237,14 @@ class Streams:
         response = connection.getresponse()
         assert response.status == 200, response.read()
         ids: list[int] = []
-        last_s = time.monotonic()
+        last_s: float | None = None
+        """Of its tokens; the first one waits for other things."""
         while not self._is_over.is_set() and (line := response.readline()) != b"data: [DONE]\n":
             if line.startswith(b"data: "):
                 ids += json.loads(line[6:])["choices"][0]["token_ids"]
                 now_s = time.monotonic()
-                self.gaps_s.append(now_s - last_s)
+                if last_s is not None:
+                    self.gaps_s.append(now_s - last_s)
                 last_s = now_s
             assert line, "the stream ended early"
         connection.close()
@@ -279,7 +281,9 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
     gaps_s = sorted(streams.gaps_s)
     worst = sorted(stalls.items(), key=lambda item: -item[1])[:5]
     print(f"statuses {statuses}; largest stalls of the loop: {[(name, f'{s * 1e3:.0f} ms') for name, s in worst]}")
-    print(f"{len(gaps_s)} tokens, largest age {gaps_s[-1] * 1e3:.0f} ms; the router grew by {grown_bytes >> 20} MiB")
+    p99_s = gaps_s[len(gaps_s) * 99 // 100]
+    print(f"{len(gaps_s)} tokens, age p99 {p99_s * 1e3:.0f} ms, largest {gaps_s[-1] * 1e3:.0f} ms")
+    print(f"the router grew by {grown_bytes >> 20} MiB")
     assert not streams.failures, streams.failures
     assert {name: s for name, s in stalls.items() if s >= MAX_STALL_S} == {}
     assert grown_bytes <= MAX_GROWTH_BYTES
