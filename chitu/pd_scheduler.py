@@ -104,7 +104,9 @@ class PDScheduler:
         load = self._load.snapshot
         if not count:
             return load
-        return msgspec.structs.replace(load, waiting=load.waiting + count, waiting_tokens=load.waiting_tokens + tokens)
+        return msgspec.structs.replace(
+            load, waiting=load.waiting + count, unread=count, waiting_tokens=load.waiting_tokens + tokens
+        )
 
     # ----------------------------------------------------------------------------------------------------- the step
 

@@ -15,6 +15,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
 
     waiting: int = 0
     """Requests not yet computing: P's bootstrap and waiting queues; D's prealloc queue."""
+    unread: int = 0
+    """Of `waiting`: came in after the newest step was planned, which may well have room for them."""
     unannounced: int = 0
     """P: those of `waiting` that no D has announced yet, which is the bootstrap queue."""
     transferring: int = 0

@@ -58,6 +58,8 @@ class QueueEstimate:
     def report(self, load: LoadReport, now_s: float) -> None:
         is_decode = self.role is Role.DECODE
         self.reported = load.waiting if is_decode else load.waiting_tokens
+        if is_decode and load.unread == load.waiting:
+            self.reported = 0  # no queue: nobody who was looked at was left waiting
         self.reported_s, self.sent = now_s, 0
         seconds, work = load.backlog_s - self._taken[0], load.backlog_work - self._taken[1]
         enough = max(1.0, TURNOVER * (load.running + load.transferring)) if is_decode else 1.0
@@ -72,7 +74,7 @@ class QueueEstimate:
 
     @property
     def is_free(self) -> bool:
-        """A D without a queue: what was sent there since most likely got its pages at once."""
+        """A D without a queue: what was sent there most likely got its pages at once, or will in the next step."""
         return self.role is Role.DECODE and not self.reported
 
     def ahead(self, now_s: float) -> float:

@@ -6,9 +6,12 @@ import random
 import signal
 from pathlib import Path
 
-from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask, wait_for
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask, wait_for
 
 from chitu.bench.steady_load import Ask
+
+LONG = [f"{DEADLINES}.{name}=60" for name in ("queue_s", "transfer_s")]
+"""It is held until its P is killed, and no deadline ends it before that."""
 
 
 def prefill_of(cluster: ChaosCluster, attempt: int) -> str:
@@ -22,7 +25,7 @@ def prefill_of(cluster: ChaosCluster, attempt: int) -> str:
 def test_a_request_that_two_processes_died_under_is_not_sent_to_a_third(tmp_path: Path) -> None:
     rng = random.Random(3)
     suspect = Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(90)), 8, request_id="suspect")
-    with ChaosCluster(tmp_path, clients=1) as cluster:
+    with ChaosCluster(tmp_path, *LONG, clients=1) as cluster:
         cluster.hold("prefill")  # P does not get done with it
         (future,) = cluster.load.send([suspect])
         for attempt in (1, 2):

@@ -39,7 +39,9 @@ class Door:
         self._seconds: dict[InstanceKey, float] = {}
         self._work: dict[InstanceKey, int] = {}
 
-    def report(self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0) -> None:
+    def report(
+        self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0, unread: int = 0
+    ) -> None:
         """So much waits; `work` of it was done in `seconds` more of backlog."""
         key = instance_key(instance)
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
@@ -49,6 +51,7 @@ class Door:
             waiting=queue if is_decode else 1,
             waiting_tokens=0 if is_decode else queue,
             running=running,
+            unread=unread,
             backlog_s=self._seconds[key],
             backlog_work=self._work[key],
         )
@@ -102,6 +105,17 @@ def test_the_queue_of_decode_counts_in_requests_and_only_while_there_is_one() ->
     for _ in range(1000):
         door.admission.on_sent(instance_key(D0), 10)
     assert door.refusal() is None, "D had room a moment ago"
+
+
+def test_requests_that_no_step_of_decode_has_looked_at_are_no_queue_however_slow_it_was_once() -> None:
+    """After a time of trouble the rate is that of the trouble, until there is a queue again."""
+    door = Door(P0, D0)
+    door.report(D0, 4, seconds=40.0, work=8)
+    assert door.refusal() is not None, "4 at 0.2/s"
+    door.report(D0, 3, unread=3)
+    assert door.refusal() is None
+    door.report(D0, 3, unread=2)
+    assert door.refusal() is not None, "one was left waiting, and the others come behind it"
 
 
 def test_a_wave_of_requests_that_end_together_is_no_slow_queue() -> None:
