@@ -5,6 +5,8 @@ import os
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Each of some hundred processes would compile the package anew, half a second of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # UCX (of NIXL) listens on every interface that it is not told to leave alone.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 # Without a GPU Triton's kernels are interpreted; it reads this when it is imported, be it by torch.

@@ -2,9 +2,10 @@
 multiplies also in float32.
 
 Prints JSON, a record a variant: name, types, constants, shared memory, stack, which is where registers spill to, and
-how many instructions there are of some kinds. For tests and by hand. `--arch 90` (H100, H200; the default) or `100`
-(B200). Without `--all` less of float32, and only as many variants as hold every choice (a constant, a type) of a kernel
-once, which still is a second of a core each. Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
+how many instructions there are of some kinds, where `--count` asks for them: that takes as long as to compile. For
+tests and by hand. `--arch 90` (H100, H200; the default) or `100` (B200). Without `--all` less of float32, and only as
+many variants as hold every choice (a constant, a type) of a kernel once, which still is a second of a core each.
+Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def covering(variants: list[Variant]) -> list[Variant]:
     return kept
 
 
-def compiled(job: Variant, arch: int) -> dict[str, object]:
+def compiled(job: Variant, arch: int, is_counted: bool) -> dict[str, object]:
     names = job.kernel.arg_names
     signature = {name: "constexpr" if name in job.constants else job.types.get(name, "i32") for name in names}
     constexprs = {(names.index(name),): value for name, value in job.constants.items()}
@@ -72,34 +73,31 @@ def compiled(job: Variant, arch: int) -> dict[str, object]:
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith("_stride")]
     source = ASTSource(job.kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=job.options)
-    stack, counts = measured(result.asm["cubin"])
+    said = dumped(result.asm["cubin"], "-res-usage", *(["-sass"] if is_counted else []))
     return {
         "name": job.kernel.__name__,
         "types": {name: kind for name, kind in job.types.items() if name in names},
         "constants": job.constants,
         "shared_bytes": result.metadata.shared,
-        "stack_bytes": stack,
-        "instructions": counts,
+        "stack_bytes": max(int(count) for count in re.findall(r"STACK:(\d+)", said)),
+        "instructions": {name: said.count(f" {name}") for name in INSTRUCTIONS} if is_counted else None,
     }
 
 
-def compiled_by_index(index: int, arch: int) -> dict[str, object]:
+def compiled_by_index(index: int, arch: int, counted: str | None) -> dict[str, object]:
     """In a forked process, which has the list: kernels cannot be sent."""
-    return compiled(JOBS[index], arch)
+    return compiled(JOBS[index], arch, counted is not None and counted in JOBS[index].kernel.__name__)
 
 
 JOBS: list[Variant] = []
 
 
-def measured(cubin: bytes) -> tuple[int, dict[str, int]]:
-    """Stack of a thread, none where nothing was spilled, and how many there are of `INSTRUCTIONS`."""
+def dumped(cubin: bytes, *what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack = max(int(count) for count in re.findall(r"STACK:(\d+)", said))
-    return stack, {name: said.count(f" {name}") for name in INSTRUCTIONS}
+        command = [triton.knobs.nvidia.cuobjdump.path, *what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def variants(has_float32: bool) -> list[Variant]:
@@ -196,11 +194,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--count", metavar="KERNEL", help="count instructions where the name has this in it")
     options = parser.parse_args()
     found = variants(True) if options.all else covering(variants(False))
     JOBS.extend(job for job in found if options.only in job.kernel.__name__)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS)), itertools.repeat(options.arch)))))
+        given = itertools.repeat(options.arch), itertools.repeat(options.count)
+        print(json.dumps(list(pool.map(compiled_by_index, range(len(JOBS)), *given))))
 
 
 if __name__ == "__main__":
