@@ -7,46 +7,18 @@ and *quarantined* when the room is dead but the peer is not known to have stoppe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 from chitu.errors import Internal
 from chitu.kv_cache.page_allocator import PageAllocator
 
 
-class BufferSource(Protocol):
-    """What the manager needs to know of the pool (`kv_cache/pool.py`)."""
-
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def page_bytes(self) -> int: ...
-    @property
-    def region_bases(self) -> tuple[int, ...]: ...
-
-
-class BufferInfo(NamedTuple):
-    """One region: K or V of one layer."""
-
-    base: int
-    nbytes: int
-    item_bytes: int
-    """Bytes of one page."""
-
-
 class PagedKVCacheManager:
-    """`block_size` is `page_size`: tokens a page."""
-
-    def __init__(self, num_pages: int, page_size: int, buffers: BufferSource | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self._buffers = buffers
         self._allocator = PageAllocator(num_pages)
         self._tables: dict[bytes, list[int]] = {}
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
-
-    @property
-    def block_size(self) -> int:
-        return self.page_size
 
     @property
     def num_pages(self) -> int:
@@ -63,13 +35,6 @@ class PagedKVCacheManager:
     @property
     def num_quarantined_pages(self) -> int:
         return self._allocator.num_quarantined
-
-    def get_contiguous_buf_infos(self) -> list[BufferInfo]:
-        """K of layer 0, V of layer 0, K of layer 1, ...: base address, length and bytes a page, for registration."""
-        if self._buffers is None:
-            raise Internal("this cache manager has no buffers")
-        pool = self._buffers
-        return [BufferInfo(base, pool.num_pages * pool.page_bytes, pool.page_bytes) for base in pool.region_bases]
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""

@@ -1,12 +1,13 @@
-"""Every state, event, transition and deadline: of a room on P and on D, of a request on its instance and on the router.
+"""The states of a room on P and on D with their events, transitions and deadlines; those of a request on its instance
+and on the router.
 
 Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
 deadlines, `kv_transfer/staging/granted.py` those of segments; `pd_scheduler.py` and `pd_request_router.py` keep theirs
-by the queues that a request stands in. Invariants
-(checked over the tables by `test/unit/test_lifecycle.py`): a `KVPoll` that is Success or Failed never changes again;
-from every state a terminal one can be reached; every state that is not terminal either has a deadline by the clock or
-waits for an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which
-are the text of its error.
+by the queues that a request stands in. docs/protocol.md says what ends each of them. Invariants (checked over the
+tables by `test/unit/test_lifecycle.py`): a room that succeeded or failed never does the other thing; from every state a
+terminal one can be reached; every state of a room that is not terminal either has a deadline by the clock or waits for
+an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which are the text
+of its error.
 """
 
 from __future__ import annotations
@@ -39,25 +40,13 @@ class Deadline(Enum):
     """`transfer_s` from TransferInfo, on either side."""
     REPEAT = auto()
     """`transfer_s` of repeating a status (D: an abort) that nobody acknowledges; then the room is forgotten."""
-    QUEUE = auto()
-    """`queue_s` from the arrival on the instance."""
-    REQUEST = auto()
-    """`router.request_timeout_s` from the arrival, wherever the request stands. The router's ends first and cancels; an
-    instance keeps it too, for requests whose cancellation was lost."""
-    FIRST_TOKEN = auto()
-    """The sum of what P and D may take before they give up, and a lease: by then an end has come, or its message is
-    lost (a cut connection loses what is under way)."""
-    WRITE = auto()
-    """`write_timeout_s` of the transport's call, which keeps it itself."""
-    ROOM = auto()
-    """Of the same room in the transfer layer, which ends it by an event."""
     HANDSHAKE = auto()
     """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
     TERMINAL = auto()
     """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
 
 
-NO_CLOCK: Final = frozenset({Deadline.WRITE, Deadline.ROOM, Deadline.HANDSHAKE, Deadline.TERMINAL})
+NO_CLOCK: Final = frozenset({Deadline.HANDSHAKE, Deadline.TERMINAL})
 """Deadlines that no clock of their own ends."""
 
 
@@ -170,18 +159,6 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
 }
 """What is missing in a state that a clock ends."""
 
-SENDER_POLL: Final[Mapping[SenderState, frozenset[KVPoll]]] = {
-    SenderState.REQUESTED: frozenset({KVPoll.Bootstrapping}),
-    SenderState.ANNOUNCED: frozenset({KVPoll.Bootstrapping}),
-    SenderState.WAITING: frozenset({KVPoll.WaitingForInput}),
-    SenderState.TRANSFERRING: frozenset({KVPoll.Transferring}),
-    SenderState.SUCCEEDED: frozenset({KVPoll.Success}),
-    SenderState.SETTLING: frozenset({KVPoll.Failed}),
-    SenderState.RELEASED: frozenset({KVPoll.Failed}),
-    SenderState.FORGOTTEN: frozenset({KVPoll.Failed, KVPoll.Success}),
-}
-"""What a state is called on the wire and in logs; a forgotten room keeps the one it ended with."""
-
 
 # ----------------------------------------------------------------------------- P: a segment of D that was granted to it
 
@@ -214,13 +191,6 @@ SEGMENT_TRANSITIONS: Final[Mapping[tuple[SegmentState, SegmentEvent], SegmentSta
     (SegmentState.WRITING, SegmentEvent.WRITE_FAILED): SegmentState.QUARANTINED,
     (SegmentState.STAGED, SegmentEvent.SCATTERED): SegmentState.FREE,
     (SegmentState.QUARANTINED, SegmentEvent.SETTLED): SegmentState.FREE,
-}
-
-SEGMENT_DEADLINES: Final[Mapping[SegmentState, Deadline]] = {
-    SegmentState.FREE: Deadline.TERMINAL,
-    SegmentState.WRITING: Deadline.WRITE,
-    SegmentState.STAGED: Deadline.HANDSHAKE,
-    SegmentState.QUARANTINED: Deadline.HANDSHAKE,
 }
 
 
@@ -309,16 +279,6 @@ RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
     ReceiverState.DISOWNED: "{peer}'s acknowledgement",
 }
 
-RECEIVER_POLL: Final[Mapping[ReceiverState, frozenset[KVPoll]]] = {
-    ReceiverState.BOOTSTRAPPING: frozenset({KVPoll.Bootstrapping}),
-    ReceiverState.WAITING: frozenset({KVPoll.WaitingForInput}),
-    ReceiverState.LOGITS: frozenset({KVPoll.Transferring}),
-    ReceiverState.SUCCEEDED: frozenset({KVPoll.Success}),
-    ReceiverState.QUARANTINED: frozenset({KVPoll.Failed}),
-    ReceiverState.DISOWNED: frozenset({KVPoll.Failed}),
-    ReceiverState.RELEASED: frozenset({KVPoll.Failed}),
-}
-
 
 # -------------------------------------------------- a request on its instance, as the step thread sees it
 
@@ -335,17 +295,6 @@ class SequenceState(Enum):
     RETRACTED = auto()
     CLOSING = auto()
 
-
-SEQUENCE_DEADLINES: Final[Mapping[SequenceState, frozenset[Deadline]]] = {
-    SequenceState.WAITING: frozenset({Deadline.QUEUE, Deadline.REQUEST}),
-    SequenceState.COMPUTING: frozenset({Deadline.ROOM, Deadline.REQUEST}),
-    SequenceState.INFLIGHT: frozenset({Deadline.ROOM, Deadline.REQUEST}),
-    SequenceState.TRANSFER: frozenset({Deadline.ROOM, Deadline.REQUEST}),
-    SequenceState.RUNNING: frozenset({Deadline.REQUEST}),
-    SequenceState.RETRACTED: frozenset({Deadline.REQUEST}),
-    SequenceState.CLOSING: frozenset({Deadline.HANDSHAKE}),
-}
-"""The first of them ends the state. A router that is silent for `router_s` ends every request, in whichever state."""
 
 SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     SequenceState.WAITING: "pages or a slot",
@@ -369,12 +318,6 @@ class AttemptState(Enum):
     """Tokens come."""
     ENDED = auto()
 
-
-ATTEMPT_DEADLINES: Final[Mapping[AttemptState, Deadline]] = {
-    AttemptState.PREFILL: Deadline.FIRST_TOKEN,
-    AttemptState.DECODE: Deadline.REQUEST,
-    AttemptState.ENDED: Deadline.TERMINAL,
-}
 
 ATTEMPT_AWAITS: Final[Mapping[AttemptState, str]] = {
     AttemptState.PREFILL: "the first token of {peer}",

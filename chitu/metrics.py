@@ -99,8 +99,6 @@ class RouterMetrics(_Metrics):
     """Received from decode instances, stale ones included."""
     stale_tokens: int = 0
     """Of rooms that are over (cancelled, timed out) or were never ours."""
-    stale_ends: int = 0
-    """Likewise."""
     bad_token_messages: int = 0
 
     ttft: TimeHistogram = _histogram()

@@ -48,9 +48,6 @@ from chitu.token_numbers import TokenNumbers
 
 log = logging.getLogger(__name__)
 
-DEADLINE_STEP_S = 0.05
-"""A request is told so much late that its time is up, at most (and the timer's step)."""
-
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
 
@@ -222,9 +219,7 @@ class PDRequestRouter:
                 self._note(attempt, generation)
         for finish in batch.finished:
             attempt = attempt_of(finish.room)
-            if attempt is None:
-                counters.stale_ends += 1
-            else:
+            if attempt is not None:
                 self._attempts.on_finish(attempt, finish)
 
     def flush(self) -> None:

@@ -102,7 +102,6 @@ class _Instance:
     running: dict[bytes, _Running] = field(default_factory=dict)
     received: ReceivedRequests = field(default_factory=ReceivedRequests)
     reads: int = 0
-    next_join_s: float = 0.0
     joined: bool = False
     draining: bool = False
     steps: int = 0

@@ -127,15 +127,14 @@ def dump_topology(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRank:
-    """Where this process stands in its torchrun; (0, 0, 1) when it was started by hand."""
+    """Where this process stands in its torchrun; (0, 1) when it was started by hand."""
 
     rank: int
-    local_rank: int
     world_size: int
 
 
 def torchrun_rank() -> TorchrunRank:
-    return TorchrunRank(_env_int("RANK", 0), _env_int("LOCAL_RANK", 0), _env_int("WORLD_SIZE", 1))
+    return TorchrunRank(_env_int("RANK", 0), _env_int("WORLD_SIZE", 1))
 
 
 def under_torchrun() -> bool:
@@ -212,12 +211,6 @@ def slurm_node() -> tuple[int, str] | None:
 def cluster_key() -> str:
     """`CHITU_CLUSTER_KEY`: the cluster's secret, over the one of the topology file; empty where there is none."""
     return os.environ.get(ENVIRONMENT_KEY, "")
-
-
-def cache_dir() -> Path:
-    """Folder for what the project makes and keeps: `$XDG_CACHE_HOME/chitu`, else `~/.cache/chitu`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "chitu"
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -23,11 +23,6 @@ class RowMemory(Protocol):
     def num_rows(self) -> int: ...
     @property
     def row_bytes(self) -> int: ...
-    @property
-    def address(self) -> int:
-        """Of row 0; the rows follow each other without gaps."""
-        ...
-
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
         """Bytes `[start, end)` of a row, on the host: a view where the row is there, else a copy."""
         ...
@@ -52,10 +47,6 @@ class HostRows:
     @property
     def row_bytes(self) -> int:
         return int(self._rows.shape[1])
-
-    @property
-    def address(self) -> int:
-        return int(self._rows.ctypes.data)
 
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
         return self._rows[row, start:end]

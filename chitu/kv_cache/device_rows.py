@@ -32,10 +32,6 @@ class DeviceRows:
     def row_bytes(self) -> int:
         return self._rows.shape[1]
 
-    @property
-    def address(self) -> int:
-        return self._rows.data_ptr()
-
     @torch.inference_mode()
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
         """A copy of bytes `[start, end)` of a row."""

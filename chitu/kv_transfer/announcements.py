@@ -150,8 +150,6 @@ class Announcements:
             raise BadFrame(f"aux slot {info.dst_aux_index} announced of {memory.num_aux_slots}")
         if not 0 <= info.prefix_pages <= len(dst_pages):
             raise BadFrame(f"{info.prefix_pages} prefix pages of {len(dst_pages)}")
-        if info.state_indices:
-            raise BadFrame("state indices announced for a layout without state")
         return dst_pages
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +25,6 @@ from chitu.types import room_text
 HEADER = struct.Struct("<8sIIQ16s")
 MAGIC = b"chituAUX"
 VERSION = 1
-
-
-class BufInfos(NamedTuple):
-    """Description of a buffer list: base addresses, lengths and bytes of one item, index by index."""
-
-    ptrs: list[int]
-    lengths: list[int]
-    item_lengths: list[int]
 
 
 class MetadataBuffers:
@@ -79,11 +70,6 @@ class MetadataBuffers:
         """The slot's logits, float32 `[vocab_size]`: a view, of a copy where the rows are not in host memory."""
         self._check(slot)
         return self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes).view(np.float32)
-
-    def get_buf_infos(self) -> BufInfos:
-        """One buffer: all rows."""
-        rows = self._rows
-        return BufInfos([rows.address], [rows.num_rows * rows.row_bytes], [rows.row_bytes])
 
     def clear(self, slot: int) -> None:
         """Wipe the header: the row cannot verify until it is sealed or written anew."""

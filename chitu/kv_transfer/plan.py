@@ -128,22 +128,6 @@ def join(*parts: CopyList) -> CopyList:
     return CopyList(src, dst, length)
 
 
-def check_copies(copies: CopyList, src: PagedMemory, dst: PagedMemory) -> None:
-    """Every copy lies inside both arenas, whoever made the list; TransferFailed names the first that does not."""
-    if not len(copies.src) == len(copies.dst) == len(copies.length):
-        raise TransferFailed(
-            f"a copy list of {len(copies.src)} sources, {len(copies.dst)} destinations, {len(copies.length)} lengths"
-        )
-    length_N = np.asarray(copies.length, dtype=np.int64)
-    for side, addresses, memory in (("source", copies.src, src), ("destination", copies.dst, dst)):
-        outside = first_outside(np.asarray(addresses, dtype=np.int64), length_N, memory.arena_base, memory.arena_bytes)
-        if outside >= 0:
-            raise TransferFailed(
-                f"copy {outside}: {side} {addresses[outside]:#x} + {copies.length[outside]} bytes is outside the arena"
-                f" ({memory.arena_bytes} bytes at {memory.arena_base:#x})"
-            )
-
-
 def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -> int:
     """Index of the first span that is not inside `[base, base + nbytes)`, or -1."""
     if len(address_N) <= SHORT_LIST:

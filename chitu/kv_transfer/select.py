@@ -1,19 +1,17 @@
-"""Which transports this process offers, and which one a writer takes to a given peer.
+"""Which transports this process offers, best first.
 
-`open_transports` is called once, by the service that owns the pool; `choose` by the thread that accepts a registration.
-The order of the returned list is the order of preference: where both ends are on one host, shared memory for pools in
-host memory; for pools in device memory CUDA's interprocess handles, then the host's pinned memory, for GPUs that cannot
-map each other's.
+`open_transports` is called once, by the service that owns the pool. A writer takes the first that reaches its peer
+(`shard_writer.py`). Where both ends are on one host, that is shared memory for pools in host memory; for pools in
+device memory CUDA's interprocess handles, then the host's pinned memory, for GPUs that cannot map each other's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.config.staging import goes_through_the_host, has_transfer_library, protocol_of
-from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.errors import ConfigError, MissingDependency
 from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
@@ -23,7 +21,6 @@ from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transport import Transport
-from chitu.messages import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +88,3 @@ def _open_on_gpu(config: PDDisaggregationConfig, host: str, device: str) -> list
     if config.transfer != "direct" and has_segments:
         transports.append(PinnedShmTransport(driver, copier))
     return transports
-
-
-def choose(transports: Sequence[Transport], peer: RankMemory) -> tuple[Transport, TransportSession]:
-    """The first of `transports` that can reach one of the peer's sessions. Raises TransferFailed with both offers."""
-    for transport in transports:
-        for session in peer.sessions:
-            if transport.can_reach(session):
-                return transport, session
-    mine = ", ".join(transport.name for transport in transports) or "nothing"
-    theirs = ", ".join(f"{session.transport} ({session.session_id})" for session in peer.sessions) or "nothing"
-    raise TransferFailed(f"no common transport: this side can use {mine}; the peer offers {theirs}")

@@ -95,7 +95,6 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     """Prompt tokens; P refuses a room whose prompt has another length."""
     prefix_pages: int = 0
     """Leading pages that D holds already; P skips them."""
-    state_indices: bytes = b""
 
 
 class KVSums(Wire, frozen=True):

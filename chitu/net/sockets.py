@@ -82,7 +82,6 @@ def connect(
     kind: int,
     host: str,
     port: int,
-    identity: bytes = b"",
     *,
     queues_unconnected: bool = True,
 ) -> zmq.Socket[bytes]:
@@ -102,8 +101,6 @@ def connect(
     if is_secret(context):
         require_curve(socket)
     socket.setsockopt(zmq.IMMEDIATE, not queues_unconnected)
-    if identity:
-        socket.setsockopt(zmq.IDENTITY, identity)
     try:
         socket.connect(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:

@@ -51,11 +51,6 @@ def may_admit(free_pages: int, wanted_pages: int, reserve: int, nothing_active: 
     return wanted_pages <= free_pages if nothing_active else wanted_pages + reserve <= free_pages
 
 
-def needs_page(sequence: Sequence, page_size: int, held_pages: int) -> bool:
-    """Whether the next decode step (which writes position `kv_len`) needs a page that the sequence does not hold."""
-    return sequence.kv_len >= held_pages * page_size
-
-
 def victims_for_growth(
     running: Iterable[Sequence], needy: set[Sequence], free_pages: int, pages_of: dict[bytes, int]
 ) -> list[Sequence]:

@@ -165,7 +165,7 @@ def build_engine(
     """Load the model and everything that touches its memory."""
     engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
-    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, engine.pool)
+    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []

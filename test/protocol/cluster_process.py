@@ -37,7 +37,7 @@ from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.transfer_queue import Batch
-from chitu.lifecycle import RECEIVER_POLL, SENDER_POLL, KVPoll, SequenceState
+from chitu.lifecycle import ReceiverState, SenderState, SequenceState
 from chitu.messages import ClusterView, InstanceInfo, SchedulerMessage
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
@@ -52,6 +52,9 @@ DEADLINES = DeadlineConfig(
 )
 REQUEST_TIMEOUT_S = 12.0
 NAMESPACE = pid_namespace()
+SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
+FAILED = {SenderState.SETTLING, SenderState.RELEASED}
+FAILED |= {ReceiverState.QUARANTINED, ReceiverState.DISOWNED, ReceiverState.RELEASED}
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
 
 
@@ -210,7 +213,8 @@ class Process:
         self.beat_s = self.heard_s = world.clock.monotonic()
         self.router = 0
         self._is_router_silent = False
-        self._ends: dict[bytes, KVPoll] = {}
+        self._ends: dict[bytes, bool] = {}
+        """Whether the room succeeded."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
 
@@ -309,16 +313,15 @@ class Process:
         self._check_rooms()
 
     def _check_rooms(self) -> None:
-        polls = SENDER_POLL if self.kv.sender is not None else RECEIVER_POLL
         live = {room: entry.state for room, entry in self.table.items()}
         assert not live.keys() & self._gone, "a room that was over lives again"
         self._gone |= self._live - live.keys()
         self._live = set(live)
         for room, state in live.items():
-            (poll,) = polls[state]  # type: ignore[index]
-            assert self._ends.get(room, poll) is poll, f"{self._ends[room].name} became {poll.name}"
-            if poll in (KVPoll.Success, KVPoll.Failed):
-                self._ends[room] = poll
+            if state in SUCCEEDED | FAILED:
+                has_succeeded = state in SUCCEEDED
+                assert self._ends.setdefault(room, has_succeeded) is has_succeeded, f"it ended, and is {state.name} now"
+            assert state in SUCCEEDED | FAILED or room not in self._ends, f"it ended, and is {state.name} now"
 
     def check_landing(self, room: bytes, pages: set[int], aux_slots: set[int], is_source: bool) -> None:
         """Bytes of a room move now: out of our memory (`is_source`) or into it."""

@@ -2,16 +2,10 @@
 
 import pytest
 
-from chitu.cache_manager import BufferInfo, PagedKVCacheManager
+from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Capacity, Internal
 
 ROOM, OTHER = b"a" * 16, b"b" * 16
-
-
-class Buffers:
-    num_pages = 8
-    page_bytes = 100
-    region_bases = (1000, 2000)
 
 
 def test_a_table_grows_only_when_its_pages_are_full() -> None:
@@ -52,8 +46,3 @@ def test_quarantined_pages_come_back_with_remove_task_and_twice_is_harmless() ->
     cache.remove_task(ROOM)
     cache.remove_task(ROOM)
     cache.check_idle()
-
-
-def test_buffer_infos_describe_each_region() -> None:
-    cache = PagedKVCacheManager(8, page_size=4, buffers=Buffers())
-    assert cache.get_contiguous_buf_infos() == [BufferInfo(1000, 800, 100), BufferInfo(2000, 800, 100)]

@@ -200,12 +200,12 @@ def test_torchrun_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CHITU_PROGRESS_FILE"):
         monkeypatch.delenv(name, raising=False)
     by_hand = torchrun_rank()
-    assert (by_hand.rank, by_hand.local_rank, by_hand.world_size) == (0, 0, 1)
+    assert (by_hand.rank, by_hand.world_size) == (0, 1)
     assert progress_file() is None
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (torchrun_rank().rank, torchrun_rank().local_rank, torchrun_rank().world_size) == (3, 1, 4)
+    assert (torchrun_rank().rank, torchrun_rank().world_size) == (3, 4)
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(ConfigError, match="RANK must be an integer"):
         torchrun_rank()

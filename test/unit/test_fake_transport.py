@@ -1,4 +1,4 @@
-"""The fake transport moves real bytes and fails on demand, and `choose` picks what both sides can do."""
+"""The fake transport moves real bytes and fails on demand; a writer picks what both sides can do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakePeer, FakeTransport, Fault, FaultKind
-from chitu.kv_transfer.select import choose, open_transports
+from chitu.kv_transfer.select import open_transports
+from chitu.kv_transfer.shard_writer import open_shards
 from chitu.kv_transfer.transport import CopyList, WriteError
-from chitu.messages import RankMemory, TransportSession
+from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession
 
 
 class Pair:
@@ -122,14 +123,15 @@ def test_addresses_outside_registered_memory_are_refused(pair: Pair) -> None:
     assert not pair.target.any()
 
 
-def test_choose_takes_the_first_transport_that_reaches_the_peer(pair: Pair) -> None:
+def test_a_writer_takes_the_first_transport_that_reaches_the_peer(pair: Pair) -> None:
+    layout = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float32", vocab_size=2)
+    info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "h", 1, layout, (pair.memory,))
     stranger = FakeTransport(FakeFabric(), "X")
-    transport, session = choose([stranger, pair.p], pair.memory)
-    assert transport is pair.p and session.session_id == "D"
-    with pytest.raises(TransferFailed, match=r"can use fake; the peer offers fake \(D\)"):
-        choose([stranger], pair.memory)
-    with pytest.raises(TransferFailed, match="can use nothing"):
-        choose([], pair.memory)
+    open_shards(info, layout, 0, pair.memory, [stranger, pair.p]).close()
+    with pytest.raises(TransferFailed, match=r"offered: fake; mine: fake\) fake cannot reach D"):
+        open_shards(info, layout, 0, pair.memory, [stranger])
+    with pytest.raises(TransferFailed, match="mine: none"):
+        open_shards(info, layout, 0, pair.memory, [])
 
 
 def test_shm_is_preferred_on_one_host_and_refused_between_hosts() -> None:

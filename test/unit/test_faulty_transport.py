@@ -21,7 +21,7 @@ from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport, Fa
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport, split_at_pages
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.select import choose, open_transports
+from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.transport import CopyList, Transport, WriteError
 from chitu.messages import RankMemory
 
@@ -60,8 +60,7 @@ class Pair:
         self.p.register(self.source.arena_base, self.source.arena_bytes)
         d.register(self.target.arena_base, self.target.arena_bytes)
         self.memory: RankMemory = rank_memory(self.target, 0, [d.local_session()])
-        transport, session = choose([self.p], self.memory)
-        self.peer = transport.connect(self.memory, session)
+        self.peer = self.p.connect(self.memory, self.memory.sessions[0])
 
     def write_pages(self, src: list[int], dst: list[int], layers: range = range(LAYERS)) -> CopyList:
         copies = plan_page_copies(self.source, self.memory, src, dst, layers)

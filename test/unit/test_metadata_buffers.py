@@ -85,12 +85,6 @@ def test_the_header_is_as_documented() -> None:
     assert not rows[0, 40:AUX_HEADER_BYTES].any()
 
 
-def test_buf_infos_name_the_rows() -> None:
-    rows = np.zeros((3, ROW_BYTES), np.uint8)
-    infos = MetadataBuffers(rows, 4 * VOCAB).get_buf_infos()
-    assert infos == ([rows.ctypes.data], [3 * ROW_BYTES], [ROW_BYTES])
-
-
 @pytest.mark.parametrize(
     "rows",
     [

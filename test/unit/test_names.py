@@ -41,7 +41,6 @@ NAMES = [
     ("chitu.pd_coordination", "PDCoordination"),
     ("chitu.pd_service", "PDSchedulerService"),
     ("chitu.pd_scheduler", "PDScheduler"),
-    ("chitu.cache_manager", "PagedKVCacheManager.get_contiguous_buf_infos"),
     ("chitu.cache_manager", "PagedKVCacheManager.get_page_indices"),
     ("chitu.cache_manager", "PagedKVCacheManager.insert_kv_cache_from_transfer"),
     ("chitu.cache_manager", "PagedKVCacheManager.remove_task"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible, check_rank_memory, rank_memory
-from chitu.kv_transfer.plan import check_copies, join, layer_regions, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.plan import join, layer_regions, plan_aux_copy, plan_page_copies, require_inside
+from chitu.kv_transfer.transport import CopyList, WriteError
 from chitu.messages import KVLayout, RankMemory, TransportSession
 
 LAYOUT = KVLayout("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
@@ -54,6 +55,12 @@ def bytes_of(copies: CopyList) -> list[tuple[int, int]]:
     return pairs
 
 
+def check_inside(copies: CopyList, src: Memory, dst: Memory) -> None:
+    """As each transport looks at it before it writes."""
+    columns = tuple(np.asarray(column, dtype=np.int64) for column in copies)
+    require_inside("x", columns, (dst.arena_base, dst.arena_bytes), [(src.arena_base, src.arena_bytes)])  # type: ignore[arg-type]
+
+
 page_lists = st.integers(0, 40).flatmap(
     lambda n: st.tuples(
         st.permutations(range(40)).map(lambda pages: pages[:n]), st.permutations(range(60)).map(lambda pages: pages[:n])
@@ -75,7 +82,7 @@ def test_every_page_of_every_region_moves_once_in_the_fewest_copies(
         for s, d in zip(src_pages, dst_pages, strict=True)
     ]
     assert bytes_of(copies) == expected
-    check_copies(copies, SRC, DST)
+    check_inside(copies, SRC, DST)
     per_region = len(copies.src) // max(1, len(layer_regions(layers)))
     breaks = sum(
         src_pages[i] != src_pages[i - 1] + 1 or dst_pages[i] != dst_pages[i - 1] + 1 for i in range(1, len(src_pages))
@@ -120,7 +127,7 @@ def test_layers_and_page_sizes_that_do_not_fit_are_refused() -> None:
 def test_aux_rows_are_one_copy_and_range_checked() -> None:
     copies = plan_aux_copy(SRC, DST, 2, 1)
     assert copies == CopyList((SRC.aux_base + 256,), (DST.aux_base + 128,), (128,))
-    check_copies(copies, SRC, DST)
+    check_inside(copies, SRC, DST)
     with pytest.raises(TransferFailed, match="source aux slot 3 of 3"):
         plan_aux_copy(SRC, DST, 3, 0)
     with pytest.raises(BadFrame, match="destination aux slot -1 of 3"):
@@ -139,17 +146,17 @@ def test_a_copy_that_leaves_an_arena_is_found(side: str, offset: int) -> None:
     src, dst = [SRC.arena_base, SRC.arena_base], [DST.arena_base, DST.arena_base]
     addresses, memory = (src, SRC) if side == "source" else (dst, DST)
     addresses[1] = memory.arena_base - 1 if offset < 0 else memory.arena_base + memory.arena_bytes - 7
-    with pytest.raises(TransferFailed, match=f"copy 1: {side}"):
-        check_copies(CopyList(src, dst, [8, 8]), SRC, DST)
+    with pytest.raises(WriteError, match="copy 1 .*peer's arena" if side == "destination" else "a source lies outside"):
+        check_inside(CopyList(src, dst, [8, 8]), SRC, DST)
     addresses[1] -= offset
-    check_copies(CopyList(src, dst, [8, 8]), SRC, DST)
+    check_inside(CopyList(src, dst, [8, 8]), SRC, DST)
 
 
 def test_pages_of_a_long_prompt_that_do_not_touch_are_a_piece_each_in_every_region() -> None:
     src, dst = Memory(1 << 30, 1000, 32, 16384), Memory(1 << 40, 1000, 32, 16384)
     src_pages, dst_pages = [7 * i % 1000 for i in range(100)], [11 * i % 1000 for i in range(100)]
     copies = plan_page_copies(src, dst, src_pages, dst_pages, range(32))
-    check_copies(copies, src, dst)
+    check_inside(copies, src, dst)
     assert len(copies.src) == 6400 and copies.nbytes == 6400 * 16384
 
 

@@ -58,10 +58,6 @@ class CopyEngine:
     def __init__(self) -> None:
         self._vectored = _vectored_call()
 
-    @property
-    def is_vectored(self) -> bool:
-        return self._vectored is not None
-
     def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, deadline_s: float) -> None:
         """`length_N[i]` bytes from `src_N[i]` to `dst_N[i]`, all mapped. `deadline_s`: of `time.monotonic`.
 
