@@ -1,24 +1,58 @@
-"""`PagedKVCacheManager`: the page tables of an instance. Step thread only, torch-free.
+"""`PagedKVCacheManager`: the page tables of an instance, and its prefix cache. Step thread only, torch-free.
 
 A room's pages are *reserved* (its own forward or a peer fills them), may be *in transfer* (a peer writes them),
 and *quarantined* when the room is dead but the peer is not known to have stopped. `remove_task` ends all of that.
+
+With a `fingerprint` full pages outlive their room. A room begins with the cached pages of its prompt (`begin`), shared
+with whoever else uses them and never written again; `commit` says which of its own are full and settled, from which
+moment others find them. Invariants: a page is in the hands of one room (*private*), of the prefix index and the rooms
+that pinned it there, or of nobody; only private pages are written to, quarantined or handed to a peer that writes.
+A cached page that nobody uses counts as available: `reserve` takes it where free ones do not suffice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from chitu.errors import Internal
+from chitu.errors import Capacity, Internal
 from chitu.kv_cache.page_allocator import PageAllocator
+from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.prefix_index import PrefixIndex
+
+
+@dataclass(slots=True)
+class _Room:
+    table: list[int] = field(default_factory=list)
+    """Its pages in token order."""
+    pinned: list[int] = field(default_factory=list)
+    """In the index, under the keys of its first pages. Mostly the table's own beginning; another page with the same
+    content where two rooms computed it at the same time, and the table keeps its private one."""
+
+    def private(self) -> list[int]:
+        num_pinned = len(self.pinned)
+        if self.table[:num_pinned] == self.pinned:
+            return self.table[num_pinned:]
+        own = [page for page, pinned in zip(self.table, self.pinned, strict=False) if page != pinned]
+        return own + self.table[num_pinned:]
 
 
 class PagedKVCacheManager:
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    """`page_size`: tokens a page. `fingerprint`: what all keys of pages begin with (`page_keys.py`); None: nothing is
+    cached."""
+
+    def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size
+        self._fingerprint = fingerprint
         self._allocator = PageAllocator(num_pages)
-        self._tables: dict[bytes, list[int]] = {}
+        self._index = PrefixIndex(num_pages if fingerprint is not None else 0)
+        self._rooms: dict[bytes, _Room] = {}
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
+        self.hit_tokens = 0
+        """Of prompts, that rooms began with since the start."""
+        self.evictions = 0
+        """Cached pages that were given to somebody else, since the start."""
 
     @property
     def num_pages(self) -> int:
@@ -36,22 +70,47 @@ class PagedKVCacheManager:
     def num_quarantined_pages(self) -> int:
         return self._allocator.num_quarantined
 
+    @property
+    def num_cached_pages(self) -> int:
+        """That nobody uses at the moment."""
+        return self._allocator.num_cached
+
+    @property
+    def num_available_pages(self) -> int:
+        """That `reserve` can give."""
+        return self._allocator.num_free + self._allocator.num_cached
+
+    @property
+    def num_shared_pages(self) -> int:
+        """At most so many entries of the tables of all rooms are of pages that others have counted already."""
+        return self._index.num_shared_pins
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def get_page_indices(self, room: bytes) -> Sequence[int]:
         """The room's pages in token order; empty for an unknown room."""
-        return self._tables.get(room, ())
+        found = self._rooms.get(room)
+        return found.table if found is not None else ()
+
+    # -------------------------------------------------------------------------------------------------------- own pages
 
     def reserve(self, room: bytes, num_tokens: int) -> list[int]:
         """Grow the room's table until it holds `num_tokens`; the new pages. Capacity, and nothing taken, when short."""
-        table = self._tables.get(room, [])
+        found = self._rooms.get(room) or _Room()
+        table = found.table
         missing = self.pages_for(num_tokens) - len(table)
         if missing <= 0:
             return []
+        if missing > self.num_available_pages:
+            raise Capacity(f"{missing} pages wanted, {self.num_available_pages} of {self.num_pages} can be had")
+        short = missing - self.num_free_pages
+        if short > 0:
+            self._allocator.release(self._index.evict(short))
+            self.evictions += short
         pages = self._allocator.reserve(missing, after=table[-1] if table else -1)
-        self._tables.setdefault(room, table).extend(pages)
+        self._rooms.setdefault(room, found).table.extend(pages)
         return pages
 
     def reserve_for_transfer(self, room: bytes, num_tokens: int) -> list[int]:
@@ -64,27 +123,112 @@ class PagedKVCacheManager:
         """The peer wrote `prefix_length` tokens into these pages: they are the room's own now."""
         if room not in self._in_transfer:
             raise Internal("KV arrived for a room that expects none")
-        if list(page_indices) != self._tables[room][: self.pages_for(prefix_length)]:
+        if list(page_indices) != self._rooms[room].table[: self.pages_for(prefix_length)]:
             raise Internal("KV arrived in other pages than were reserved")
         self._in_transfer.discard(room)
 
     def quarantine(self, room: bytes) -> None:
         """The room is dead, its pages may still be written or read by a peer. `remove_task` frees them. Idempotent."""
-        if room in self._tables and room not in self._quarantined:
+        if room in self._rooms and room not in self._quarantined:
             self._quarantined.add(room)
-            self._allocator.quarantine(self._tables[room])
+            self._allocator.quarantine(self._rooms[room].private())
 
     def remove_task(self, room: bytes) -> None:
-        """Free the room's pages. The caller knows that no peer touches them. Idempotent."""
-        pages = self._tables.pop(room, None)
+        """The room's private pages are free, its others idle where nobody else uses them. The caller knows that no peer
+        touches them. Idempotent."""
+        found = self._rooms.pop(room, None)
         self._in_transfer.discard(room)
         self._quarantined.discard(room)
-        if pages:
-            self._allocator.release(pages)
+        if found is None:
+            return
+        idle, dropped = self._index.unpin(found.pinned)
+        if idle:
+            self._allocator.cache(idle)
+        gone = found.private() + dropped
+        if gone:
+            self._allocator.release(gone)
+
+    def pages_coming_back(self) -> Callable[[bytes], int]:
+        """By how many pages `num_available_pages` grows if a room gives way, after those that the same function was
+        asked for before. Changes nothing."""
+        taken: dict[int, int] = {}
+
+        def coming_back(room: bytes) -> int:
+            found = self._rooms.get(room)
+            if found is None:
+                return 0
+            count = len(found.private())
+            for page in found.pinned:
+                taken[page] = taken.get(page, 0) + 1
+                count += taken[page] == self._index.num_pins(page)
+            return count
+
+        return coming_back
+
+    # ------------------------------------------------------------------------------------------------- the prefix cache
+
+    def page_keys(self, cache_salt: str) -> PageKeys | None:
+        """For the pages of one sequence; None where nothing is cached."""
+        if self._fingerprint is None:
+            return None
+        return PageKeys.of(self._fingerprint, self.page_size, cache_salt)
+
+    def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes) -> int:
+        """The first pages of a new room: those in which the beginning of its `prompt` (int32 LE) is cached. How many
+        tokens that is: always fewer than it has, since the last one's logits are wanted."""
+        pages = self._find(keys, prompt)
+        if not pages:
+            return 0
+        if room in self._rooms:
+            raise Internal("a room with pages begins again")
+        self._pin(pages)
+        self._rooms[room] = _Room(pages, list(pages))
+        self.hit_tokens += len(pages) * self.page_size
+        return len(pages) * self.page_size
+
+    def pages_wanted(self, keys: PageKeys | None, prompt: bytes) -> int:
+        """How many of the available pages a room with this prompt would take: all, but for those that others use."""
+        wanted = self.pages_for(len(prompt) // 4)
+        return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt))
+
+    def commit(self, room: bytes, keys: PageKeys | None, token_ids: bytes, num_tokens: int) -> None:
+        """K and V of the first `num_tokens` of the room's `token_ids` are in its pages, for good: what is launched, or
+        may still be on its way from a peer, does not count. From here on others find the pages that are full."""
+        found = self._rooms.get(room)
+        if found is None or keys is None:
+            return
+        pinned, num_full = found.pinned, num_tokens // self.page_size
+        if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new; or it was flushed
+            return
+        names = keys.upto(num_full, token_ids)
+        for position in range(len(pinned), num_full):
+            own = found.table[position]
+            known = self._index.add(names[position], own)
+            if known != own:
+                self._pin([known])
+            pinned.append(known)
+
+    def flush(self) -> None:
+        """What is cached is forgotten. Rooms keep what they use, and nobody finds it."""
+        dropped = self._index.flush()
+        if dropped:
+            self._allocator.release(dropped)
+
+    def _find(self, keys: PageKeys | None, prompt: bytes) -> list[int]:
+        if keys is None:
+            return []
+        return self._index.find(keys.upto((len(prompt) // 4 - 1) // self.page_size, prompt))
+
+    def _pin(self, pages: Sequence[int]) -> None:
+        were_idle = self._index.pin(pages)
+        if were_idle:
+            self._allocator.use_cached(were_idle)
 
     def check_idle(self) -> None:
-        """Raise Internal unless every page is free: called when no request is left."""
-        if self._tables or self.num_free_pages != self.num_pages:
+        """Raise Internal unless every page is free or cached: called when no request is left."""
+        if self._rooms or self.num_available_pages != self.num_pages:
             raise Internal(
-                f"{len(self._tables)} page tables left, {self.num_free_pages} of {self.num_pages} pages free"
+                f"{len(self._rooms)} page tables left, {self.num_free_pages} pages free and {self.num_cached_pages} "
+                f"cached of {self.num_pages}"
             )
+        self._index.check_unused(self.num_cached_pages)

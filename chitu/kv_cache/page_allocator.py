@@ -1,7 +1,7 @@
-"""Which page is in whose hands: free, used or quarantined. Step thread only; knows no request and no tensor.
+"""Which page is in whose hands: free, used, quarantined or cached. Step thread only; knows no request and no tensor.
 
-Invariant: free + used + quarantined == total, and a page is never given out twice. Runs of neighbouring pages are
-preferred, because neighbours travel in one copy and gather as one view.
+Invariant: free + used + quarantined + cached == total, and a page is never given out twice. Runs of neighbouring
+pages are preferred, because neighbours travel in one copy and gather as one view.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from chitu.errors import Capacity, Internal
 
-_FREE, _USED, _QUARANTINED = 0, 1, 2
+_FREE, _USED, _QUARANTINED, _CACHED = 0, 1, 2, 3
 
 
 class PageAllocator:
@@ -21,7 +21,7 @@ class PageAllocator:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._state = np.zeros(num_pages, dtype=np.uint8)
-        self._counts = [num_pages, 0, 0]
+        self._counts = [num_pages, 0, 0, 0]
 
     @property
     def num_free(self) -> int:
@@ -34,6 +34,10 @@ class PageAllocator:
     @property
     def num_quarantined(self) -> int:
         return self._counts[_QUARANTINED]
+
+    @property
+    def num_cached(self) -> int:
+        return self._counts[_CACHED]
 
     def reserve(self, count: int, after: int = -1) -> list[int]:
         """Take `count` free pages, following page `after` where they can. Capacity where there are not so many."""
@@ -48,25 +52,35 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give used or quarantined pages back. Internal where one is free already."""
+        """Give used, quarantined or cached pages back. Internal where one is free already."""
         index = np.asarray(pages, dtype=np.int64)
         states = self._state[index]
         if (states == _FREE).any() or len(np.unique(index)) != len(index):
             raise Internal(f"pages released twice: {sorted(pages)}")
-        quarantined = int((states == _QUARANTINED).sum())
+        for state, count in enumerate(np.bincount(states, minlength=len(self._counts)).tolist()):
+            self._counts[state] -= count
         self._state[index] = _FREE
-        self._counts[_QUARANTINED] -= quarantined
-        self._counts[_USED] -= len(index) - quarantined
         self._counts[_FREE] += len(index)
 
     def quarantine(self, pages: Sequence[int]) -> None:
         """Keep used pages out of everybody's hands: a peer may still write to them (or read them)."""
+        self._turn(pages, _USED, _QUARANTINED, "quarantined that are not in use")
+
+    def cache(self, pages: Sequence[int]) -> None:
+        """Nobody uses these pages any more, but what they hold is kept."""
+        self._turn(pages, _USED, _CACHED, "cached that are not in use")
+
+    def use_cached(self, pages: Sequence[int]) -> None:
+        """They are used again for what they hold."""
+        self._turn(pages, _CACHED, _USED, "used for what they hold that are not cached")
+
+    def _turn(self, pages: Sequence[int], before: int, after: int, mistake: str) -> None:
         index = np.asarray(pages, dtype=np.int64)
-        if (self._state[index] != _USED).any():
-            raise Internal(f"pages quarantined that are not in use: {sorted(pages)}")
-        self._state[index] = _QUARANTINED
-        self._counts[_USED] -= len(index)
-        self._counts[_QUARANTINED] += len(index)
+        if (self._state[index] != before).any():
+            raise Internal(f"pages {mistake}: {sorted(pages)}")
+        self._state[index] = after
+        self._counts[before] -= len(index)
+        self._counts[after] += len(index)
 
     def _extension(self, count: int, after: int) -> list[int]:
         """The pages right behind `after`, where all of them are free."""

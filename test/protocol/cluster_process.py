@@ -301,7 +301,7 @@ class Process:
         return found
 
     def check(self) -> None:
-        allocator, tables = self.cache._allocator, self.cache._tables
+        allocator, tables = self.cache._allocator, {room: held.table for room, held in self.cache._rooms.items()}
         held = [page for pages in tables.values() for page in pages]
         assert len(held) == len(set(held)), "a page is in two hands"
         assert allocator.num_used + allocator.num_quarantined == len(held)

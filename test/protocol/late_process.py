@@ -35,7 +35,7 @@ class LateProcess(Process):
 
     def check(self) -> None:
         super().check()
-        held = {page for table in self.cache._tables.values() for page in table}
+        held = {page for room in self.cache._rooms.values() for page in room.table}
         resources = self.scheduler._resources
         assert len(self.late.unread) == resources.num_unread
         for step in self.late.unread:

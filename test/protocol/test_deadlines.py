@@ -283,7 +283,7 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
         process = only(world, Role.DECODE, SequenceState.RUNNING)
         sequence = next(iter(process.sequences().values()))
         process.cache.reserve(b"another", process.cache.num_free_pages * process.cache.page_size)
-        del process.cache._tables[b"another"]  # its pages are nobody's: the next growth has none
+        del process.cache._rooms[b"another"]  # its pages are nobody's: the next growth has none
         while sequence.state is SequenceState.RUNNING:
             process.step()
     else:

@@ -30,7 +30,7 @@ stops = st.integers(0, 11)
 def check(instance: Instance) -> None:
     """Between two turns."""
     late, cache = instance.late, instance.cache
-    held = {page for table in cache._tables.values() for page in table}
+    held = {page for room in cache._rooms.values() for page in room.table}
     slots = instance.scheduler._resources.slots
     assert len(late.unread) <= 1
     for step in late.unread:

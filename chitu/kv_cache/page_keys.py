@@ -1,0 +1,51 @@
+"""What a full page holds, as a name: the content key of a page is a hash of all tokens up to its end.
+
+A chain: the key of page n is `blake2b(key of page n - 1 + token ids of page n)`, 128 bits, and the key before page 0 is
+the *root*, a hash of everything else that K and V depend on, and of the `cache_salt`. So equal keys mean equal K and V,
+for whoever has the pages, and prompts with different salts have no key in common. Pure; step thread.
+
+Two different chains with one key would give wrong tokens. By chance that takes 2**64 pages. Whoever wants it on purpose
+needs as many hashes for two prompts of his own choice, and 2**128 for one that meets somebody else's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+
+from chitu.messages import KVLayout, encode
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+
+
+def layout_fingerprint(layout: KVLayout) -> bytes:
+    """Of model, weights, KV layout, dtype and page size. `tp_size` is not of it: all ranks together hold the same."""
+    return blake2b(encode(msgspec.structs.replace(layout, tp_size=1)), digest_size=KEY_BYTES).digest()
+
+
+@dataclass(slots=True)
+class PageKeys:
+    """The keys of one sequence's pages, each computed once."""
+
+    root: bytes
+    page_size: int
+    """Tokens."""
+    _keys: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, fingerprint: bytes, page_size: int, cache_salt: str = "") -> PageKeys:
+        root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint).digest()
+        return cls(root, page_size)
+
+    def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
+        """Of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are the sequence's, and have only
+        grown since the last call."""
+        keys, page_bytes = self._keys, self.page_size * TOKEN_BYTES
+        key = keys[-1] if keys else self.root
+        for start in range(len(keys) * page_bytes, num_pages * page_bytes, page_bytes):
+            key = blake2b(key + token_ids[start : start + page_bytes], digest_size=KEY_BYTES).digest()
+            keys.append(key)
+        return keys[:num_pages]

@@ -1,0 +1,145 @@
+"""Which page holds what: the pages that later prompts may begin with, by content key.
+
+Owned by `PagedKVCacheManager`, step thread only. Pure: keys and page numbers in, page numbers out; no tokens, no clock.
+A page is *pinned* by the requests that use it, and *idle* while nobody does; idle pages are evicted in the order of
+their last use. Whoever pins a page pins all pages before it in its chain, and lets go of them last page first. So a
+page never becomes idle after the one before it in the chain, and the oldest idle page is always the end of a chain: the
+order of one list is "LRU by last use of the leaf", and eviction never cuts a chain. Everything costs O(pages touched).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from chitu.errors import Internal
+
+
+class PrefixIndex:
+    """Of pages `0 .. num_pages - 1`. Memory: some 200 bytes a page at most."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_pages
+        """None: not in the index, or not any more while somebody still uses it."""
+        self._pins = array("i", bytes(4 * num_pages))
+        # The idle pages as a ring in both directions; its head is `num_pages`, the oldest is behind it.
+        self._head = num_pages
+        self._next = array("i", [-1]) * (num_pages + 1)
+        self._prev = array("i", [-1]) * (num_pages + 1)
+        self._next[self._head] = self._prev[self._head] = self._head
+        self.num_idle = 0
+        self.num_shared_pins = 0
+        """Pins beyond the first of each page."""
+
+    def __len__(self) -> int:
+        """Pages that can be found."""
+        return len(self._pages)
+
+    def num_pins(self, page: int) -> int:
+        return self._pins[page]
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest beginning of this chain that is here."""
+        found: list[int] = []
+        for page in map(self._pages.get, keys):
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def pin(self, pages: Sequence[int]) -> list[int]:
+        """They are used by one more request; `pages` came from `find`. Those that were idle."""
+        pins, were_idle = self._pins, []
+        for page in pages:
+            if pins[page]:
+                self.num_shared_pins += 1
+            else:
+                self._unlink(page)
+                were_idle.append(page)
+            pins[page] += 1
+        return were_idle
+
+    def add(self, key: bytes, page: int) -> int:
+        """`page`, used by one request that has the pages before it in the chain pinned, holds what `key` names. The
+        page of this key from now on: another one where somebody was faster, and then nothing was done."""
+        known = self._pages.setdefault(key, page)
+        if known != page:
+            return known
+        if self._keys[page] is not None or self._pins[page]:
+            raise Internal(f"page {page} is in the prefix index already")
+        self._keys[page] = key
+        self._pins[page] = 1
+        return page
+
+    def holds(self, page: int) -> bool:
+        """Whether it can be found; a pinned page may have been dropped."""
+        return self._keys[page] is not None
+
+    def unpin(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
+        """A request lets go of these, which are all that it pinned, in the order of its chain. Those that are idle
+        then; and those that can be found no more, and belong to nobody now."""
+        pins, idle, dropped = self._pins, [], []
+        for page in reversed(pages):
+            if not pins[page]:
+                raise Internal(f"page {page} is let go by somebody who does not use it")
+            pins[page] -= 1
+            if pins[page]:
+                self.num_shared_pins -= 1
+            elif self._keys[page] is None:
+                dropped.append(page)
+            else:
+                self._link(page)
+                idle.append(page)
+        return idle, dropped
+
+    def evict(self, count: int) -> list[int]:
+        """Forget the `count` idle pages (or all) whose last use is longest ago."""
+        evicted = []
+        for _ in range(min(count, self.num_idle)):
+            page = self._next[self._head]
+            self._unlink(page)
+            self._forget(page)
+            evicted.append(page)
+        return evicted
+
+    def flush(self) -> list[int]:
+        """Nothing can be found any more. The pages that were idle: nobody's now. What is pinned stays so."""
+        for page in self._pages.values():
+            self._keys[page] = None
+        self._pages.clear()
+        return self.evict(self.num_idle)
+
+    def check_unused(self, num_pages: int) -> None:
+        """Raise Internal unless nothing is pinned, and exactly so many pages can be found and are idle."""
+        num_pinned, num_idle = sum(pins > 0 for pins in self._pins), len(self._idle())
+        if num_pinned or self.num_shared_pins or not len(self) == num_idle == self.num_idle == num_pages:
+            raise Internal(
+                f"the prefix index has {len(self)} pages, {num_pinned} of them pinned and {num_idle} idle "
+                f"({self.num_idle} counted); {num_pages} are cached"
+            )
+
+    def _idle(self) -> list[int]:
+        """Oldest first."""
+        pages, page = [], self._next[self._head]
+        while page != self._head:
+            pages.append(page)
+            page = self._next[page]
+        return pages
+
+    def _forget(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            del self._pages[key]
+            self._keys[page] = None
+
+    def _link(self, page: int) -> None:
+        newest = self._prev[self._head]
+        self._next[newest], self._prev[page] = page, newest
+        self._next[page], self._prev[self._head] = self._head, page
+        self.num_idle += 1
+
+    def _unlink(self, page: int) -> None:
+        before, behind = self._prev[page], self._next[page]
+        self._next[before], self._prev[behind] = behind, before
+        self.num_idle -= 1

@@ -1,0 +1,209 @@
+"""The page account with a prefix cache: whoever comes and goes, a prompt begins with pages that hold its own tokens,
+and every page is in one hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.errors import Capacity
+from chitu.kv_cache.page_keys import PageKeys
+from chitu.messages import pack_i32
+
+NUM_PAGES, PAGE_SIZE = 10, 2
+Content = tuple[str, tuple[int, ...]]
+"""Salt, and all tokens up to a page's end."""
+
+
+@dataclass
+class Room:
+    salt: str
+    tokens: list[int]
+    keys: PageKeys | None
+    num_written: int = 0
+
+
+class Saltless(PagedKVCacheManager):
+    """Its keys leave the salt out."""
+
+    def page_keys(self, cache_salt: str) -> PageKeys | None:
+        return super().page_keys("")
+
+
+class Pool:
+    """Writes what a page should hold where a real instance writes K and V, and looks at it before it is used."""
+
+    def __init__(self, cache: type[PagedKVCacheManager] = PagedKVCacheManager) -> None:
+        self.cache = cache(NUM_PAGES, PAGE_SIZE, fingerprint=b"model")
+        self.content: dict[int, Content] = {}
+        self.rooms: dict[bytes, Room] = {}
+        self.quarantined: set[bytes] = set()
+        self.count = 0
+
+    def begin(self, argument: tuple[str, list[int]]) -> None:
+        salt, tokens = argument
+        keys = self.cache.page_keys(salt)
+        prompt = pack_i32(tokens)
+        self.count += 1
+        room = self.count.to_bytes(16, "little")
+        wanted = self.cache.pages_wanted(keys, prompt)
+        if wanted > self.cache.num_available_pages:
+            assert self.cache.num_available_pages < self.cache.pages_for(len(tokens))
+            return
+        cached = self.cache.begin(room, keys, prompt)
+        assert cached < len(tokens) and cached % PAGE_SIZE == 0
+        self.cache.reserve(room, len(tokens))
+        self.rooms[room] = Room(salt, list(tokens), keys, cached)
+        self._check_content(room)
+
+    def compute(self, number: int) -> None:
+        """The rest of the prompt, or one token more."""
+        room = self._pick(number)
+        if room is None:
+            return
+        record = self.rooms[room]
+        if record.num_written == len(record.tokens):
+            record.tokens.append(number % 3)
+            try:
+                self.cache.reserve(room, len(record.tokens))
+            except Capacity:
+                record.tokens.pop()
+                return
+        table = self.cache.get_page_indices(room)
+        for position in range(record.num_written // PAGE_SIZE, self.cache.pages_for(len(record.tokens))):
+            for other in self.rooms:
+                assert other == room or table[position] not in self.cache.get_page_indices(other), "a shared page"
+            self.content[table[position]] = (record.salt, tuple(record.tokens[: (position + 1) * PAGE_SIZE]))
+        record.num_written = len(record.tokens)
+        self.cache.commit(room, record.keys, pack_i32(record.tokens), record.num_written)
+        self._check_content(room)
+
+    def end(self, number: int) -> None:
+        room = self._pick(number)
+        if room is not None:
+            self._remove(room)
+
+    def quarantine(self, number: int) -> None:
+        room = self._pick(number)
+        if room is not None:
+            del self.rooms[room]
+            self.cache.quarantine(room)
+            self.quarantined.add(room)
+
+    def settle(self, _number: int) -> None:
+        for room in self.quarantined:
+            self.cache.remove_task(room)
+        self.quarantined.clear()
+
+    def flush(self, _number: int) -> None:
+        self.cache.flush()
+        assert not self.cache.num_cached_pages
+        assert self.cache.pages_wanted(self.cache.page_keys(""), pack_i32([0, 0, 0])) == 2
+
+    def check(self) -> None:
+        cache = self.cache
+        counts = (cache.num_free_pages, cache.num_used_pages, cache.num_quarantined_pages, cache.num_cached_pages)
+        assert sum(counts) == NUM_PAGES and min(counts) >= 0
+        for room in self.rooms:
+            self._check_content(room)
+        coming_back = cache.pages_coming_back()
+        coming = sum(coming_back(room) for room in (*self.rooms, *self.quarantined))
+        assert coming + cache.num_available_pages == NUM_PAGES
+        entries = sum(len(cache.get_page_indices(room)) for room in (*self.rooms, *self.quarantined))
+        assert entries - cache.num_shared_pages <= cache.num_used_pages + cache.num_quarantined_pages
+
+    def _pick(self, number: int) -> bytes | None:
+        return list(self.rooms)[number % len(self.rooms)] if self.rooms else None
+
+    def _remove(self, room: bytes) -> None:
+        del self.rooms[room]
+        before, (coming,) = self.cache.num_available_pages, map(self.cache.pages_coming_back(), [room])
+        self.cache.remove_task(room)
+        assert self.cache.num_available_pages == before + coming
+
+    def _check_content(self, room: bytes) -> None:
+        record, table = self.rooms[room], self.cache.get_page_indices(room)
+        for position in range(record.num_written // PAGE_SIZE):
+            right = (record.salt, tuple(record.tokens[: (position + 1) * PAGE_SIZE]))
+            assert self.content[table[position]] == right, "a page of another prompt"
+
+
+PROMPTS = st.tuples(st.sampled_from(["", "mine"]), st.lists(st.integers(0, 1), min_size=1, max_size=9))
+NUMBERS = st.integers(0, 5)
+STEPS = st.one_of(
+    st.tuples(st.just("begin"), PROMPTS),
+    *(st.tuples(st.just(name), NUMBERS) for name in ("compute", "compute", "end", "quarantine", "settle", "flush")),
+)
+Steps = list[tuple[str, object]]
+
+
+def play(steps: Steps, cache: type[PagedKVCacheManager] = PagedKVCacheManager) -> Pool:
+    pool = Pool(cache)
+    for what, argument in steps:
+        getattr(pool, what)(argument)
+        pool.check()
+    while pool.rooms:
+        pool.end(0)
+    pool.settle(0)
+    pool.cache.check_idle()
+    return pool
+
+
+@given(st.lists(STEPS, max_size=50))
+def test_prompts_begin_with_their_own_tokens_and_no_page_is_lost(steps: Steps) -> None:
+    play(steps)
+
+
+TWO_TENANTS: Steps = [("begin", ("", [1, 1, 1])), ("compute", 0), ("begin", ("mine", [1, 1, 1]))]
+
+
+def test_a_key_without_the_salt_would_be_noticed() -> None:
+    play(TWO_TENANTS)
+    with pytest.raises(AssertionError, match="another prompt"):
+        play(TWO_TENANTS, Saltless)
+
+
+def test_a_whole_prompt_that_is_cached_still_has_a_page_to_compute() -> None:
+    pool = play([("begin", ("", [1, 2, 3, 4])), ("compute", 0)])
+    keys = pool.cache.page_keys("")
+    assert pool.cache.begin(b"next", keys, pack_i32([1, 2, 3, 4])) == 2
+    assert pool.cache.begin(b"longer", keys, pack_i32([1, 2, 3, 4, 5])) == 4
+    assert pool.cache.hit_tokens == 6
+
+
+def test_cached_pages_are_given_out_when_free_ones_run_short_and_not_before() -> None:
+    pool = play([("begin", ("", [1] * 8)), ("compute", 0)])
+    cache = pool.cache
+    cache.reserve(b"new", 12)
+    assert (cache.num_free_pages, cache.num_cached_pages, cache.evictions) == (0, 4, 0)
+    cache.reserve(b"newer", 6)
+    assert (cache.num_free_pages, cache.num_cached_pages, cache.evictions) == (0, 1, 3)
+    with pytest.raises(Capacity, match="2 pages wanted, 1 of 10"):
+        cache.reserve(b"newest", 4)
+
+
+def test_without_a_fingerprint_nothing_is_kept() -> None:
+    cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
+    keys = cache.page_keys("")
+    cache.reserve(b"room", 4)
+    cache.commit(b"room", keys, pack_i32([1, 2, 3, 4]), 4)
+    cache.remove_task(b"room")
+    assert cache.begin(b"next", keys, pack_i32([1, 2, 3, 4])) == 0
+    assert cache.num_free_pages == NUM_PAGES
+
+
+def test_what_a_room_computed_before_a_flush_is_not_found_behind_it() -> None:
+    pool = Pool()
+    pool.begin(("", [1] * 6))
+    pool.compute(0)
+    pool.cache.flush()
+    pool.compute(0)
+    pool.compute(0)
+    assert pool.rooms[next(iter(pool.rooms))].num_written == 8
+    assert pool.cache.pages_wanted(pool.cache.page_keys(""), pack_i32([1] * 6)) == 3
+    pool.end(0)
+    assert pool.cache.num_free_pages == NUM_PAGES
