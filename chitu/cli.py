@@ -23,13 +23,7 @@ from chitu.errors import ChituError, ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
-    "engine": "unified engine against transformers generate",
     "transfer": "transports against memcpy",
-    "scheduler": "scheduler and messaging time per step, fake executor",
-    "overload": "goodput and early rejection at 0.5 to 3 times the load that 1P1D sustains",
-    "router": "CPU per request and streamed tokens/s of the router, fake workers",
-    "routing": "routing decisions/s with 5 to 1000 instances, and the time from a join to its first request",
-    "verify_kv": "what checksums of all KV or of a sample cost, in GB/s and in the first two tokens of 1P1D",
     "ttft": "time to first token, 1P1D over unified",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against what it does at best",
     "soak": "a long load with accidents: is everything right and flat?",

@@ -1,4 +1,4 @@
-"""Time as a value: the shell passes a clock in, tests pass a fake one and never sleep."""
+"""Time as a value: the shell passes a clock in, tests pass `testing.clock.FakeClock` and never sleep."""
 
 from __future__ import annotations
 
@@ -31,16 +31,3 @@ class Silence:
         self._turns = self._turns + 1 if count == self._count else 0
         self._count = count
         return self._turns * self._interval_s
-
-
-class FakeClock:
-    """Stands still until it is moved."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def monotonic(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        self._now_s += seconds

@@ -25,16 +25,16 @@ from pathlib import Path
 import msgspec
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.bench.report import DEFAULT_DIR, commit, machine
 from chitu.bench.soak_samples import Sample, findings, row_of, usage_of
-from chitu.bench.steady_load import Ask, SteadyLoad, count_outcomes
 from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import ROUTER, Entries
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.steady_load import Ask, SteadyLoad, count_outcomes
 
 VOCAB_SIZE = 1280
 """Of the embedded model and its tokenizer."""

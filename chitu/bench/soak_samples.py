@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 
-from chitu.bench.steady_load import LEFT, RIGHT
+from chitu.testing.steady_load import LEFT, RIGHT
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     """ZMQ: the router tells everyone who is there."""
     bootstrap_port: Port = 8080
     """HTTP: where D finds P."""
-    transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl", "fake"] = "auto"
+    transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl"] = "auto"
     """`auto`: between processes of one host shm, or cuda_ipc for GPU memory; Mooncake otherwise."""
     mooncake_protocol: Literal["auto", "tcp", "rdma"] = "auto"
     """What Mooncake writes over. `auto`: RDMA where the node has an active device, which for GPU memory must reach it

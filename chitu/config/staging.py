@@ -65,7 +65,7 @@ def protocol_of(pd: PDDisaggregationConfig) -> str:
 def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
     """Whether a library may carry the writes: not between processes of one machine, unless it was asked for."""
     is_local = host == "localhost" or host.startswith("127.")
-    return pd.transport in ("mooncake", "nixl", "fake") or (pd.transport == "auto" and not is_local)
+    return pd.transport in ("mooncake", "nixl") or (pd.transport == "auto" and not is_local)
 
 
 def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool:

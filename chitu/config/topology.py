@@ -315,11 +315,6 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             f"dp_config.router.pd_disaggregation.transport is {transport}, but the topology has {len(hosts)} hosts: "
             "use auto or mooncake"
         )
-    if transport == "fake":
-        yield (
-            "dp_config.router.pd_disaggregation.transport is fake, which works inside one process only: "
-            "use auto, shm or mooncake"
-        )
 
 
 def _port_problems(topology: Topology) -> Iterator[str]:

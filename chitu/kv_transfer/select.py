@@ -14,7 +14,6 @@ from chitu.config.staging import goes_through_the_host, has_transfer_library, pr
 from chitu.errors import ConfigError, MissingDependency
 from chitu.kv_transfer.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.cuda_ipc.transfer_engine import CudaIpcTransport
-from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
@@ -25,33 +24,20 @@ from chitu.kv_transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 
-def open_transports(
-    config: PDDisaggregationConfig,
-    host: str,
-    device: str = "cpu",
-    fabric: FakeFabric | None = None,
-    process: str = "",
-) -> list[Transport]:
+def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cpu") -> list[Transport]:
     """The transports of this process, best first; register the pool's arena with each of them.
 
-    `host`: this instance's address as peers reach it. `device`: where the pool is, `cpu` or `cuda:N`. `fabric`,
-    `process`: for `transport: fake`, which works inside one process only. Raises MissingDependency where the configured
-    library is absent; `auto` logs it and goes on. A loopback `host` has its peers on this machine: `auto` then leaves
-    out Mooncake, which listens on all interfaces.
+    `host`: this instance's address as peers reach it. `device`: where the pool is, `cpu` or `cuda:N`. Raises
+    MissingDependency where the configured library is absent; `auto` logs it and goes on. A loopback `host` has its
+    peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
-    transports = _open(config, host, device, fabric, process)
+    transports = _open(config, host, device)
     if not config.faults.describe():
         return transports
     return [FaultyTransport(transport, config.faults) for transport in transports]
 
 
-def _open(
-    config: PDDisaggregationConfig, host: str, device: str, fabric: FakeFabric | None, process: str
-) -> list[Transport]:
-    if config.transport == "fake":
-        if fabric is None:
-            raise ConfigError("pd_disaggregation.transport: fake works inside one process only (in tests)")
-        return [FakeTransport(fabric, process)]
+def _open(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
     if config.transport == "shm":
         return [ShmTransport() if device == "cpu" else _open_on_gpu(config, host, device)[-1]]
     if config.transport == "cuda_ipc":

@@ -1,6 +1,6 @@
 """The one-sided data plane as the rest of the project sees it: a writer puts bytes into a peer's registered memory.
 
-Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, `fake`, one package each. A backend's library is imported only inside
+Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one package each. A backend's library is imported only inside
 its own `transfer_engine.py`, lazily; its absence is `MissingDependency` with one clear sentence.
 
 Threads: `write` and `settle` are called by transfer threads and block there (releasing the GIL); everything else by the

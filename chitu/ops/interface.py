@@ -4,8 +4,8 @@ A step's tokens, of all prefill chunks and all decoding sequences, are one list 
 in slot `slots_T[t]`, stands at position `positions_T[t]`, and attends to the positions 0 up to its own, through the
 slot's page table. Prefill (later chunks see earlier ones), decode and any mix of the two are this one rule.
 
-Implementations: `reference.py` (the twin that says what is right), `torch_ops.py` (any device, any dtype), `native.py`
-(CPU, float32, own kernels). Called by the step thread alone.
+Implementations: `torch_ops.py` (any device, any dtype), `native.py` (CPU, float32, own kernels), `triton_ops.py`
+(CUDA); for tests `testing/reference_ops.py`, which says what is right. Called by the step thread alone.
 
 Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S tokens a page, I MLP width, V vocabulary.
 Of latent attention: L latent, R rotated part, C = L + R. Of experts: see `routing.py`.

@@ -1,6 +1,6 @@
 """Where the engine and the transports of a scheduler process come from: the real ones, or those of a test or benchmark.
 
-`serve/scheduler.py` calls them on its main thread; `bench/checksum_scheduler.py` gives others. Imports no torch.
+`serve/scheduler.py` calls them on its main thread; `testing/checksum_scheduler.py` gives others. Imports no torch.
 """
 
 from __future__ import annotations

@@ -19,9 +19,6 @@ from typing import Literal
 
 from chaos_proxy import Wires
 
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.bench.steady_load import Ask, SteadyLoad
 from chitu.chat.client import RouterClient
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
@@ -29,6 +26,9 @@ from chitu.launch.local import LocalCluster
 from chitu.messages import LoadReport, SamplingParams
 from chitu.net.curve import derive
 from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.steady_load import Ask, SteadyLoad
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
 VOCAB_SIZE = 1280

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from pin_twin import DeviceBlocks, SecondMappings
 
-from chitu.bench.checksum_engine import ChecksumPool
-from chitu.bench.checksum_scheduler import ChecksumRank, build_checksum_rank
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
@@ -19,6 +17,8 @@ from chitu.kv_transfer.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.serve.makers import Makers
 from chitu.serve.scheduler import end_process, main
+from chitu.testing.checksum_engine import ChecksumPool
+from chitu.testing.checksum_scheduler import ChecksumRank, build_checksum_rank
 from chitu.types import Role
 
 

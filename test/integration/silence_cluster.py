@@ -16,13 +16,13 @@ from types import TracebackType
 from chaos_cluster import PATIENCE_S, right_tokens, short_ask, wait_for
 from network import Network
 
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.bench.steady_load import RIGHT, SteadyLoad
 from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.plan import ROUTER, plan
 from chitu.launch.supervisor import Supervisor
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.steady_load import RIGHT, SteadyLoad
 
 INSTANCES = ("P0", "P1", "D0", "D1")
 KEY = "dp_config.router"

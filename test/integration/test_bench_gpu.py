@@ -12,7 +12,10 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.bench.gpu.__main__ import main
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here")
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for a GPU here"),
+]
 
 
 def run(*arguments: object) -> int:

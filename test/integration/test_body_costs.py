@@ -22,11 +22,11 @@ import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
 from raw_http import RawClient, http_request
 
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -23,7 +23,7 @@ import pytest
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster, wait_for
 from wrong_clocks import JUMPING, wrong_clocks
 
-from chitu.bench.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Answer, Ask, count_outcomes
+from chitu.testing.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Answer, Ask, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 Phase = Literal["queued", "prefilling", "transferring", "decoding"]

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
 
-from chitu.bench.steady_load import RIGHT, Answer, Ask, count_outcomes
+from chitu.testing.steady_load import RIGHT, Answer, Ask, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 LONG_TOKENS = 300

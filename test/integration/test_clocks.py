@@ -15,7 +15,7 @@ from chaos_cluster import ChaosCluster
 from test_chaos import RECOVERY_S
 from wrong_clocks import wrong_clocks
 
-from chitu.bench.steady_load import RIGHT
+from chitu.testing.steady_load import RIGHT
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.emulated
+
 HERE = Path(__file__).parent
 PROGRAM = """
 import threading

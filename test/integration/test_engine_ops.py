@@ -8,9 +8,9 @@ from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 
 from chitu.ops.interface import HeadSpec, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.select import select_ops
 from chitu.ops.torch_ops import TorchOps
+from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 

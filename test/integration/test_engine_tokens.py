@@ -10,8 +10,8 @@ from engine_checkpoints import FAMILIES, Engine, expected_tokens, generate, make
 
 from chitu.engine.loader import load_model
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.torch_ops import TorchOps
+from chitu.testing.reference_ops import ReferenceOps
 
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
 

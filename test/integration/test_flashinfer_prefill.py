@@ -20,14 +20,16 @@ from chitu.errors import ConfigError, Internal
 from chitu.ops.flashinfer_library import PrefillShape, run_bounded, trial_error, try_library, why_not
 from chitu.ops.flashinfer_prefill import FlashInferPrefill, Limits, page_lists
 from chitu.ops.interface import HeadSpec, Span
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.select import select_prefill_ops
 from chitu.ops.torch_ops import TorchOps
+from chitu.testing.reference_ops import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.triton_ops import TritonOps
 from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
+
+pytestmark = pytest.mark.emulated
 
 CPU = torch.device("cpu")
 ANY = Limits((torch.float32, torch.float16), (16, 32, 64), min_rows=1)

@@ -11,8 +11,8 @@ from chitu.engine.executor import Admit, FirstToken, Offload, Restore, StepPlan
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.messages import pack_i32
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.torch_ops import TorchOps
+from chitu.testing.reference_ops import ReferenceOps
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")

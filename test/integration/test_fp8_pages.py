@@ -24,8 +24,8 @@ from chitu.messages import KVLayout, fp8_head_bytes
 from chitu.ops.fp8_pages import E4M3, put_rows, quantised, scales_of, take_pages, values_of
 from chitu.ops.interface import Batch, HeadSpec, LatentHeads, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.torch_ops import TorchOps
+from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 CODES = [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) if code >= 8 else code * 2.0**-9 for code in range(127)]

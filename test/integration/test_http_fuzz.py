@@ -34,14 +34,14 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from chitu.assets import TINY_MODEL_NAME
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
 from chitu.serve.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,11 +16,11 @@ import msgspec
 import openai
 import pytest
 
-from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.chat.client import RouterClient
 from chitu.launch.make_model import make_model
 from chitu.messages import KVLayout, RouteEntry
 from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role
 
 PROMPT = "hello wörld 😀, again and again"

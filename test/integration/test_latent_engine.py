@@ -14,7 +14,7 @@ from chitu.errors import UnsupportedModel
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.messages import pack_i32
 from chitu.models.config import read_model_spec
-from chitu.ops.reference import ReferenceOps
+from chitu.testing.reference_ops import ReferenceOps
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
 
-from chitu.bench.steady_load import Ask
 from chitu.config.schema import RetryConfig
+from chitu.testing.steady_load import Ask
 
 EACH_S = 1.0
 FROZEN_S = 0.1

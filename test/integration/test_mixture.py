@@ -9,9 +9,9 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.expert_spec import read_expert_spec
 from chitu.ops.interface import Ops, Routes
 from chitu.ops.native import NativeOps, load_library
-from chitu.ops.reference import ReferenceOps
 from chitu.ops.routing import Router, route, rows_by_expert
 from chitu.ops.torch_ops import TorchOps, stacked
+from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 DEEPSEEK = {

@@ -10,7 +10,6 @@ import torch
 from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, expected_tokens, make_prompt, write_checkpoint
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import MAX_UNREAD_STEPS, StepResult
 from chitu.engine.sampler import Sampler
@@ -20,6 +19,7 @@ from chitu.errors import Internal
 from chitu.messages import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.testing.clock import FakeClock
 from chitu.token_manager import TokenManager
 
 NUM_PAGES = 14

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from completions import instance_loads, is_whole, wait_until
 
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 OUTPUT_TOKENS = 8
 MAX_IN_FLIGHT = 100

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
 
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import EngineConfig, make_checksum_model
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import EngineConfig, make_checksum_model
+
+pytestmark = pytest.mark.emulated
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280

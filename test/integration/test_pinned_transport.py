@@ -34,6 +34,8 @@ from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
 from chitu.kv_transfer.transport import CopyList, OrderedTransport, Transport, WriteError
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, StagingMemory, TransportSession
 
+pytestmark = pytest.mark.emulated
+
 PROGRAM = Path(__file__).with_name("pinned_process.py")
 
 

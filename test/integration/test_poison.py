@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask, wait_for
 
-from chitu.bench.steady_load import Ask
+from chitu.testing.steady_load import Ask
 
 LONG = [f"{DEADLINES}.{name}=60" for name in ("queue_s", "transfer_s")]
 """It is held until its P is killed, and no deadline ends it before that."""

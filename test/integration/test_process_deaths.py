@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.launch.make_model import make_model
 from chitu.net.process_deaths import ProcessDeaths, ProcessName, pid_namespace, start_ticks
+from chitu.testing.router_process import RouterUnderTest, wait_until
 
 PATIENCE_S = 20.0
 

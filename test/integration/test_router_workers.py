@@ -18,7 +18,6 @@ import psutil
 import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
-from chitu.bench.router_process import RouterUnderTest
 from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -26,6 +25,7 @@ from chitu.config.topology import with_router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.serve.cluster_snapshot import ClusterSnapshot, WorkerSnapshot
+from chitu.testing.router_process import RouterUnderTest
 
 WORKERS = 3
 WAIT_S = 60.0

@@ -16,8 +16,8 @@ import pytest
 from chaos_cluster import PATIENCE_S, wait_for
 from silence_cluster import INSTANCES, SilenceCluster
 
-from chitu.bench.steady_load import RIGHT, count_outcomes
 from chitu.net.sockets import CONNECT_TIMEOUT_MS, TCP_SILENCE_MS
+from chitu.testing.steady_load import RIGHT, count_outcomes
 
 SILENT_S = 11.0
 """Longer than TCP's patience."""

@@ -18,7 +18,7 @@ import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, wait_for
 from silence_cluster import KEY, SilenceCluster
 
-from chitu.bench.steady_load import RIGHT, Ask, count_outcomes
+from chitu.testing.steady_load import RIGHT, Ask, count_outcomes
 
 SLOW_BYTES_S = 2000
 """From P to D alone: announcements arrive at once, and the KV of one prompt takes half a minute."""

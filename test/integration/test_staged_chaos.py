@@ -9,7 +9,7 @@ import pytest
 from chaos_cluster import Blow, ChaosCluster
 from test_chaos import Row, run_cell
 
-from chitu.bench.steady_load import RIGHT
+from chitu.testing.steady_load import RIGHT
 
 PD = "dp_config.router.pd_disaggregation"
 STAGED = [f"{PD}.transfer=staged", f"{PD}.staging_mb=4", f"{PD}.staging_segment_mb=1"]

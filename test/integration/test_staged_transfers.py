@@ -15,10 +15,10 @@ import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
 
-from chitu.bench.checksum_engine import expected_tokens
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.testing.checksum_engine import expected_tokens
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280

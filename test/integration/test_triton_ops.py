@@ -18,7 +18,7 @@ import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 
 from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
-from chitu.ops.reference import ReferenceOps
+from chitu.testing.reference_ops import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import RouterUnderTest, wait_until
 
 PATIENCE_S = 20.0
 LEASE = "dp_config.router.pd_disaggregation.deadlines.lease_s=1"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from zipfile import ZipFile
 
 from serve_process import ServeProcess
 
@@ -26,7 +27,8 @@ def _run(*argv: str, cwd: Path) -> str:
 def _build(tmp_path: Path) -> Path:
     """The wheel; of a copy, so that nothing of an older build gets into it. Without isolation: it needs no network."""
     copy = tmp_path / "sources"
-    shutil.copytree(ROOT / "chitu", copy / "chitu", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("chitu", "benchmark"):
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
         shutil.copy(ROOT / name, copy)
     _run(sys.executable, "-c", "from setuptools import build_meta as b; b.build_wheel('dist')", cwd=copy)
@@ -52,6 +54,7 @@ def _install(wheel: Path, folder: Path) -> Path:
 def test_a_wheel_serves_far_from_the_sources(tmp_path: Path) -> None:
     wheel = _build(tmp_path)
     assert wheel.name.startswith("chitu_pd-")
+    assert {name.split("/")[0].split("-")[0] for name in ZipFile(wheel).namelist()} == {"chitu", "chitu_pd"}
     binaries = _install(wheel, tmp_path / "env")
     home = _run(str(binaries / "python"), "-c", "import chitu; print(chitu.__file__)", cwd=tmp_path)
     assert home.startswith(str(tmp_path)), home

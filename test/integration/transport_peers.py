@@ -74,7 +74,8 @@ class Way:
 
 
 ON_ONE_HOST = [
-    *(pytest.param(Way(kind), id=kind) for kind in ("shm", "mooncake", "nixl", "cuda_ipc")),
+    *(pytest.param(Way(kind), id=kind) for kind in ("shm", "mooncake", "nixl")),
+    pytest.param(Way("cuda_ipc"), id="cuda_ipc", marks=pytest.mark.emulated),
     pytest.param(Way("cuda_ipc_gpu"), id="cuda_ipc_gpu", marks=pytest.mark.gpu),
 ]
 LIBRARIES = [pytest.param(Way(kind), id=kind) for kind in ("mooncake", "nixl")]

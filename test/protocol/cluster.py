@@ -22,10 +22,10 @@ from cluster_writes import WriteWatch
 from pd_node import PAGE_BYTES, mixed
 from pd_world import Frame
 
-from chitu.clock import FakeClock
 from chitu.errors import ChituError
-from chitu.kv_transfer.fake.transfer_engine import FakeFabric
 from chitu.messages import RequestPortMessage
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 
 TURN_S = 0.01

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import (
     ExecutorInfo,
@@ -29,12 +28,10 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.engine.fake import FakeExecutor
 from chitu.errors import ChituError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakeTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.transfer_queue import Batch
 from chitu.lifecycle import ReceiverState, SenderState, SequenceState
@@ -42,6 +39,9 @@ from chitu.messages import ClusterView, InstanceInfo, SchedulerMessage
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.scheduling.sequence import Sequence
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor
+from chitu.testing.fake_transport import FakeFabric, FakeTransport
 from chitu.token_manager import TokenManager
 from chitu.types import Role, instance_name
 

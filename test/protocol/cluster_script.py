@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
+from chitu.testing.fake_transport import Fault, FaultKind
 
 if TYPE_CHECKING:
     from cluster import Cluster

@@ -10,7 +10,6 @@ from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
 from pd_node import PAGE_BYTES, mixed
 
-from chitu.engine.fake import expected_tokens
 from chitu.errors import ChituError
 from chitu.messages import (
     CancelRequest,
@@ -24,6 +23,7 @@ from chitu.messages import (
     pack_i32,
     token_codec,
 )
+from chitu.testing.fake_executor import expected_tokens
 from chitu.types import Role
 
 

@@ -9,8 +9,8 @@ from cluster_process import Process, Surroundings
 from cluster_world import ClusterWorld
 from routed_world import RoutedWorld
 
-from chitu.engine.late import LateExecutor
 from chitu.pd_scheduler import PDScheduler
+from chitu.testing.late_executor import LateExecutor
 from chitu.types import Role
 
 

@@ -24,7 +24,6 @@ from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import KVChunk, TransferEventKind
-from chitu.kv_transfer.fake.transfer_engine import FakeTransport
 from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -34,6 +33,7 @@ from chitu.kv_transfer.staging.copier import HostCopier
 from chitu.kv_transfer.staging.cost import Price
 from chitu.kv_transfer.transport import CopyList, Transport
 from chitu.messages import InstanceInfo, KVLayout
+from chitu.testing.fake_transport import FakeTransport
 from chitu.types import Ready, Role, instance_name
 
 if TYPE_CHECKING:

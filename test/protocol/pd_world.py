@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
 
-from chitu.clock import FakeClock
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import FakeFabric, Fault, FaultKind
 from chitu.kv_transfer.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import TransferWay
 from chitu.kv_transfer.transport import CopyList
 from chitu.lifecycle import SegmentState
 from chitu.messages import ClusterView, TransferStatus, peer_codec
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 from chitu.types import Role, new_room
 
 

@@ -14,7 +14,6 @@ from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
 from pd_node import mixed
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
-from chitu.engine.fake import expected_tokens
 from chitu.errors import ChituError, NoInstance
 from chitu.failure_reports import FailureReports
 from chitu.generation import GenerateRequest, Generation
@@ -35,6 +34,7 @@ from chitu.messages import (
 from chitu.pd_request_router import PDRequestRouter
 from chitu.received_requests import ReceivedRequests
 from chitu.routing import InstanceKey, make_selector
+from chitu.testing.fake_executor import expected_tokens
 from chitu.types import Role
 
 CONFIG = RouterConfig(

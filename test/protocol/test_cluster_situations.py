@@ -9,7 +9,6 @@ from cluster_process import DEADLINES, Process
 from cluster_script import Op
 from cluster_world import Asked, ClusterWorld
 
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import ReceiverState, SequenceState
 from chitu.messages import (
     AbortAck,
@@ -24,6 +23,7 @@ from chitu.messages import (
     peer_codec,
 )
 from chitu.messages.wire import Wire
+from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 

@@ -17,7 +17,6 @@ from pd_world import Pair, busy_segments
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import (
     RECEIVER_DEADLINES,
     SENDER_DEADLINES,
@@ -28,6 +27,7 @@ from chitu.lifecycle import (
     SequenceState,
 )
 from chitu.messages import AbortTransfer, AuxReady, Staged, TransferStatus, encode, peer_codec
+from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 

@@ -13,7 +13,7 @@ from pd_world import Pair
 from chitu.errors import Integrity, TransferTimeout
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
+from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 NUM_TOKENS = 18

@@ -11,7 +11,6 @@ from pd_world import Frame, Pair, World, busy_segments
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, PrefillLost, TransferFailed, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import ReceiverState, SegmentState, SenderState
 from chitu.messages import (
     AbortAck,
@@ -23,6 +22,7 @@ from chitu.messages import (
     encode,
     peer_codec,
 )
+from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 
 

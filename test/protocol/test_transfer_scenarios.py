@@ -18,8 +18,8 @@ from chitu.errors import (
     TransferTimeout,
 )
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.fake.transfer_engine import Fault, FaultKind
 from chitu.lifecycle import ReceiverState, SenderState
+from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import new_room
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from chitu.clock import FakeClock
 from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.generation import GenerateRequest, Generation
 from chitu.messages import (
@@ -23,6 +22,7 @@ from chitu.messages import (
 )
 from chitu.pd_request_router import PDRequestRouter
 from chitu.routing import InstanceKey, make_selector
+from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

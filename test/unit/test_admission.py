@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_router_requests import World, pair
 
-from chitu.clock import FakeClock
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
 from chitu.errors import Overloaded
 from chitu.messages import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport
 from chitu.net.http import error_headers
 from chitu.routing import Admission, Candidates, InstanceKey, instance_key
 from chitu.routing.admission import QueueEstimate
+from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from chitu.clock import FakeClock
 from chitu.errors import BootstrapTimeout, IncompatibleLayout
 from chitu.kv_transfer.bootstrap import MAX_BODY_BYTES, BootstrapClient, BootstrapServer, RouteError
 from chitu.messages import KVLayout, RouteEntry
+from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

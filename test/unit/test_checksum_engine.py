@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.bench.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout, expected_tokens
 from chitu.engine.executor import Admit, ExecutorInfo, FirstToken, Offload, PrefillChunk, Restore, StepPlan
 from chitu.messages import SamplingParams, pack_i32
+from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout, expected_tokens
 
 VOCAB = 100
 PROMPT = [20 + n % 70 for n in range(37)]

@@ -121,7 +121,6 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
         ("dp_config.router.decode_schedulers.0.devices=[cpu,cpu]", "names 2 devices"),
         ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
         ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
-        ("dp_config.router.pd_disaggregation.transport=fake", "works inside one process only"),
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity
 from chitu.messages import (
@@ -23,6 +22,7 @@ from chitu.messages import (
     LoadReport,
 )
 from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
+from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

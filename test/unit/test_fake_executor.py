@@ -18,8 +18,8 @@ from chitu.engine.executor import (
     Restore,
     StepPlan,
 )
-from chitu.engine.fake import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.messages import SamplingParams, pack_i32
+from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
 
 INFO = ExecutorInfo(num_slots=4, max_model_len=64, vocab_size=50, num_layers=3, eos_token_ids=(2, 3))
 PROMPT = [7, 1, 9, 9, 4, 30]

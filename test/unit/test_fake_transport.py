@@ -10,11 +10,11 @@ import pytest
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
-from chitu.kv_transfer.fake.transfer_engine import FakeFabric, FakePeer, FakeTransport, Fault, FaultKind
 from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.shard_writer import open_shards
 from chitu.kv_transfer.transport import CopyList, WriteError
 from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession
+from chitu.testing.fake_transport import FakeFabric, FakePeer, FakeTransport, Fault, FaultKind
 
 
 class Pair:
@@ -141,14 +141,6 @@ def test_shm_is_preferred_on_one_host_and_refused_between_hosts() -> None:
     assert shm.can_reach(here) and not shm.can_reach(there)
     assert not shm.can_reach(TransportSession("mooncake", "127.0.0.1:1"))
     shm.close()
-
-
-def test_fake_needs_a_fabric() -> None:
-    with pytest.raises(ConfigError, match="fake"):
-        open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1")
-    fabric = FakeFabric()
-    (fake,) = open_transports(PDDisaggregationConfig(transport="fake"), "127.0.0.1", fabric=fabric, process="P")
-    assert fake.local_session().session_id == "P"
 
 
 def test_cuda_ipc_needs_a_pool_in_gpu_memory_and_a_driver() -> None:

@@ -8,9 +8,7 @@ import pytest
 from test_pd_scheduler import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.fake import FakeExecutor
 from chitu.messages import (
     CancelRequest,
     DecodeRequest,
@@ -21,6 +19,8 @@ from chitu.messages import (
     pack_i32,
 )
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor
 from chitu.token_manager import TokenManager
 
 

@@ -12,11 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
-from chitu.engine.fake import FakeExecutor, expected_tokens
-from chitu.engine.late import LateExecutor
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.messages import (
@@ -33,6 +30,9 @@ from chitu.messages import (
 )
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.request_arrivals import wrong_sampling
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor, expected_tokens
+from chitu.testing.late_executor import LateExecutor
 from chitu.token_manager import TokenManager
 from chitu.types import Ready
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import SchedulerConfig
 from chitu.decode_manager import DecodeManager
 from chitu.engine.executor import StepPlan
@@ -15,6 +14,7 @@ from chitu.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.scheduling.prefill import select_chunks, speculation_to_undo
 from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
+from chitu.testing.clock import FakeClock
 
 
 def sequence(

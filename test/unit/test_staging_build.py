@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from chitu.bench.checksum_engine import ChecksumPool, checksum_layout
 from chitu.config.load import load_topology
 from chitu.config.staging import plan_staging
 from chitu.config.topology import find_instance
@@ -18,6 +17,7 @@ from chitu.kv_transfer.staging.build import StagingParts, build_staging
 from chitu.kv_transfer.staging.copier import HostCopier
 from chitu.kv_transfer.staging.host_area import HostArena
 from chitu.messages import TransportSession
+from chitu.testing.checksum_engine import ChecksumPool, checksum_layout
 from chitu.types import Role
 
 PD = "dp_config.router.pd_disaggregation"

@@ -22,9 +22,9 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.engine.fake import FakeExecutor, InvariantViolation, expected_tokens
-from chitu.engine.late import LateExecutor, LateStep
 from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
+from chitu.testing.late_executor import LateExecutor, LateStep
 
 POISON = 999
 """A token id that no other prompt or answer has."""

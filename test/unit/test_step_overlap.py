@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import FakeClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
-from chitu.engine.fake import FakeExecutor, expected_tokens
-from chitu.engine.late import LateExecutor
 from chitu.errors import Internal
 from chitu.lifecycle import SequenceState
 from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.pd_service import SilenceWatch
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor, expected_tokens
+from chitu.testing.late_executor import LateExecutor
 from chitu.token_manager import TokenManager
 
 stops = st.integers(0, 11)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from chitu.clock import FakeClock
 from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
 from chitu.lifecycle import (
@@ -15,6 +14,7 @@ from chitu.lifecycle import (
     ReceiverEvent,
     ReceiverState,
 )
+from chitu.testing.clock import FakeClock
 
 ROOM, OTHER = b"r" * 16, b"o" * 16
 LIMITS_S = {Deadline.BOOTSTRAP: 5.0, Deadline.TRANSFER: 7.0}

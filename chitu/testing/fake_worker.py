@@ -4,7 +4,7 @@ Used by the router benchmark and by tests. Everything on the wire is real; only 
 function of the request alone: token i is the prompt's token i modulo its length (so the text of the answer is the
 prompt, over and over). With `--step-s 0` every running request gets a token in every turn of the loop.
 
-    python -m chitu.bench.fake_worker --instances P0,D0 --host 127.0.0.1 --coordination-port ... --stats-port ...
+    python -m chitu.testing.fake_worker --instances P0,D0 --host 127.0.0.1 --coordination-port ... --stats-port ...
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class FakeWorker:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chitu.bench.fake_worker", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m chitu.testing.fake_worker", description=__doc__.split("\n")[0])
     parser.add_argument("--instances", required=True, help="comma separated: P0,D0,U0")
     hints = get_type_hints(FakeOptions)
     for option in dataclasses.fields(FakeOptions):

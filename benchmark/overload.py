@@ -1,4 +1,4 @@
-"""What becomes of a cluster under more load than it can carry: `chitu bench overload [--engine tiny] [...]`.
+"""What becomes of a cluster under more load than it can carry: `python -m benchmark.overload [--engine tiny] [...]`.
 
 Starts 1P1D (real processes, real transfers), finds the rate that it sustains with a closed loop, then offers 0.5, 1, 2
 and 3 times that as Poisson arrivals. Goodput is what a user has of it: answers whose first token came within
@@ -27,13 +27,13 @@ from pathlib import Path
 
 import uvloop
 
+from benchmark.open_loop import Connections, Outcome, closed_loop, offer
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.bench.open_loop import Connections, Outcome, closed_loop, offer
 from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 LEVELS = (0.5, 1.0, 2.0, 3.0)
 WANTED_RATIO = 0.9
@@ -144,7 +144,7 @@ def cluster_of(args: argparse.Namespace, folder: Path) -> LocalCluster:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="chitu bench overload", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmark.overload", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--engine", choices=("timed", "tiny"), default="timed")
     parser.add_argument("--bottleneck", choices=tuple(RUNNING_ON_D), default="prefill")
     parser.add_argument("--prompt-tokens", type=int, default=256)

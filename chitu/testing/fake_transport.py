@@ -3,7 +3,7 @@
 A `FakeFabric` is the network: it knows who registered which memory, holds the queue of faults and the writes that have
 not landed yet. Bytes really move (raw addresses, as with every transport), so the same `RankMemory` and copy lists are
 used. Deterministic: no thread, no sleep, no random number of its own; faults strike writes in the order they were
-injected. Ships in the package because the protocol tests and the unit tests of other packages use it.
+injected.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from chitu.engine.executor import MAX_UNREAD_STEPS, ExecutorInfo, LayerCallback, StepPlan, StepResult
-from chitu.engine.fake import InvariantViolation
+from chitu.testing.fake_executor import InvariantViolation
 
 
 class EagerExecutor(Protocol):

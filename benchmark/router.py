@@ -1,4 +1,4 @@
-"""What a request and a streamed token cost on the router: `python -m chitu.bench.router [--json-dir DIR]`.
+"""What a request and a streamed token cost on the router: `python -m benchmark.router [--json-dir DIR]`.
 
 Starts the real router (one process, or more with `--workers`) and one fake worker process (P0 and D0), sends
 completions over kept-alive connections from this process, and reads the router's own CPU time from the kernel, all its
@@ -31,7 +31,7 @@ from typing import cast
 import uvloop
 
 from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.bench.router_process import RouterUnderTest, cpu_seconds
+from chitu.testing.router_process import RouterUnderTest, cpu_seconds
 
 PROMPT_CHARS = 400
 PROMPTS = 4096
@@ -193,7 +193,7 @@ async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chitu.bench.router", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmark.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="checkpoint folder (config.json and tokenizer); default: a small one is made")
     parser.add_argument("--tokens", type=int, default=64, help="tokens per request")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each row")

@@ -1,6 +1,6 @@
 """What scheduling and messaging cost per step, with an executor that computes nothing.
 
-    python -m chitu.bench.scheduler
+    python -m benchmark.scheduler
 
 Runs a unified scheduler at 1 to 4096 running requests, which are all admitted in its first turn. Everything but the
 model is real: admission, page growth, finish checks, the token message (encoded and sent through a real ZMQ socket to a

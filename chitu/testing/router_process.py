@@ -99,7 +99,7 @@ class RouterUnderTest:
     def start_worker(self, instances: str, *options: str, wait: bool = True) -> subprocess.Popen[bytes]:
         """A fake worker process for `P0,D0` or the like; returns once the router's /health lists all of them."""
         names = ("coordination_port", "metadata_sync_port", "stats_port", "token_port")
-        argv = [sys.executable, "-m", "chitu.bench.fake_worker", "--instances", instances, "--host", "127.0.0.1"]
+        argv = [sys.executable, "-m", "chitu.testing.fake_worker", "--instances", instances, "--host", "127.0.0.1"]
         for name in names:
             argv += ["--" + name.replace("_", "-"), str(self.ports[name])]
         with (self.folder / "worker.log").open("ab") as log:

@@ -1,4 +1,4 @@
-"""Process entry of an instance with the checksum engine: `python -m chitu.bench.checksum_scheduler --role decode ...`.
+"""Process entry of an instance with the checksum engine: `python -m chitu.testing.checksum_scheduler --role ...`.
 
 Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
 "checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which
@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.staging import plan_staging
 from chitu.config.topology import Instance
@@ -33,9 +32,10 @@ from chitu.launch.progress import ProgressWriter
 from chitu.models.config import read_model_spec
 from chitu.serve.makers import Makers
 from chitu.serve.scheduler import end_process, main
+from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.types import Role
 
-ENTRIES = Entries(scheduler="chitu.bench.checksum_scheduler", torchrun=False)
+ENTRIES = Entries(scheduler="chitu.testing.checksum_scheduler", torchrun=False)
 """For `LocalCluster`."""
 CONFIG_FILE = "checksum_engine.json"
 HOLD_POLL_S = 0.005

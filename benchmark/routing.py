@@ -1,4 +1,4 @@
-"""What a routing decision costs, and how soon an instance that joins is used: `python -m chitu.bench.routing`.
+"""What a routing decision costs, and how soon an instance that joins is used: `python -m benchmark.routing`.
 
 Decisions: `PairSelector` in this process, with 5, 100 and 1000 made-up instances (two P to three D), under load: each
 decision is counted as the router counts it, 256 requests are in flight, and reports come in between. Prompts have 512
@@ -22,14 +22,14 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from chitu.bench.fake_worker import STARTED
 from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.bench.router_process import RouterUnderTest, wait_until
 from chitu.chat.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.launch.make_model import make_model
 from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.routing import PairSelector, instance_key, make_selector
+from chitu.testing.fake_worker import STARTED
+from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
@@ -121,7 +121,7 @@ def joins(count: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chitu.bench.routing", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmark.routing", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--decisions", type=int, default=20_000, help="measured ones for each row")
     parser.add_argument("--joins", type=int, default=5, help="instances that join a running router, one by one")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)

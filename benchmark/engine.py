@@ -1,6 +1,6 @@
 """The engine alone against `transformers` generate, on CPU: prefill and decode of a small Qwen3 with random weights.
 
-    python -m chitu.bench.engine [--threads 2] [--rounds 5] [--ops native|torch]
+    python -m benchmark.engine [--threads 2] [--rounds 5] [--ops native|torch]
 
 Both engines are measured in turn within each round, so a busy machine slows both; the ratio is the median over rounds.
 The engine runs through `ModelRunner.execute` with chunked prefill and the default scheduler limits, as a unified
