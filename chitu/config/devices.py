@@ -18,6 +18,17 @@ GPU_ELSEWHERE = "cuda:other"
 """A GPU of another node, which alone knows which one."""
 
 
+CPU_DTYPE = "float32"
+"""What `model.dtype: auto` is on CPUs, whatever the checkpoint has: docs/adr/0010."""
+
+
+def dtype_on(device: str, wanted: str, stored: str) -> str:
+    """What a device computes in. `wanted`: `model.dtype`. `stored`: the checkpoint's own dtype."""
+    if wanted != "auto":
+        return wanted
+    return CPU_DTYPE if device == CPU else stored
+
+
 def is_auto(config: InstanceConfig) -> bool:
     return config.devices == AUTO_DEVICES
 

@@ -30,7 +30,8 @@ class ModelConfig(Section, frozen=True):
     served_name: str | None = None
     """Name in the API; the folder's name where unset."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on CPU, the checkpoint's own on CUDA."""
+    """`auto`: float32 on CPUs, whatever the checkpoint has, the checkpoint's own on CUDA. `bfloat16` on CPUs halves the
+    memory; prompts are faster where the CPU has AMX, tokens are slower."""
     max_model_len: Positive | None = None
     """Tokens (prompt plus output) of one request; the model's own limit where unset."""
     prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"

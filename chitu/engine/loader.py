@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from chitu.config.devices import dtype_on
 from chitu.errors import ConfigError
 from chitu.layers.decoder import DecoderModel
 from chitu.layers.shard import Shard
@@ -22,9 +23,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:
     """`auto` is float32 on CPU and the checkpoint's own elsewhere."""
-    resolved = dtype
-    if dtype == "auto":
-        resolved = "float32" if device.type == "cpu" else spec.dtype
+    resolved = dtype_on(device.type, dtype, spec.dtype)
     if resolved not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype: {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}")
     return resolved

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from chitu.config.devices import gpu_index, is_gpu
+from chitu.config.devices import CPU, dtype_on, gpu_index, is_gpu
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
@@ -76,18 +76,17 @@ def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_h
     )
 
 
-def _smallest_page_bytes(topology: Topology, spec: ModelSpec, instance: Instance) -> int:
-    """Of all ranks of an instance, in the narrowest dtype that it might choose."""
+def _cpu_page_bytes(topology: Topology, spec: ModelSpec, instance: Instance) -> int:
+    """Of all ranks of an instance on CPUs."""
     config, cache = instance.config, topology.cache
-    dtypes = (topology.model.dtype,) if topology.model.dtype != "auto" else ("bfloat16", spec.dtype)
-    dtype = FP8_E4M3 if cache.kv_dtype == FP8_E4M3 else min(dtypes, key=ITEM_BYTES.__getitem__)
+    dtype = FP8_E4M3 if cache.kv_dtype == FP8_E4M3 else dtype_on(CPU, topology.model.dtype, spec.dtype)
     return config.tp_size * kv_layout(spec, cache.page_size, dtype, config.tp_size).bytes_per_page
 
 
 def pool_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance], available_bytes: int) -> Iterator[str]:
     """`num_pages` of instances on the CPUs of one host that its memory certainly cannot hold, a sentence."""
     asked = [
-        (instance, pages, _smallest_page_bytes(topology, spec, instance))
+        (instance, pages, _cpu_page_bytes(topology, spec, instance))
         for instance in here
         if "cpu" in instance.config.devices and (pages := num_pages_asked(topology, instance)) is not None
     ]
@@ -112,19 +111,20 @@ def weight_problems(
     `num_weights`: as the files say. Some of them may stay unread, hence `CERTAIN_PART`. `cards`: bytes of each GPU of
     the host by its number, where they are known. Instances whose devices nobody chose yet are left out.
     """
-    wanted = topology.model.dtype
     on_cpus = [item for item in here if "cpu" in item.config.devices]
-    dtype: str = "float32" if wanted == "auto" else wanted
+    dtype = dtype_on(CPU, topology.model.dtype, spec.dtype)
     names = ", ".join(item.name for item in on_cpus)
     each = num_weights * ITEM_BYTES[dtype]
     if CERTAIN_PART * each * len(on_cpus) > available_bytes:
+        half = num_weights * ITEM_BYTES["bfloat16"] * len(on_cpus)
+        fits_in_half = dtype == "float32" and CERTAIN_PART * half <= available_bytes
         yield (
             f"the weights would have {each / GIB:.1f} GiB ({dtype}) in each of {names} on CPUs, "
             f"{each * len(on_cpus) / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
             "free: use GPUs, fewer instances on this host, a smaller model"
-            + (" or model.dtype=bfloat16" if dtype == "float32" else "")
+            + (f", or model.dtype=bfloat16 ({half / GIB:.1f} GiB together)" if fits_in_half else "")
         )
-    dtype = spec.dtype if wanted == "auto" else wanted
+    dtype = dtype_on("cuda", topology.model.dtype, spec.dtype)
     for index, total_bytes in cards.items():
         on_it = [item for item in here if any(is_gpu(d) and gpu_index(d) == index for d in item.config.devices)]
         needed = sum(num_weights * ITEM_BYTES[dtype] // item.config.tp_size for item in on_it)

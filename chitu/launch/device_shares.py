@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chitu.config.devices import CPU, GPU_ELSEWHERE, gpu_index, is_auto, is_gpu, why_no_device
+from chitu.config.devices import CPU, CPU_DTYPE, GPU_ELSEWHERE, dtype_on, gpu_index, is_auto, is_gpu, why_no_device
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, instances
 from chitu.errors import ConfigError
@@ -53,7 +53,8 @@ def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) ->
     else:
         on_gpus = bool(node.devices) and not node.problem
         if not on_gpus:
-            notes.append(f"{_names(asked)} on CPUs: {node.problem or where}")
+            dtype = dtype_on(CPU, topology.model.dtype, CPU_DTYPE)
+            notes.append(f"{_names(asked)} on CPUs, in {dtype}: {node.problem or where}")
     devices: dict[str, tuple[str, ...]] = {}
     if on_gpus:
         taken = {gpu_index(device) for instance in named for device in instance.config.devices if is_gpu(device)}

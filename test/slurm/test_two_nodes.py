@@ -122,7 +122,7 @@ def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: st
 def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, served: Launched, tmp_path: Path) -> None:
     assert "node 0 (198.18.77.10): router D0 D1 D2" in served.output()
     assert "node 1 (198.18.77.11): P0 P1" in served.output()
-    assert "node 0 devices: D0, D1, D2 on CPUs: this node has no GPU" in served.output()
+    assert "node 0 devices: D0, D1, D2 on CPUs, in float32: this node has no GPU" in served.output()
     assert "a Slurm job asks for some with --gpus-per-node" in served.output()
     script = [sys.executable, "test/verify_xpyd_topology.py", "--router", ROUTER_URL, "--model", "m"]
     options = ["--concurrency", "6", "--max_tokens", "16", "--stream", "--json"]

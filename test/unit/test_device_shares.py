@@ -135,7 +135,9 @@ def test_a_node_without_gpus_serves_on_cpus_and_says_so() -> None:
     topology = two_nodes()
     found = shares(topology, NONE, A)
     assert set(by_name(topology, found).values()) == {"cpu,cpu"}
-    assert found.notes == ("D0, D1, D2 on CPUs: this node has no GPU (there is no NVIDIA driver here)",)
+    assert found.notes == ("D0, D1, D2 on CPUs, in float32: this node has no GPU (there is no NVIDIA driver here)",)
+    (note,) = shares(two_nodes("model.dtype=bfloat16"), NONE, A).notes
+    assert note.startswith("D0, D1, D2 on CPUs, in bfloat16: ")
 
 
 def test_gpus_that_torch_cannot_use_are_told_and_refused_where_somebody_gave_them() -> None:

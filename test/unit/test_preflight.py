@@ -116,11 +116,13 @@ def test_a_pool_that_memory_cannot_hold_is_refused_with_the_number_that_fits() -
     assert not problems(0), "sized by itself"
 
 
-def test_a_dtype_that_is_chosen_later_refuses_nothing_that_might_fit() -> None:
-    (problem,) = problems(8 * GIB, "cache.num_pages=1000000000", "model.dtype=float32")
+def test_pages_on_cpus_are_counted_in_the_dtype_that_they_get() -> None:
+    assert SPEC.dtype == "bfloat16", "a checkpoint of 16 bits, which CPUs widen"
+    (problem,) = problems(8 * GIB, "cache.num_pages=1000000000")
     fits = int(problem.split("at most ")[1].split(" pages")[0])
-    assert not problems(8 * GIB, f"cache.num_pages={2 * fits}")
-    assert problems(8 * GIB, f"cache.num_pages={2 * fits + 2}")
+    for dtype, times in (("auto", 1), ("float32", 1), ("bfloat16", 2)):
+        assert not problems(8 * GIB, f"cache.num_pages={times * fits}", f"model.dtype={dtype}")
+        assert problems(8 * GIB, f"cache.num_pages={times * fits + 2}", f"model.dtype={dtype}")
 
 
 def test_weights_that_memory_cannot_hold_are_refused_with_the_numbers(tmp_path: Path) -> None:
@@ -136,7 +138,9 @@ def test_weights_that_memory_cannot_hold_are_refused_with_the_numbers(tmp_path: 
 
     (sentence,) = words(71 * GIB)
     assert "40.0 GiB (float32) in each of P0, D0 on CPUs, 80.0 GiB together, but 71.0 GiB" in sentence
+    assert sentence.endswith(", or model.dtype=bfloat16 (40.0 GiB together)")
     assert words(72 * GIB) == [], "a tenth may stay unread"
+    assert "bfloat16" in words(36 * GIB)[0] and "bfloat16" not in words(35 * GIB)[0], "named where it is a cure"
     assert words(36 * GIB, "model.dtype=bfloat16") == [] and len(words(35 * GIB, "model.dtype=bfloat16")) == 1
     key = "dp_config.router.{}_schedulers.0.{}"
     gpus = [key.format(role, "devices=[cuda:0,cuda:1]") for role in ("prefill", "decode")]
