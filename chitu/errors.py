@@ -3,7 +3,8 @@
 ChituError
 |-- ConfigError                    a key, a value, a path: one sentence, before any model loads
 |   |-- UnsupportedModel
-|   `-- MissingDependency
+|   |-- MissingDependency
+|   `-- RankTaken
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest
@@ -47,6 +48,12 @@ class UnsupportedModel(ConfigError):
 
 class MissingDependency(ConfigError):
     code = "missing_dependency"
+
+
+class RankTaken(ConfigError):
+    """Another process is that instance."""
+
+    code = "rank_taken"
 
 
 class RequestError(ChituError):

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from chitu.clock import Clock, Silence
-from chitu.errors import BadFrame, Capacity, ConfigError, UnknownKind
+from chitu.errors import BadFrame, Capacity, UnknownKind
 from chitu.kv_transfer.events import CommSide
 from chitu.messages import (
     PROTOCOL_VERSION,
@@ -39,7 +39,6 @@ from chitu.messages import (
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.sockets import bind, connect
 from chitu.received_requests import ReceivedRequests
-from chitu.types import Role, instance_name
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,8 @@ class CommCallbacks:
     on_view: Callable[[ClusterView], None]
     on_new_router: Callable[[], None]
     """A router with another incarnation speaks: the requests of the old one are nobody's."""
-    on_refused: Callable[[ConfigError], None]
-    """The router will never take this instance."""
+    on_refused: Callable[[str, str], None]
+    """The router will never take this instance: its code and message."""
     on_drain: Callable[[], None]
     """The router sends nothing new: finish what runs and leave. Called once."""
     on_worker_gone: Callable[[int], None]
@@ -82,14 +81,12 @@ class CommLoop:
 
     def __init__(
         self,
-        role: Role,
         bind_host: str,
         port: int,
         router: RouterAddress,
         clock: Clock,
         secrets: ClusterSecrets | None = None,
     ) -> None:
-        self._role = role
         self._router = router
         self._clock = clock
         self._context = make_context(secrets)
@@ -288,8 +285,7 @@ class CommLoop:
                 logger.warning("coordination: bad frame: %s", error)
                 continue
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == self._instance.incarnation:
-                name = instance_name(self._role, self._instance.engine_rank)
-                callbacks.on_refused(ConfigError(f"the router refused {name}: {reply.message} ({reply.code})"))
+                callbacks.on_refused(reply.code, reply.message)
             elif isinstance(reply, Drain) and reply.incarnation == self._instance.incarnation:
                 self._start_draining(callbacks)
 

@@ -4,11 +4,11 @@ The pure core: messages and a clock in, replies and a view out. `serve/coordinat
 router's loop thread, which alone calls it.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank): a process that joins for the first time
-takes the place of another one, which is refused from then on, as is one that returns to find its place taken; all live
-P and D have one KV layout; an instance is in the view exactly while its lease runs, or until its death is known sooner
-(by its pid on this machine, by the word of its launcher on another). A lost instance is reported once through
-`on_lost`, after it left the view. One is called dead in the view only where all its processes are known to have ended;
-silence and a Leave of its own prove nothing. Nothing here knows of requests.
+takes the place of another one, unless it yields; who was replaced is refused from then on, as is one that returns to
+find its place taken; all live P and D can exchange pages (`unlike.py`); an instance is in the view exactly while its
+lease runs, or until its death is known sooner (by its pid on this machine, by the word of its launcher on another). A
+lost instance is reported once through `on_lost`, after it left the view. One is called dead in the view only where all
+its processes are known to have ended; silence and a Leave of its own prove nothing. Nothing here knows of requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout
+from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken
 from chitu.messages import (
     PROTOCOL_VERSION,
     ClusterView,
@@ -32,13 +32,13 @@ from chitu.messages import (
     InstanceInfo,
     Join,
     JoinReply,
-    KVLayout,
     Leave,
     LoadReport,
 )
 from chitu.metrics import CoordinationMetrics
 from chitu.net.sockets import check_address
 from chitu.types import Role, instance_name
+from chitu.unlike import why_unlike
 
 log = logging.getLogger(__name__)
 
@@ -210,11 +210,18 @@ class PDCoordination:
         present, last = self._members.get(key), self._last.get(key, info)
         is_other = last.incarnation != info.incarnation
         if is_other and (info.returns or info.incarnation in self._replaced):
-            raise ConfigError(
+            raise RankTaken(
                 f"{_name(info)} is another process by now (incarnation {last.incarnation}, pid {last.pid}): "
                 "end one of the two, or give it another rank"
             )
-        self._require_compatible(info)
+        if is_other and info.yields and present is not None:
+            raise RankTaken(
+                f"{_name(info)} is in the cluster (pid {present.info.pid} on {present.info.host}): drain it first, or "
+                "give another --rank"
+            )
+        for member in self._members.values():
+            if (member.info.role, member.info.engine_rank) != key and (reason := why_unlike(info, member.info)):
+                raise IncompatibleLayout(reason)
         if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s
@@ -233,24 +240,6 @@ class PDCoordination:
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
         self._publish()
-
-    def _require_compatible(self, info: InstanceInfo) -> None:
-        """IncompatibleLayout where a live P or D could not exchange pages with this one."""
-        for member in self._members.values():
-            other = member.info
-            if (other.role, other.engine_rank) == (info.role, info.engine_rank):
-                continue
-            mine, theirs = info.layout, other.layout
-            if Role.UNIFIED in (info.role, other.role):
-                # A unified instance exchanges no pages; it must serve the same model.
-                mismatches = [m for m in mine.mismatches(theirs) if m.startswith(("model_hash:", "vocab_size:"))]
-            else:
-                mismatches = mine.mismatches(theirs)
-            if mismatches:
-                raise IncompatibleLayout(
-                    f"{_name(info)} does not fit {_name(other)} ({'; '.join(mismatches)}). "
-                    f"{_name(info)}: {_layout_text(mine)}. {_name(other)}: {_layout_text(theirs)}"
-                )
 
     def _note_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
@@ -276,7 +265,3 @@ def _proves_death(leave: Leave, info: InstanceInfo) -> bool:
     machine or container say nothing."""
     is_same_place = bool(info.pid_namespace) and leave.pid_namespace == info.pid_namespace
     return is_same_place and info.pid > 0 and {info.pid, *info.follower_pids} <= set(leave.dead_pids)
-
-
-def _layout_text(layout: KVLayout) -> str:
-    return ", ".join(f"{name}={getattr(layout, name)}" for name in layout.__struct_fields__)

@@ -22,8 +22,9 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock, Silence
 from chitu.config.overlap import overlaps_steps
 from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
-from chitu.errors import ChituError, ConfigError, Internal
+from chitu.errors import ChituError, Internal, RankTaken
 from chitu.failure_reports import FailureReports
 from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
@@ -108,6 +109,8 @@ class Identity:
     engine_rank: int
     incarnation: Incarnation
     instance: InstanceConfig
+    yields: bool = False
+    """It takes nobody's rank."""
 
     @property
     def name(self) -> str:
@@ -134,6 +137,8 @@ class PDSchedulerService:
         self._skip_drain = threading.Event()
         self.was_drained = False
         """An operator wanted this instance to leave, before any signal."""
+        self.rank_was_taken = False
+        """The router refused it because another process has its rank."""
         self._step = ServiceThread("step", self._step_loop)
         self._is_warm = threading.Event()
         self._stop_step = threading.Event()
@@ -178,6 +183,9 @@ class PDSchedulerService:
             follower_pids=engine.follower_pids,
             pid_namespace=pid_namespace(),
             start_ticks=start_ticks(os.getpid()),
+            device=identity.instance.devices[MAIN_RANK].partition(":")[0],
+            ways=kv.ways if kv is not None else (),
+            yields=identity.yields,
         )
 
     # ----------------------------------------------------------------------------------------------------- main thread
@@ -314,8 +322,9 @@ class PDSchedulerService:
         self.was_drained = not self._signalled.is_set()  # else it is our own Drain that comes back in the view
         self._stop.set()
 
-    def _on_refused(self, error: ConfigError) -> None:
-        logger.error("%s", error.message)
+    def _on_refused(self, code: str, message: str) -> None:
+        logger.error("the router refused %s: %s (%s)", self._identity.name, message, code)
+        self.rank_was_taken = code == RankTaken.code
         self._exit_code = 1
         self._stop.set()
 

@@ -20,7 +20,7 @@ from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import AuxRows, KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.prefill_sender import PrefillSender
-from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.register_memory import register_memory, ways_of
 from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.transport import Transport
 from chitu.messages import RankMemory, RouteEntry, TransportSession
@@ -74,6 +74,8 @@ class KVManager:
         self._transports = list(transports)
         self._staging = staging
         sessions = self.register_buffer_to_engine()
+        self.ways = ways_of(sessions)
+        """Of which a peer must have one, too."""
         parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
         parts.follower_memories, parts.fan_out, parts.page_sums = follower_memories, fan_out, page_sums
         parts.staging = staging

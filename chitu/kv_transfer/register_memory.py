@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
@@ -12,6 +13,9 @@ from chitu.kv_transfer.transport import Transport
 from chitu.messages import TransportSession
 
 logger = logging.getLogger(__name__)
+
+ONE_MACHINE = ("shm", "cuda_ipc")
+"""Transports that map memory of processes of their own machine."""
 
 
 def register_memory(
@@ -45,6 +49,20 @@ def register_memory(
     if not usable:
         raise TransferFailed(f"no transport can use the KV memory ({'; '.join(reasons) or 'none was given'})")
     return tuple(sessions)
+
+
+def ways_of(sessions: Sequence[TransportSession]) -> tuple[str, ...]:
+    """What `Transport.can_reach` compares, a word for each session: two ends that have none in common are apart."""
+    ways = []
+    for session in sessions:
+        protocol, host_id = session.attributes.get("protocol"), session.attributes.get("host_id", "")
+        if protocol is not None:
+            ways.append(f"{session.transport} over {protocol}")
+        elif session.transport in ONE_MACHINE:
+            ways.append(f"{session.transport}@{host_id}")
+        else:
+            ways.append(session.transport)
+    return tuple(ways)
 
 
 def _why_not(transport: Transport, base: int, nbytes: int) -> str:

@@ -1,7 +1,8 @@
 """`chitu join decode`: one more instance for a cluster that runs, on this machine or another. Blocking; main thread.
 
 The router says what an instance needs to know (`GET /admin/topology`) and which instances there are. The new one gets
-the next free rank and the settings of the first of its role. From then on it is what a node of a topology file is that
+the next free rank and the settings of the first of its role; of several that come at once the router takes one for each
+rank, and the others try the next. From then on it is what a node of a topology file is that
 has it (`node.py`): it loads, joins, and runs until a signal, its death or `chitu drain`.
 """
 
@@ -22,7 +23,8 @@ from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
 from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, RankTaken
+from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
@@ -49,15 +51,33 @@ class JoinOptions:
 def join(options: JoinOptions, overrides: Sequence[str]) -> int:
     """Returns the exit code of a node: 0 after a signal or a drain, 1 where the instance died or was not ready in time.
 
-    ConfigError and what `RouterClient` raises before anything starts.
+    Who comes for a rank at the same moment as another gets the next one, unless it was to be that rank.
+
+    ConfigError and what `RouterClient` raises before anything starts; RankTaken.
     """
     client = RouterClient(options.url, credential(options.url))
-    topology = client.topology()
-    known = client.cluster().instances
-    rank = options.rank if options.rank is not None else next_rank(known, options.role)
+    while True:
+        known = client.cluster().instances
+        rank = options.rank if options.rank is not None else next_rank(known, options.role)
+        try:
+            return _join_as(rank, options, overrides, client.topology(), known, client.url)
+        except RankTaken:
+            if options.rank is not None:
+                raise
+            tell(f"another process has become {instance_name(options.role, rank)} meanwhile: the next rank is tried")
+
+
+def _join_as(
+    rank: int,
+    options: JoinOptions,
+    overrides: Sequence[str],
+    topology: Topology,
+    known: Sequence[InstanceSnapshot],
+    url: str,
+) -> int:
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
     # The API where it was just reached: who waits for the instance asks there.
-    host, port = _router_at(client.url)
+    host, port = _router_at(url)
     router = msgspec.structs.replace(topology.dp_config.router, port=port, http_host=host)
     topology = msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
     with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:

@@ -22,7 +22,7 @@ from itertools import chain
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import api_host, check, host_names, instances, instances_on, open_api
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, RankTaken
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
@@ -55,7 +55,7 @@ class NodeOptions:
     ready_timeout_s: float = READY_TIMEOUT_S
     log_dir: str | None = None
     only: str | None = None
-    """Of its processes this one alone (`D1`); the node ends when it was drained."""
+    """Of its processes this one alone (`D1`), if no live process is that; the node ends when it was drained."""
     cluster_key: str = ""
     """In the place of the topology's and the environment's; empty: theirs."""
     on_failure: str | None = None
@@ -120,10 +120,11 @@ class Node:
             env={ENVIRONMENT_KEY: cluster_key_of(topology)},
             max_log_bytes=topology.log.max_mb << 20,
         )
+        self._only = options.only or ""
         self._joined: dict[str, int] = {}
+        """Incarnation by name, of those that this node can have started or that other nodes did."""
         self._pids: dict[str, list[int]] = {}
         """Of its processes, by name, once all are ready."""
-        """Incarnation by name, of those that this node can have started or that other nodes did."""
 
     @property
     def names(self) -> list[str]:
@@ -149,9 +150,13 @@ class Node:
     def missing(self) -> list[str]:
         """What does not serve yet, a few words each. The router's node waits for all instances, others for their own.
 
-        StartFailed where a process of this node ended.
+        StartFailed where a process of this node ended; RankTaken where another one has the rank of `only`.
         """
         self.supervisor.poll()
+        for member in self.supervisor.dead():
+            if member.lost_rank:
+                raise _taken(member.name)
+            raise StartFailed(f"{self.label} ends because {member.name} ended")
         local = self.supervisor.members
         words = [
             f"{member.name} is {member.progress.state}" for member in local.values() if member.progress.state != "ready"
@@ -160,6 +165,8 @@ class Node:
         health = ask_health(api_host(router), router.port)
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
+        if self._only in health.joined and local[self._only].progress.state != "ready":
+            raise _taken(self._only)  # the router would refuse it, once all was loaded
         # Of this node's instances those that it started, and none from before; of other nodes any one counts.
         self._joined = {
             name: incarnation
@@ -208,13 +215,14 @@ class Node:
 
     def _spec(self, name: str) -> ProcessSpec:
         spec = self._specs[name]
-        if name != ROUTER:
-            return spec
-        return replace(spec, argv=(*spec.argv, "--ready-file", str(self.supervisor.ready_file)))
+        if name == ROUTER:
+            return replace(spec, argv=(*spec.argv, "--ready-file", str(self.supervisor.ready_file)))
+        return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
 
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
-    """Start this node's processes and stay until a signal (0) or a failure (1). ConfigError before anything starts."""
+    """Start this node's processes and stay until a signal (0) or a failure (1). ConfigError before anything starts;
+    RankTaken where the router has given the rank of `only` to another process."""
     display = make_display()
     try:
         node = Node(config, overrides, options, display.say)
@@ -263,6 +271,10 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
                 return 0
         tell(f"{node.label} ends: running requests finish first")
         return 0
+    except RankTaken:
+        if stop.is_set():
+            return 0
+        raise
     except StartFailed as error:
         display.close()
         if stop.is_set():
@@ -278,6 +290,10 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         display.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _taken(name: str) -> RankTaken:
+    return RankTaken(f"another process has become {name} meanwhile: give another --rank, or none")
 
 
 def _say_ready(node: Node) -> None:

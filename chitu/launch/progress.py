@@ -2,7 +2,8 @@
 
 The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready",
 "incarnation": ...}` (by which the router's word of an instance is known to mean this process, not the one before), at
-its end `{"state": "drained"}` where an operator wanted it to leave, and while it reads weights `{"state": "loading",
+its end `{"state": "drained"}` where an operator wanted it to leave, `{"state": "taken"}` where another process has its
+rank, and while it reads weights `{"state": "loading",
 "done": bytes, "total": bytes}`. A file, not a pipe: it survives torchrun in between, and a process started by hand
 simply has none. Written by the main thread of the scheduler process, read by the supervisor.
 """
@@ -21,11 +22,13 @@ logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.1
 DRAINED = "drained"
+TAKEN = "taken"
+"""The router refused it: another process has its rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`state`: `starting`, `loading`, `warmup`, `ready` or `drained`. `done`, `total` in bytes while loading."""
+    """`state`: `starting`, `loading`, `warmup`, `ready`, `drained` or `taken`. `done`, `total`: bytes while loading."""
 
     state: str = "starting"
     done: int = 0

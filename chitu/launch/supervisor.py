@@ -20,7 +20,7 @@ from pathlib import Path
 from chitu.errors import ConfigError, Internal
 from chitu.launch.plan import ROUTER, ProcessSpec
 from chitu.launch.process import ChildProcess, describe_exit
-from chitu.launch.progress import DRAINED, Progress, read_progress
+from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress
 from chitu.launch.run_dir import RunDir
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
@@ -51,6 +51,8 @@ class Member:
     """Of the last incarnation, once its death was noticed."""
     has_left: bool = False
     """An instance that was drained: it stays out until somebody starts it."""
+    lost_rank: bool = False
+    """Its last incarnation ended because another process has its rank."""
 
 
 class Supervisor:
@@ -212,7 +214,7 @@ class Supervisor:
             member.progress = read_progress(self._progress_path(member.name))
         elif self.router_ports() is not None:
             member.progress = Progress("ready")
-        if member.progress.state in ("ready", DRAINED):
+        if member.progress.state in ("ready", DRAINED, TAKEN):
             member.was_ready = True
 
     def _start_again(self, member: Member, now_s: float) -> None:
@@ -235,6 +237,7 @@ class Supervisor:
     def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
         self._look_at_progress(member)
         member.has_left = code == 0 and member.progress.state == DRAINED
+        member.lost_rank = member.progress.state == TAKEN
         child.kill_tree()
         member.child = None
         member.exit_code = code

@@ -193,6 +193,13 @@ class InstanceInfo(Wire, frozen=True):
     returns: bool = False
     """It was in a view before it joined this router, so it says nothing of others of its rank: they may be younger. One
     that does not return was started after them."""
+    device: str = ""
+    """What its pages lie in: `cpu` or `cuda`. Empty, as are the `ways`, of one that does not say."""
+    ways: tuple[str, ...] = ()
+    """Of KV: P and D must have one in common (`kv_transfer/register_memory.py`). Behind an `@` is the machine that a
+    way does not leave."""
+    yields: bool = False
+    """It came for a rank that nobody has (`chitu join`), and takes nobody's place."""
 
 
 class Join(Wire, frozen=True, tag="join"):

@@ -43,7 +43,7 @@ from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.build import StagingParts
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
-from chitu.launch.progress import DRAINED, ProgressWriter
+from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.log import setup_logging
 from chitu.messages import RankMemory
 from chitu.net.curve import derive
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
         setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
         warn_of_faults(topology)
         warn_without_key(topology)
-        return _serve(topology, instance, makers)
+        return _serve(topology, instance, makers, arguments.if_free)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -96,11 +96,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", default=None, help="topology YAML, or the name of a packaged one")
     parser.add_argument("--role", required=True, choices=[role.value for role in Role])
     parser.add_argument("--rank", type=int, required=True, help="index of the instance in its list")
+    parser.add_argument("--if-free", action="store_true", help="only where no live process has this rank")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="dotted overrides of the topology")
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
+def _serve(topology: Topology, instance: Instance, makers: Makers, yields: bool) -> int:
     ranks = torchrun_rank()
     if ranks.world_size != instance.config.tp_size:
         raise ConfigError(
@@ -112,14 +113,13 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
 
         return follow(topology, instance, ranks.rank)
     progress = ProgressWriter()
-    identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config)
+    identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config, yields)
     router = topology.dp_config.router
     host = router_host(topology)
     secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
     port = instance.config.port if base_port is None else base_port
     comm = CommLoop(
-        instance.role,
         "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/operations.md
         port,
         RouterAddress(
@@ -142,6 +142,8 @@ def _serve(topology: Topology, instance: Instance, makers: Makers) -> int:
     code = service.run()
     if service.was_drained:
         progress.state(DRAINED)
+    elif service.rank_was_taken:
+        progress.state(TAKEN)
     return code
 
 

@@ -49,20 +49,20 @@ def chitu(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CHITU, *words], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_one_command_adds_a_prefill_and_a_decode_instance_to_a_local_cluster(model: Path) -> None:
+def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_become_two(model: Path) -> None:
     overrides = [f"model.path={model}", *SIZES]
     with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides)) as cluster, ExitStack() as stack:
         cluster.wait_ready()
         expected = answer(cluster.url)
-        joined = {
-            name: stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
-            for name, role in (("P1", "prefill"), ("D1", "decode"))
-        }
-        for name, process in joined.items():
-            process.wait_line(f"{name} is ready: {name} joined {cluster.url}", timeout_s=120)
-        for _ in range(8):
+        joined = {}
+        roles = ("prefill", "decode", "decode")
+        for process in [stack.enter_context(ServeProcess([*CHITU, "join", r, "--url", cluster.url])) for r in roles]:
+            name = process.wait_line(f"([PD][0-9]+) is ready: .* joined {cluster.url}", timeout_s=120)[1]
+            joined[name] = process
+        assert sorted(joined) == ["D1", "D2", "P1"]
+        for _ in range(12):
             assert answer(cluster.url) == expected
-        assert pairs(cluster.url) == set(itertools.product(("P0", "P1"), ("D0", "D1")))
+        assert pairs(cluster.url) == set(itertools.product(("P0", "P1"), ("D0", "D1", "D2")))
 
         taken = chitu("join", "decode", "--rank", "1", "--url", cluster.url)
         assert (taken.returncode, taken.stderr) == (
@@ -74,7 +74,7 @@ def test_one_command_adds_a_prefill_and_a_decode_instance_to_a_local_cluster(mod
 
         assert chitu("drain", "D1", "--url", cluster.url).returncode == 0
         assert joined["D1"].process.wait(15) == 0
-        assert joined["P1"].signal_and_wait(signal.SIGTERM) == 0
+        assert [joined[name].signal_and_wait(signal.SIGTERM) for name in ("P1", "D2")] == [0, 0]
         wait_until(lambda: cluster.healthy(), 10, "the pair of the beginning")
         assert answer(cluster.url) == expected
 

@@ -113,6 +113,16 @@ def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: St
     assert node.offspring() == {}
 
 
+def test_one_that_the_router_does_not_take_ends_the_start_at_once(start: Start, tmp_path: Path) -> None:
+    """It was ready, and waits for nothing that could still come."""
+    node = start("refused")
+    node.wait_line(r"ended \(exit code 1\)")
+    node.wait_line("the router refused me")
+    node.wait_line("node 0 ends because [PD]0 ended")
+    assert node.process.wait(10) == 1
+    assert (tmp_path / "told").exists()
+
+
 def test_a_start_that_takes_too_long_names_what_is_missing(start: Start, tmp_path: Path) -> None:
     node = start(timeout_s=0.1)
     node.wait_line("not ready after 0.1 s: .*P0 is starting; D0 is starting")  # the router may or may not answer yet

@@ -10,7 +10,6 @@ import pytest
 import zmq
 
 from chitu.clock import RealClock
-from chitu.errors import ConfigError
 from chitu.messages import (
     PROTOCOL_VERSION,
     CancelRequest,
@@ -48,12 +47,12 @@ class Router:
         self.coordination, self.coordination_port = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
         self.view, view = bind(self.context, zmq.PUB, "127.0.0.1", 0)
         self.loop = CommLoop(
-            Role.DECODE, "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
+            "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
         )
         self.requests: list[SchedulerMessage] = []
         self.views: list[ClusterView] = []
         self.new_routers = 0
-        self.refusals: list[ConfigError] = []
+        self.refusals: list[tuple[str, str]] = []
         self.happened = Waker()
         self.info = InstanceInfo(
             Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
@@ -93,8 +92,8 @@ class Router:
         self.new_routers += 1
         self.happened.wake()
 
-    def _on_refused(self, error: ConfigError) -> None:
-        self.refusals.append(error)
+    def _on_refused(self, code: str, message: str) -> None:
+        self.refusals.append((code, message))
         self.happened.wake()
 
     def _on_drain(self) -> None:
@@ -194,12 +193,12 @@ def test_a_router_with_another_incarnation_is_reported_once(router: Router) -> N
     assert router.new_routers == 1
 
 
-def test_a_refused_join_is_an_error_that_names_the_instance(router: Router) -> None:
+def test_a_refused_join_is_told_with_its_code(router: Router) -> None:
     identity = router.joins(1)
     reply = JoinReply(router.info.incarnation, 0.0, "incompatible_layout", "page_size: 16 != 32")
     router.coordination.send_multipart((identity, encode(reply)))
     router.happened.wait(5)
-    assert [e.message for e in router.refusals] == ["the router refused D0: page_size: 16 != 32 (incompatible_layout)"]
+    assert router.refusals == [("incompatible_layout", "page_size: 16 != 32")]
 
 
 def test_a_drain_is_told_once_whether_it_comes_as_a_message_or_in_the_view(router: Router) -> None:

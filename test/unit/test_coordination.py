@@ -162,11 +162,11 @@ def test_a_process_that_just_started_takes_the_place_of_another_which_is_refused
     assert [incarnation for incarnation, _ in world.lost] == [first]
     assert world.members == {(Role.PREFILL, 0, second)}
     reply = world.join(info(incarnation=first))
-    assert reply.code == "config" and f"incarnation {second}" in reply.message
+    assert reply.code == "rank_taken" and f"incarnation {second}" in reply.message
     world.core.on_message(Leave(Role.PREFILL, 0, first))
     assert world.members == {(Role.PREFILL, 0, second)}
     world.core.on_message(Leave(Role.PREFILL, 0, second))
-    assert world.join(info(incarnation=first)).code == "config", "peers take it for dead"
+    assert world.join(info(incarnation=first)).code == "rank_taken", "peers take it for dead"
     assert world.join(info(incarnation=second)).code == ""
 
 
@@ -177,9 +177,20 @@ def test_one_that_returns_takes_nobodys_place_and_is_shown_as_it_joined() -> Non
     assert world.join(returning).code == "" and world.core.view.instances == (returning,)
     world.core.on_message(Leave(Role.PREFILL, 0, 5))
     world.join(info(incarnation=6))
-    assert world.join(returning).code == "config"
+    assert world.join(returning).code == "rank_taken"
     world.join(msgspec.structs.replace(info(incarnation=6), returns=True))
     assert world.core.view.instances == (info(incarnation=6),), "it was new to this router"
+
+
+def test_of_two_that_come_for_one_rank_at_once_the_first_has_it_and_the_other_is_told() -> None:
+    world = World()
+    first, second = (msgspec.structs.replace(info(incarnation=k), yields=True, pid=k) for k in (5, 6))
+    assert [world.join(first).code, world.join(second).code] == ["", "rank_taken"]
+    assert world.join(first).code == "" and world.members == {(Role.PREFILL, 0, 5)}
+    assert world.lost == []
+    world.core.on_message(Leave(Role.PREFILL, 0, 5))
+    assert world.join(second).code == "", "nobody has it any more"
+    assert world.join(info(incarnation=7)).code == "", "a launcher starts what died anew"
 
 
 def test_leaves_of_another_incarnation_are_nobodys() -> None:
@@ -193,7 +204,7 @@ def test_leaves_of_another_incarnation_are_nobodys() -> None:
 
 def test_another_protocol_version_is_refused_with_both() -> None:
     reply = World().join(info(), version=99)
-    assert reply.code == "config" and "99" in reply.message and "speaks 2" in reply.message
+    assert reply.code == "config" and "99" in reply.message and "speaks 3" in reply.message
 
 
 def test_incompatible_layouts_are_refused_with_both_printed() -> None:

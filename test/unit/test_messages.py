@@ -1,4 +1,4 @@
-"""Golden frames of protocol version 2, read back by the reference `msgpack` package, and what decoders refuse.
+"""Golden frames of protocol version 3, read back by the reference `msgpack` package, and what decoders refuse.
 
 The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
 """
@@ -185,13 +185,13 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     ),
     (
         KVArgsRegisterInfo(
-            2, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), 8, 4, 32, 8, 1, STAGING),), segments=(0, 1)
+            3, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), 8, 4, 32, 8, 1, STAGING),), segments=(0, 1)
         ),
         peer_codec,
         "",
         {
             "type": "kv_args_register_info",
-            "protocol_version": 2,
+            "protocol_version": 3,
             "engine_rank": 0,
             "incarnation": 7,
             "endpoint": "h",

@@ -1,7 +1,8 @@
 """A scheduler for tests of the supervisor, with the flags and the progress file of the real one.
 
 `model.served_name` says how it behaves: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
-`talkative` (writes 100 kB at every SIGUSR2), anything else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
+`talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), anything else: ready at once,
+ends on SIGTERM. SIGUSR1 drains it.
 """
 
 from __future__ import annotations
@@ -47,5 +48,8 @@ signal.signal(signal.SIGUSR2, lambda *_: os.write(2, b"x" * 100_000 + b"\n") if 
 tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
 progress.ready(1)
+if behaviour == "refused":
+    print("the router refused me", flush=True)
+    sys.exit(1)
 while True:
     signal.pause()
