@@ -13,11 +13,14 @@ from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import Shares, describe, share_out
 from chitu.launch.finding import Finding, Level
+from chitu.launch.node_devices import VISIBLE
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
 from chitu.launch.placement import with_shares
-from chitu.launch.preflight import LIBRARIES as TRANSPORT_LIBRARIES
-from chitu.launch.preflight import memory_findings, model_findings, port_findings
+from chitu.launch.preflight import gpu_transfer_findings, memory_findings, model_findings, port_findings
+from chitu.launch.transfer_ways import KEY, PD, has_gpus, needed_library
 from chitu.models.config import ModelSpec
+from chitu.net.rdma_devices import choose_protocol, why_no_rdma
+from chitu.types import Role
 
 PYTHONS = ((3, 11), (3, 13))
 MEMLOCK_BYTES = 1 << 30
@@ -36,6 +39,8 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
     else:
         topology = with_shares(topology, shares)
         found += devices(instances_on(topology, facts.host), facts, shares)
+        if any(item.role is not Role.UNIFIED for item in instances_on(topology, facts.host)):
+            found += gpu_transfer_findings(topology, _protocol(topology, facts), facts.libraries)
     here = instances_on(topology, facts.host)
     found += [*driver(facts), *rdma(topology, facts), *memlock(topology, facts), *shared_memory(facts)]
     found += port_findings(facts.binds)
@@ -52,7 +57,8 @@ def check_cluster(topology: Topology, nodes: Sequence[NodeFacts]) -> list[Findin
     """What only several nodes together can be wrong in."""
     if len(nodes) < 2:
         return []
-    return [*absent(topology, nodes), *reachability(nodes), *same_model(nodes), *same_versions(nodes), *clocks(nodes)]
+    found = [*absent(topology, nodes), *reachability(nodes), *unlike_nodes(topology, nodes), *same_model(nodes)]
+    return [*found, *same_versions(nodes), *clocks(nodes)]
 
 
 # ---------------------------------------------------------------------------------------------------------- of one node
@@ -68,8 +74,7 @@ def python(facts: NodeFacts) -> Iterator[Finding]:
 
 def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     """A missing extra is named as the extra; one that the topology asks for is an error."""
-    transport = topology.dp_config.router.pd_disaggregation.transport
-    wanted = {transport} & TRANSPORT_LIBRARIES.keys()
+    wanted = {needed_library(topology)}
     groups: dict[str, list[str]] = {}
     for name, extra in LIBRARIES.items():
         groups.setdefault(extra or name, []).append(name)
@@ -130,27 +135,31 @@ def driver(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def rdma(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
-    """Devices and their state, the ones that `ib_device` names, and a way to GPU memory."""
+    """Devices and their state; what Mooncake will take here, where it is to carry KV, and why not RDMA."""
     pd = topology.dp_config.router.pd_disaggregation
-    is_asked = pd.mooncake_protocol == "rdma"
-    active = {port.device for port in facts.rdma if port.state == "ACTIVE"}
-    says = ", ".join(f"{port.device} port {port.port} {port.state}" for port in facts.rdma) or "no RDMA device"
-    if is_asked and not active:
-        cure = "bring a link up (ibstat), or dp_config.router.pd_disaggregation.mooncake_protocol=tcp"
-        yield Finding(Level.ERROR, "RDMA", f"RDMA is asked for, and there is no active device: {says}", cure)
-        return
-    yield Finding(Level.OK if active or not facts.rdma else Level.WARNING, "RDMA", says)
-    named = [name.strip() for name in pd.ib_device.split(",") if name.strip()]
-    for name in named:
-        if name not in active:
-            there = ", ".join(sorted(active)) or "none"
-            cure = f"set dp_config.router.pd_disaggregation.ib_device to active ones: {there}"
-            yield Finding(Level.ERROR, "RDMA", f"ib_device names {name}, which is not active here", cure)
-    has_gpus = bool(facts.devices.devices)
-    if active and has_gpus and not (facts.has_peermem or facts.has_dma_buf):
-        level = Level.ERROR if is_asked else Level.WARNING
-        says = "RDMA cannot reach GPU memory: nvidia-peermem is not loaded and the driver's module is not the open one"
-        yield Finding(level, "GPUDirect", says, "modprobe nvidia-peermem, or install the open kernel module")
+    says = ", ".join(f"{name} {state}" for name, state in facts.rdma.devices.items()) or "no RDMA device"
+    reason = why_no_rdma(facts.rdma, pd.ib_device, has_gpus(topology))
+    if needed_library(topology) != "mooncake" or pd.mooncake_protocol == "tcp":
+        yield Finding(Level.OK, "RDMA", f"{says}; not needed")
+    elif not reason:
+        yield Finding(Level.OK, "RDMA", f"{says}; Mooncake takes it")
+    elif pd.mooncake_protocol == "rdma":
+        yield Finding(Level.ERROR, "RDMA", f"RDMA is asked for, but {reason}", f"{_rdma_cure(facts)}, or {KEY}=tcp")
+    elif facts.rdma.devices:
+        yield Finding(Level.WARNING, "RDMA", f"KV goes over TCP: {reason}", _rdma_cure(facts))
+    else:
+        yield Finding(Level.OK, "RDMA", f"KV goes over TCP: {reason}")
+
+
+def _protocol(topology: Topology, facts: NodeFacts) -> str:
+    return choose_protocol(topology.dp_config.router.pd_disaggregation, facts.rdma, has_gpus(topology))[0]
+
+
+def _rdma_cure(facts: NodeFacts) -> str:
+    if not facts.rdma.active:
+        return "bring a link up (ibstat)"
+    cure = "" if facts.rdma.gpu_direct else "modprobe nvidia-peermem, or install the open kernel module; "
+    return f"{cure}{PD}.ib_device may name {', '.join(facts.rdma.active)}"
 
 
 def memlock(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
@@ -158,9 +167,10 @@ def memlock(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     if limit < 0 or limit >= MEMLOCK_BYTES:
         yield Finding(Level.OK, "memlock", "unlimited" if limit < 0 else f"{limit / GIB:.1f} GiB")
         return
-    is_asked = topology.dp_config.router.pd_disaggregation.mooncake_protocol == "rdma"
-    level = Level.ERROR if is_asked else Level.WARNING if facts.rdma else Level.OK
-    cure = "" if level is Level.OK else "ulimit -l unlimited (limits.conf; under Slurm PropagateResourceLimits)"
+    is_mooncake = needed_library(topology) == "mooncake"
+    is_taken = is_mooncake and _protocol(topology, facts) == "rdma"
+    level = Level.ERROR if is_taken else Level.OK
+    cure = "ulimit -l unlimited (limits.conf; under Slurm PropagateResourceLimits)" if is_taken else ""
     yield Finding(level, "memlock", f"{limit / 2**20:g} MiB may be pinned; RDMA pins the whole KV pool", cure)
 
 
@@ -206,6 +216,29 @@ def reachability(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield Finding(Level.ERROR, "reachability", f"{node.host} does not reach {why}", cure)
     if not any(node.unreachable for node in nodes):
         yield Finding(Level.OK, "reachability", f"{len(nodes)} nodes reach each other's ports")
+
+
+def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """What each launcher will decide for its own P and D, and the router would refuse when they join."""
+    memory: dict[str, list[str]] = {}
+    protocols: dict[str, list[str]] = {}
+    for node in nodes:
+        paired = [item for item in instances_on(topology, node.host) if item.role is not Role.UNIFIED]
+        try:
+            shared = with_shares(topology, share_out(topology, instances_on(topology, node.host), node.devices))
+        except ConfigError:
+            continue  # a finding of the node
+        if paired:
+            memory.setdefault("GPUs" if has_gpus(shared) else "CPUs", []).append(node.host)
+            protocols.setdefault(_protocol(shared, node), []).append(node.host)
+    if len(memory) > 1:
+        says = "; ".join(f"{kind} on {', '.join(hosts)}" for kind, hosts in memory.items())
+        cure = f"give all of them GPUs, or have all serve on CPUs with {VISIBLE}= (empty)"
+        yield Finding(Level.ERROR, "devices", f"P and D need the same kind of device, and have {says}", cure)
+    elif len(protocols) > 1 and needed_library(topology) == "mooncake":
+        says = "; ".join(f"{protocol} on {', '.join(hosts)}" for protocol, hosts in protocols.items())
+        cure = f"mend RDMA where it is missing, or {KEY}=tcp"
+        yield Finding(Level.ERROR, "RDMA", f"Mooncake would take {says}, which do not reach each other", cure)
 
 
 def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ context, and raises nothing: what cannot be found out is empty.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
 import resource
@@ -16,7 +15,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,8 +24,9 @@ from chitu.config.schema import Topology
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
 from chitu.launch.node_devices import NodeDevices, look, torch_build
-from chitu.launch.preflight import Bind, ModelFacts, look_at_model, look_at_ports
+from chitu.launch.preflight import Bind, ModelFacts, installed, look_at_model, look_at_ports
 from chitu.models.config import count_weights
+from chitu.net.rdma_devices import Rdma, look_at_rdma
 
 LIBRARIES = {
     # distribution: where it is needed; empty: everywhere
@@ -48,14 +47,8 @@ LIBRARIES = {
 """With the extra that brings it."""
 SHARED_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 """Of Mooncake's wheel, with Debian's package of each."""
-INFINIBAND = Path("/sys/class/infiniband")
-
-
-class RdmaPort(msgspec.Struct, frozen=True):
-    device: str
-    port: str
-    state: str
-    """`ACTIVE`, `DOWN`, `INIT`."""
+STATUS = Path("/proc/self/status")
+CAP_IPC_LOCK = 14
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +70,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     compiler: str = ""
     has_python_header: bool = False
     memlock_bytes: int = -1
-    """What a process may pin; -1: any amount."""
-    rdma: tuple[RdmaPort, ...] = ()
-    has_peermem: bool = False
-    has_dma_buf: bool = False
-    """The driver's open kernel module can export GPU memory by dma-buf."""
+    """What a process may pin; -1: any amount, as with CAP_IPC_LOCK."""
+    rdma: Rdma = Rdma()
     available_bytes: int = 0
     shared_memory_error: str = ""
     binds: tuple[Bind, ...] = ()
@@ -102,7 +92,7 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         host=host,
         name=socket.gethostname(),
         python=sys.version_info[:3],
-        libraries=installed(list(LIBRARIES)),
+        libraries=libraries(),
         missing_shared=tuple(package for name, package in SHARED_LIBRARIES.items() if not _loads(name)),
         torch_cuda=torch_build()[1] or "",
         devices=look(),
@@ -110,10 +100,8 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         driver_cuda=driver_cuda,
         compiler=shutil.which("cc") or shutil.which("gcc") or "",
         has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
-        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        rdma=tuple(rdma_ports(INFINIBAND)),
-        has_peermem="nvidia_peermem" in _text(Path("/proc/modules")),
-        has_dma_buf="Open Kernel Module" in _text(Path("/proc/driver/nvidia/version")),
+        memlock_bytes=memlock_bytes(_text(STATUS)),
+        rdma=look_at_rdma(),
         available_bytes=_available(),
         shared_memory_error=_shared_memory_error(),
         binds=tuple(look_at_ports(topology, host)),
@@ -123,23 +111,11 @@ def gather(topology: Topology, host: str) -> NodeFacts:
     )
 
 
-def installed(names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name == "nixl" and (own := installed(["nixl-cu13", "nixl-cu12"])):
-                found[name] = next(iter(own.values()))
+def libraries() -> dict[str, str]:
+    found = installed(list(LIBRARIES))
+    if "nixl" not in found and (own := installed(["nixl-cu13", "nixl-cu12"])):
+        found["nixl"] = next(iter(own.values()))
     return found
-
-
-def rdma_ports(folder: Path) -> list[RdmaPort]:
-    """Of `/sys/class/infiniband`: `mlx5_0/ports/1/state` holds `4: ACTIVE`."""
-    return [
-        RdmaPort(path.parent.parent.parent.name, path.parent.name, _text(path).partition(":")[2].strip())
-        for path in sorted(folder.glob("*/ports/*/state"))
-    ]
 
 
 def parse_smi_head(text: str) -> tuple[str, str]:
@@ -147,6 +123,14 @@ def parse_smi_head(text: str) -> tuple[str, str]:
     driver = re.search(r"Driver Version:\s*([\d.]+)", text)
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", text)
     return driver[1] if driver else "", cuda[1] if cuda else ""
+
+
+def memlock_bytes(status: str) -> int:
+    """`status`: of /proc, of this process. The limit counts only without the capability."""
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1:
+        return -1
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def _driver() -> tuple[str, str]:

@@ -7,6 +7,8 @@ they still check: nobody else may have looked for them.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,18 +16,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from chitu.config.schema import Topology
+from chitu.config.staging import protocol_of
 from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
 from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
 from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
 from chitu.launch.plan import ROUTER
+from chitu.launch.transfer_ways import KEY, PD, needed_library, why_not_sent
 from chitu.models.config import ModelSpec, count_weights, model_hash, read_model_spec
 from chitu.tokenizer.core import require_tokenizer
+from chitu.types import Role
 
 HTTP_PORT = "dp_config.router.port"
 ANY_ADDRESS = "0.0.0.0"
 LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
 """Modules, any of which will do, of each transport that is a library; its extra has the transport's name."""
+MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
+MOONCAKE_WITH_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+"""Distributions of one module."""
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -99,6 +107,15 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Version by distribution, of those that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 # -------------------------------------------------------------------------------------------------------------- judging
 
 
@@ -122,15 +139,31 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
 
 
 def transport_findings(topology: Topology, has: Callable[[str], bool] = is_installed) -> Iterator[Finding]:
-    """Of the library that the topology asks for by its name."""
-    transport = topology.dp_config.router.pd_disaggregation.transport
-    if transport in LIBRARIES and not any(map(has, LIBRARIES[transport])):
+    """Of the library that P and D need: asked for by its name, or by `auto` because they are on several hosts."""
+    transport, library = topology.dp_config.router.pd_disaggregation.transport, needed_library(topology)
+    if library and not any(map(has, LIBRARIES[library])):
+        says = f"{PD}.transport is {transport}"
+        if transport == "auto":
+            says = f"P and D are on several hosts, between which {PD}.transport: auto is {library}"
         yield Finding(
             Level.ERROR,
-            transport,
-            f"dp_config.router.pd_disaggregation.transport is {transport}, but its library is not installed",
-            f"install the extra {transport}: pip install -e '.[{transport}]' in the project's folder",
+            library,
+            f"{says}, but its library is not installed",
+            f"install the extra {library}: pip install -e '.[{library}]' in the project's folder",
         )
+
+
+def gpu_transfer_findings(topology: Topology, protocol: str, distributions: Iterable[str]) -> Iterator[Finding]:
+    """`topology`: with devices. `protocol`: that Mooncake takes here. `distributions`: installed ones; a Mooncake of an
+    operator's own making is taken for one with CUDA."""
+    found = set(distributions)
+    has_cuda_build = MOONCAKE_WITHOUT_CUDA not in found or not found.isdisjoint(MOONCAKE_WITH_CUDA)
+    error, warning = why_not_sent(topology, protocol, has_cuda_build)
+    if error:
+        cure = "install the extra mooncake-cuda12 or mooncake-cuda13 in its place, or have it staged: tp_size 1, "
+        yield Finding(Level.ERROR, "mooncake", error, f"{cure}{PD}.transfer=auto, {KEY}=tcp")
+    if warning:
+        yield Finding(Level.WARNING, "mooncake", warning, f"use RDMA, or tp_size 1 with {PD}.transfer=auto")
 
 
 def memory_findings(
@@ -167,7 +200,11 @@ def preflight(
     yield from port_findings(b for b in binds if b.key not in others and (has_router or "_schedulers." in b.key))
     if not reads_model:
         return
-    yield from transport_findings(topology)
+    if any(item.role is not Role.UNIFIED for item in here):
+        builds = installed((MOONCAKE_WITHOUT_CUDA, *MOONCAKE_WITH_CUDA))
+        yield from transport_findings(topology)
+        protocol = protocol_of(topology.dp_config.router.pd_disaggregation)
+        yield from gpu_transfer_findings(topology, protocol, builds)
     spec, found = look_at_model(topology)
     yield from model_findings(found)
     if spec is not None:

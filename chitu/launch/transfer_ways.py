@@ -6,6 +6,8 @@ with devices (docs/adr/0009). Whether a transport reaches a peer they find out w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from chitu.config.devices import is_gpu
@@ -16,7 +18,8 @@ from chitu.errors import ConfigError
 from chitu.net.rdma_devices import Rdma, choose_protocol, why_no_rdma
 from chitu.types import Role
 
-KEY = "dp_config.router.pd_disaggregation.mooncake_protocol"
+PD = "dp_config.router.pd_disaggregation"
+KEY = f"{PD}.mooncake_protocol"
 
 
 def uses_mooncake(topology: Topology) -> bool:
@@ -26,17 +29,49 @@ def uses_mooncake(topology: Topology) -> bool:
     )
 
 
+def needed_library(topology: Topology) -> str:
+    """`mooncake` or `nixl` where P and D cannot reach each other without; else empty."""
+    transport, paired = topology.dp_config.router.pd_disaggregation.transport, _paired(topology)
+    if transport in ("mooncake", "nixl"):
+        return transport if paired else ""
+    return "mooncake" if transport == "auto" and len(_hosts(paired)) > 1 else ""
+
+
+def is_staged(topology: Topology, protocol: str) -> bool:
+    """Whether Mooncake over `protocol` gets KV of GPUs from host memory. Else it is sent from the GPU itself, piece by
+    piece, which only a build with CUDA can."""
+    pd, paired = topology.dp_config.router.pd_disaggregation, _paired(topology)
+    chosen = msgspec.structs.replace(pd, mooncake_protocol=protocol)
+    has_segments = pd.transfer != "direct" and all(item.config.tp_size == 1 for item in paired)
+    return has_gpus(topology) and has_segments and goes_through_the_host(chosen, True)
+
+
+def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tuple[str, str]:
+    """What keeps Mooncake over `protocol` from sending KV of GPUs at all, and what makes it slow, a sentence each; both
+    may be empty. `topology`: with devices. `has_cuda_build`: Mooncake's, on this node."""
+    pd = topology.dp_config.router.pd_disaggregation
+    if needed_library(topology) != "mooncake" or not has_gpus(topology) or is_staged(topology, protocol):
+        return "", ""
+    because = "over rdma" if protocol == "rdma" else f"with {PD}.transfer direct"
+    if pd.transfer != "direct" and any(item.config.tp_size > 1 for item in _paired(topology)):
+        because = "of instances with tp_size above 1"
+    if not has_cuda_build:
+        return f"KV of GPUs {because} is sent from GPU memory, which this build of Mooncake cannot: it has no CUDA", ""
+    if protocol == "rdma":
+        return "", ""
+    return "", f"KV of GPUs {because} goes over TCP piece by piece from GPU memory, which is slow"
+
+
 def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
     """ConfigError where RDMA was asked for and this node cannot."""
     pd = topology.dp_config.router.pd_disaggregation
     if not uses_mooncake(topology) or pd.mooncake_protocol == "tcp":
         return []
-    has_gpus = _has_gpus(topology)
     if pd.mooncake_protocol == "rdma":
-        if reason := why_no_rdma(found, pd.ib_device, has_gpus):
+        if reason := why_no_rdma(found, pd.ib_device, has_gpus(topology)):
             raise ConfigError(f"{KEY} is rdma, but {reason}: use auto or tcp")
         return []
-    return [f"{KEY}={choose_protocol(pd, found, has_gpus)[0]}"]
+    return [f"{KEY}={choose_protocol(pd, found, has_gpus(topology))[0]}"]
 
 
 def describe_ways(topology: Topology, found: Rdma) -> str:
@@ -44,21 +79,22 @@ def describe_ways(topology: Topology, found: Rdma) -> str:
     paired = _paired(topology)
     if not paired:
         return ""
-    pd, has_gpus = topology.dp_config.router.pd_disaggregation, _has_gpus(topology)
-    hosts = {role: {same_host(item.config.host) for item in paired if item.role is role} for role in Role}
+    pd, on_gpus = topology.dp_config.router.pd_disaggregation, has_gpus(topology)
+    hosts = {role: _hosts([item for item in paired if item.role is role]) for role in Role}
     ways = []
     if hosts[Role.PREFILL] & hosts[Role.DECODE] and pd.transport in ("auto", "shm", "cuda_ipc"):
-        way = "cuda_ipc" if has_gpus and pd.transport != "shm" else "shm"
+        way = "cuda_ipc" if on_gpus and pd.transport != "shm" else "shm"
         ways.append(f"{way} on one host" + (" (GPU memory to GPU memory)" if way == "cuda_ipc" else ""))
     if pd.transport == "nixl":
         ways.append("nixl (UCX chooses)")
-    elif pd.transport == "mooncake" or (pd.transport == "auto" and len(set().union(*hosts.values())) > 1):
-        protocol, why = choose_protocol(pd, found, has_gpus)
-        chosen = msgspec.structs.replace(pd, mooncake_protocol=protocol)
-        staged = has_gpus and pd.transfer != "direct" and goes_through_the_host(chosen, True)
-        staged = staged and all(item.config.tp_size == 1 for item in paired)  # segments are for one rank
+    elif needed_library(topology) == "mooncake":
+        protocol, why = choose_protocol(pd, found, on_gpus)
         ways.append(f"mooncake over {protocol}{' between hosts' if pd.transport == 'auto' else ''} ({why})")
-        ways[-1] += ", staged through host memory" if staged else ""
+        if on_gpus and is_staged(topology, protocol):
+            ways[-1] += ", staged through host memory"
+        elif on_gpus:
+            slowly = "" if protocol == "rdma" else ", piece by piece, which is slow"
+            ways[-1] += f", straight from GPU memory{slowly} (needs Mooncake's build with CUDA)"
     return "; ".join(ways)
 
 
@@ -66,5 +102,10 @@ def _paired(topology: Topology) -> list[Instance]:
     return [item for item in instances(topology) if item.role is not Role.UNIFIED]
 
 
-def _has_gpus(topology: Topology) -> bool:
+def _hosts(found: Iterable[Instance]) -> set[str]:
+    return {same_host(item.config.host) for item in found}
+
+
+def has_gpus(topology: Topology) -> bool:
+    """Whether P and D have."""
     return any(is_gpu(device) for item in _paired(topology) for device in item.config.devices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import resource
 from typing import Any
 
 import msgspec
@@ -15,9 +15,10 @@ from chitu.engine.memory_budget import GIB
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.finding import Finding, Level
 from chitu.launch.node_devices import Device, NodeDevices
-from chitu.launch.node_facts import NodeFacts, RdmaPort, parse_smi_head, rdma_ports
+from chitu.launch.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, parse_smi_head
 from chitu.launch.preflight import Bind, ModelFacts
 from chitu.models.config import read_model_spec
+from chitu.net.rdma_devices import Rdma
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
 A, B = "10.0.0.1", "10.0.0.2"
@@ -40,8 +41,7 @@ SOUND = NodeFacts(
     driver_cuda="13.0",
     compiler="/usr/bin/cc",
     has_python_header=True,
-    rdma=(RdmaPort("mlx5_0", "1", "ACTIVE"),),
-    has_peermem=True,
+    rdma=Rdma({"mlx5_0": "ACTIVE"}, "nvidia_peermem"),
     available_bytes=64 * GIB,
     binds=(Bind("dp_config.router.port", A, 21003),),
     model=ModelFacts("/models/m", hash="a" * 32, max_model_len=4096),
@@ -65,7 +65,10 @@ def test_a_sound_node_has_nothing_to_mend() -> None:
 
 
 NO_CARDS = NodeDevices((), "there is no NVIDIA driver here")
-RDMA = (f"{PD}.mooncake_protocol=rdma",)
+ASKED = (f"{PD}.mooncake_protocol=rdma",)
+ACTIVE = Rdma({"mlx5_0": "ACTIVE"})
+WITHOUT_MOONCAKE = {name: version for name, version in VERSIONS.items() if "mooncake" not in name}
+WITHOUT_CUDA = WITHOUT_MOONCAKE | {"mooncake-transfer-engine-non-cuda": "0.3.14"}
 FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     # name, what is changed of the facts, and of the topology; level, words of the finding, of its cure
     ("python", {"python": (3, 10, 4)}, (), Level.ERROR, "3.10.4", "3.11 to 3.13"),
@@ -76,12 +79,17 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("CPU torch", {"devices": NodeDevices(CARDS.devices, "x", True, "no CUDA")}, (), Level.ERROR, "no CUDA", ""),
     ("too few", {}, ("dp_config.router.decode_schedulers.0.tp_size=4",), Level.ERROR, "1 GPU", ""),
     ("a named card", {}, ("dp_config.router.decode_schedulers.0.devices=[cuda:7]",), Level.ERROR, "cuda:7", ""),
-    ("RDMA down", {"rdma": (RdmaPort("mlx5_0", "1", "DOWN"),)}, RDMA, Level.ERROR, "mlx5_0 port 1 DOWN", "ibstat"),
-    ("no RDMA", {"rdma": ()}, RDMA, Level.ERROR, "no RDMA device", "mooncake_protocol=tcp"),
-    ("other device", {}, (f"{PD}.ib_device=mlx5_9",), Level.ERROR, "mlx5_9", "active ones: mlx5_0"),
-    ("no peermem", {"has_peermem": False}, RDMA, Level.ERROR, "nvidia-peermem is not loaded", "modprobe"),
-    ("memlock", {"memlock_bytes": 64 << 10}, RDMA, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
-    ("memlock, unasked", {"memlock_bytes": 64 << 10}, (), Level.WARNING, "may be pinned", "ulimit"),
+    ("RDMA down", {"rdma": Rdma({"mlx5_0": "DOWN"})}, ASKED, Level.ERROR, "mlx5_0 DOWN", "ibstat"),
+    ("RDMA down, auto", {"rdma": Rdma({"mlx5_0": "DOWN"})}, (), Level.WARNING, "KV goes over TCP", "ibstat"),
+    ("no RDMA", {"rdma": Rdma()}, ASKED, Level.ERROR, "no RDMA device", "mooncake_protocol=tcp"),
+    ("other device", {}, (f"{PD}.ib_device=mlx5_9", *ASKED), Level.ERROR, "mlx5_9", "may name mlx5_0"),
+    ("other device, auto", {}, (f"{PD}.ib_device=mlx5_9",), Level.WARNING, "mlx5_9", "may name mlx5_0"),
+    ("no peermem", {"rdma": ACTIVE}, ASKED, Level.ERROR, "RDMA cannot reach GPU memory", "modprobe"),
+    ("no peermem, auto", {"rdma": ACTIVE}, (), Level.WARNING, "KV goes over TCP", "modprobe"),
+    ("memlock", {"memlock_bytes": 64 << 10}, ASKED, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
+    ("memlock, auto", {"memlock_bytes": 64 << 10}, (), Level.ERROR, "may be pinned", "ulimit -l unlimited"),
+    ("no CUDA in Mooncake", {"libraries": WITHOUT_CUDA}, (), Level.ERROR, "it has no CUDA", "mooncake-cuda13"),
+    ("no Mooncake, auto", {"libraries": WITHOUT_MOONCAKE}, (), Level.ERROR, "extra mooncake is not", ".[mooncake]"),
     ("no memfd", {"shared_memory_error": "not permitted"}, (), Level.ERROR, "memfd_create", "seccomp"),
     (
         "port",
@@ -157,15 +165,38 @@ def test_what_only_two_nodes_together_have_wrong(change: dict[str, Any], level: 
     assert found.level is level and says in found.says
 
 
+def test_what_rdma_needs_is_asked_only_where_mooncake_takes_it() -> None:
+    bare = {"rdma": Rdma({"mlx5_0": "DOWN"}), "memlock_bytes": 64 << 10, "libraries": WITHOUT_CUDA}
+    for other in (f"{PD}.mooncake_protocol=tcp", f"{PD}.transport=nixl"):
+        assert of(msgspec.structs.replace(SOUND, **bare), other) == []
+    assert [f.what for f in of(msgspec.structs.replace(SOUND, **bare))] == ["RDMA"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "cure"),
+    [
+        ({"devices": NO_CARDS}, f"GPUs on {A}; CPUs on {B}", "CUDA_VISIBLE_DEVICES= (empty)"),
+        ({"rdma": Rdma()}, f"rdma on {A}; tcp on {B}", "mooncake_protocol=tcp"),
+        ({"rdma": ACTIVE}, f"rdma on {A}; tcp on {B}", "mooncake_protocol=tcp"),
+    ],
+)
+def test_unlike_nodes_are_named_before_they_load(change: dict[str, Any], says: str, cure: str) -> None:
+    other = msgspec.structs.replace(SOUND, host=B, clock_ahead_s=0.0, **change)
+    (found,) = (f for f in check_cluster(topology(), [SOUND, other]) if f.level is not Level.OK)
+    assert found.level is Level.ERROR and says in found.says and cure in found.cure
+    # Nobody's pages lie on a node of the router alone.
+    alone = [f"dp_config.router.{role}_schedulers.0.host={A}" for role in ("prefill", "decode")]
+    of_router = topology(*alone, f"dp_config.router.host={B}")
+    assert all(f.level is Level.OK for f in check_cluster(of_router, [other, SOUND]))
+
+
 def test_facts_survive_their_way() -> None:
     assert msgspec.json.decode(msgspec.json.encode(SOUND), type=NodeFacts) == SOUND
 
 
-def test_what_the_system_says_is_read(tmp_path: Path) -> None:
+def test_what_the_system_says_is_read() -> None:
     head = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06      CUDA Version: 13.0     |"
     assert parse_smi_head(head) == ("580.65.06", "13.0")
     assert parse_smi_head("") == ("", "")
-    port = tmp_path / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("4: ACTIVE\n")
-    assert rdma_ports(tmp_path) == [RdmaPort("mlx5_0", "1", "ACTIVE")]
+    assert memlock_bytes(f"CapEff:\t{1 << CAP_IPC_LOCK:016x}\n") == -1
+    assert memlock_bytes("CapEff:\t0000000000000000\n") == resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

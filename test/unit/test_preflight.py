@@ -14,7 +14,16 @@ from chitu.config.topology import bound_ports, instances
 from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
 from chitu.kv_transfer.nixl.transfer_engine import MODULES
 from chitu.launch.finding import Level
-from chitu.launch.preflight import Bind, look_at_model, memory_findings, port_findings, transport_findings
+from chitu.launch.preflight import (
+    MOONCAKE_WITH_CUDA,
+    MOONCAKE_WITHOUT_CUDA,
+    Bind,
+    gpu_transfer_findings,
+    look_at_model,
+    memory_findings,
+    port_findings,
+    transport_findings,
+)
 from chitu.models.config import count_weights, read_model_spec, weight_files
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
@@ -90,6 +99,34 @@ def test_a_transport_without_its_library_names_the_extra(transport: str) -> None
     (finding,) = transport_findings(topology, lambda module: False)
     assert finding.level is Level.ERROR and f"install the extra {transport}" in finding.cure
     assert not list(transport_findings(local(), lambda module: False))
+    unified = load_topology("unified_local", [f"dp_config.router.pd_disaggregation.transport={transport}"])
+    assert not list(transport_findings(unified, lambda module: False)), "nothing is transferred"
+
+
+def test_auto_between_hosts_needs_mooncake() -> None:
+    hosts = [f"dp_config.router.{role}_schedulers.0.host=10.0.0.{k}" for k, role in ((1, "prefill"), (2, "decode"))]
+    (finding,) = transport_findings(local(*hosts), lambda module: False)
+    assert finding.level is Level.ERROR and "P and D are on several hosts" in finding.says
+    assert not list(transport_findings(local(*hosts), lambda module: module == "mooncake"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_refused"),
+    [
+        ([MOONCAKE_WITHOUT_CUDA], True),
+        ([MOONCAKE_WITHOUT_CUDA, MOONCAKE_WITH_CUDA[0]], False),
+        ([MOONCAKE_WITH_CUDA[1]], False),
+        ([], False),
+    ],
+)
+def test_a_mooncake_without_cuda_is_refused_where_gpus_send_by_themselves(
+    installed: list[str], is_refused: bool
+) -> None:
+    gpus = [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role in ("prefill", "decode")]
+    topology = local(*gpus, "dp_config.router.pd_disaggregation.transport=mooncake")
+    found = list(gpu_transfer_findings(topology, "rdma", installed))
+    assert [finding.level for finding in found] == [Level.ERROR] * is_refused
+    assert all("mooncake-cuda13" in finding.cure for finding in found)
 
 
 def test_a_library_is_looked_for_under_every_name_that_it_is_imported_by() -> None:

@@ -12,7 +12,7 @@ from chitu.config.topology import instances
 from chitu.errors import ConfigError
 from chitu.launch.nodes import host_overrides
 from chitu.launch.placement import place
-from chitu.launch.transfer_ways import KEY, describe_ways, protocol_overrides
+from chitu.launch.transfer_ways import KEY, describe_ways, protocol_overrides, why_not_sent
 from chitu.net.rdma_devices import Rdma, look_at_rdma, why_no_rdma
 
 PD = "dp_config.router.pd_disaggregation"
@@ -65,7 +65,11 @@ def test_what_stands_against_rdma(found: Rdma, ib_device: str, has_gpus: bool, r
         ("cpu", NOTHING, "tcp", f"mooncake over tcp between hosts ({NO_DEVICE})"),
         ("cpu", ACTIVE, "rdma", "mooncake over rdma between hosts (mlx5_0 active)"),
         ("cuda:0", ACTIVE, "tcp", f"mooncake over tcp between hosts ({NO_GPU_MEMORY}), staged through host memory"),
-        ("cuda:0", DIRECT, "rdma", "mooncake over rdma between hosts (mlx5_0 active, GPU memory by nvidia_peermem)"),
+        (
+            *("cuda:0", DIRECT, "rdma"),
+            "mooncake over rdma between hosts (mlx5_0 active, GPU memory by nvidia_peermem), straight from GPU memory "
+            "(needs Mooncake's build with CUDA)",
+        ),
     ],
 )
 def test_the_protocol_is_chosen_by_what_the_node_has(kind: str, found: Rdma, protocol: str, words: str) -> None:
@@ -75,9 +79,34 @@ def test_the_protocol_is_chosen_by_what_the_node_has(kind: str, found: Rdma, pro
     assert "as the topology says" in describe_ways(two_nodes(kind, f"{KEY}=tcp"), found)
 
 
-def test_instances_of_several_ranks_are_not_said_to_be_staged() -> None:
-    sizes = [f"dp_config.router.{role}_schedulers.0.tp_size=2" for role in ("prefill", "decode")]
-    assert "staged" not in describe_ways(two_nodes("cuda:0,cuda:1", *sizes), NOTHING)
+SIZES = [f"dp_config.router.{role}_schedulers.0.tp_size=2" for role in ("prefill", "decode")]
+
+
+@pytest.mark.parametrize(
+    ("topology", "protocol", "sent_from", "is_slow"),
+    [
+        (two_nodes("cuda:0"), "tcp", "", False),
+        (two_nodes("cuda:0"), "rdma", "over rdma", False),
+        (two_nodes("cuda:0", f"{PD}.transfer=direct"), "tcp", f"with {PD}.transfer direct", True),
+        (two_nodes("cuda:0,cuda:1", *SIZES), "tcp", "with tp_size above 1", True),
+        (two_nodes("cuda:0,cuda:1", *SIZES), "rdma", "with tp_size above 1", False),
+        (two_nodes("cpu,cpu", *SIZES), "tcp", "", False),
+        (two_nodes("cuda:0,cuda:1", *SIZES, f"{PD}.transport=nixl"), "tcp", "", False),
+    ],
+)
+def test_kv_that_leaves_a_gpu_itself_needs_a_build_with_cuda(
+    topology: Topology, protocol: str, sent_from: str, is_slow: bool
+) -> None:
+    error, warning = why_not_sent(topology, protocol, has_cuda_build=False)
+    assert (sent_from in error, "no CUDA" in error, warning) == (True, bool(sent_from), "")
+    error, warning = why_not_sent(topology, protocol, has_cuda_build=True)
+    assert error == "" and ("piece by piece" in warning) == is_slow
+
+
+def test_the_plan_says_what_is_not_staged() -> None:
+    words = describe_ways(two_nodes("cuda:0,cuda:1", *SIZES), NOTHING)
+    assert "staged" not in words and "piece by piece, which is slow (needs Mooncake's build with CUDA)" in words
+    assert "slow" not in describe_ways(two_nodes("cuda:0,cuda:1", *SIZES), DIRECT)
 
 
 def test_rdma_that_was_asked_for_and_is_not_there_is_refused() -> None:
