@@ -19,7 +19,7 @@ GPU_ELSEWHERE = "cuda:other"
 
 
 CPU_DTYPE = "float32"
-"""What `model.dtype: auto` is on CPUs, whatever the checkpoint has: docs/adr/0010."""
+"""What `model.dtype: auto` is on CPUs, whatever the checkpoint has: docs/adr/0012."""
 
 
 def dtype_on(device: str, wanted: str, stored: str) -> str:
