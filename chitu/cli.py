@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from chitu import __version__
+from chitu.config.key_paths import is_number
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, packaged_topologies, pd_master_addr
 from chitu.config.topology import MAX_PORT
 from chitu.errors import ChituError, ConfigError
@@ -139,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > MAX_PORT:
+    if not is_number(text) or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
 

@@ -21,6 +21,7 @@ the options: `chitu serve TOPOLOGY dp_config.router.port=8000 dp_config.router.d
 TYPES = {
     "Port": "port",
     "Positive": "1 or more",
+    "Parallel": "1 to 4096",
     "Seconds": "seconds",
     "Fraction": "above 0, to 1",
     "str": "text",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from chitu.config.key_paths import is_number
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig
 
 CPU = "cpu"
@@ -45,7 +46,7 @@ def gpu_index(device: str) -> int:
 def why_no_device(device: str) -> str:
     """Why this is no name of a device, as the end of a sentence; empty where it is one."""
     kind, _, index = device.partition(":")
-    if device in (CPU, "cuda", GPU_ELSEWHERE) or (kind == "cuda" and index.isdigit()):
+    if device in (CPU, "cuda", GPU_ELSEWHERE) or (kind == "cuda" and is_number(index)):
         return ""
     return f"has {device!r}: a device is 'cpu' or 'cuda:N', or all of it is 'auto'"
 

@@ -18,6 +18,11 @@ from chitu.config.schema import Topology
 from chitu.errors import ConfigError
 
 
+def is_number(text: str) -> bool:
+    """Of digits that `int` reads: there are others, as in `2²`."""
+    return text.isascii() and text.isdigit()
+
+
 def plain(kind: inspection.Type) -> inspection.Type:
     """The type behind Annotated metadata and `| None`."""
     while isinstance(kind, inspection.Metadata):
@@ -49,7 +54,7 @@ def known_keys(kind: inspection.Type = ROOT, prefix: str = "") -> Iterator[str]:
 
 def member_of(kind: inspection.Type | None, part: str) -> inspection.Type | None:
     """The type one step down a key path; None where the schema has nothing there."""
-    if isinstance(kind, inspection.VarTupleType) and part.isdigit():
+    if isinstance(kind, inspection.VarTupleType) and is_number(part):
         return plain(kind.item_type)
     return field_types(kind).get(part) if kind is not None else None
 

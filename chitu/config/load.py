@@ -32,7 +32,7 @@ from chitu.config.overrides import apply_override
 from chitu.config.schema import Topology
 from chitu.config.step_sizes import with_step_sizes
 from chitu.config.topology import SECTIONS
-from chitu.config.yaml_text import Dumper, Loader, one_line
+from chitu.config.yaml_text import Dumper, one_line, read_yaml
 from chitu.errors import ConfigError
 
 DEFAULT_TOPOLOGY = "pd_disagg_1p1d_local.yaml"
@@ -64,7 +64,7 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
     """
     file = find_topology(path)
     try:
-        data = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
+        data = read_yaml(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no valid YAML: {one_line(error)}") from error
     except (OSError, UnicodeDecodeError) as error:

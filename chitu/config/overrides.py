@@ -12,7 +12,7 @@ import msgspec.inspect as inspection
 import yaml
 
 from chitu.config.key_paths import ROOT, member_of, unknown_key
-from chitu.config.yaml_text import Loader, one_line
+from chitu.config.yaml_text import one_line, read_yaml
 from chitu.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise ConfigError(f"the override {override!r} must look like key.path=value")
     try:
-        value = yaml.load(text, Loader=Loader)
+        value = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {override!r} is no valid YAML: {one_line(error)}") from error
     parts = path.split(".")

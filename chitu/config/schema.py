@@ -13,6 +13,8 @@ from msgspec import Meta, field
 Port = Annotated[int, Meta(ge=0, le=65535)]
 """0: picked by the OS and published at coordination."""
 Positive = Annotated[int, Meta(ge=1)]
+Parallel = Annotated[int, Meta(ge=1, le=4096)]
+"""Processes or threads: more are a slip, and nothing that counts them should count for years."""
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
@@ -68,7 +70,7 @@ class SchedulerConfig(Section, frozen=True):
     """Room to grow that D keeps per running request when it admits a new one."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the tokens of the one before are read. `auto`: on CUDA."""
-    threads: Positive | None = None
+    threads: Parallel | None = None
     """CPU threads of an instance's math; unset: the host's cores divided by the instances on it."""
 
 
@@ -172,7 +174,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     """Staging memory of an instance (MiB), where it is needed at all."""
     staging_segment_mb: Positive = 16
     """One piece at most (MiB)."""
-    transfer_threads: Positive = 1
+    transfer_threads: Parallel = 1
     """Transfer threads of P. On GPUs a thread waits until a layer is computed; with two or more, the logits of another
     request need not."""
     cluster_key: str = ""
@@ -195,9 +197,9 @@ class InstanceConfig(Section, frozen=True):
     devices: tuple[str, ...] = AUTO_DEVICES
     """`auto`: the node's next `tp_size` GPUs that it may use, in the order of the topology, or CPUs where it has none.
     Else one device per TP rank, `cpu` or `cuda:N`: the Nth of those GPUs. Several instances may name one."""
-    tp_size: Positive = 1
+    tp_size: Parallel = 1
     """Ranks (tensor parallelism)."""
-    threads: Positive | None = None
+    threads: Parallel | None = None
     """CPU threads of this instance; over `scheduler.threads`."""
     num_pages: Positive | None = None
     """Over `cache.num_pages`."""
@@ -220,7 +222,7 @@ class RouterConfig(Section, frozen=True):
     """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700
     """ZMQ: tokens from D."""
-    workers: Positive = 1
+    workers: Parallel = 1
     """API processes behind `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is one
     process. With more, process i has the token port `token_port` + i (any free one where that is 0)."""
     policy: PolicyName = "round_robin"

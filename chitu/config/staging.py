@@ -42,7 +42,7 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
     where shm and cuda_ipc alone can be used, which gather straight into D's segments.
     """
     pd = router.pd_disaggregation
-    is_cuda = instance.devices[0].startswith("cuda")
+    is_cuda = any(device.startswith("cuda") for device in instance.devices)
     if role is Role.UNIFIED or instance.tp_size != 1 or pd.transfer == "direct" or not _num_peers(router):
         return None
     if pd.transfer == "auto" and (not is_cuda or pd.transport == "cuda_ipc"):

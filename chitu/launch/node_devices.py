@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from chitu.config.key_paths import is_number
 from chitu.config.load import device_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -90,7 +91,7 @@ def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) 
                 return NodeDevices(tuple(present), f"{how}; {key}={text}", True)
             return _picked(present, tokens, how, f"{key}={text}")
     count = environment.get(SLURM_COUNT, "")
-    if count.isdigit() and int(count):
+    if is_number(count) and int(count):
         if int(count) == len(present):
             return NodeDevices(tuple(present), f"{how}; {SLURM_COUNT}={count}", True)
         source = f"{how}; {SLURM_COUNT}={count}"
@@ -131,7 +132,7 @@ def _picked(present: Sequence[Device], tokens: Sequence[str], how: str, by: str)
 
 def _names(token: str, device: Device) -> bool:
     """CUDA takes the beginning of a UUID, too."""
-    if token.isdigit():
+    if is_number(token):
         return device.token == token
     return token.startswith(("GPU-", "MIG-")) and device.uuid.startswith(token)
 

@@ -84,8 +84,8 @@ def _why_not_free(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UnicodeError, OverflowError) as error:  # no name of a host: too long, or with an odd character
+        return getattr(error, "strerror", "") or str(error)
     return ""
 
 
