@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,13 @@ from chitu.errors import MissingDependency
 
 if TYPE_CHECKING:
     from transport_peers import Nursery, Receiver, Writer
+
+
+def pytest_collection_finish() -> None:
+    """Triton's interpreter, where a test module imported it, adds integers as a GPU does, without a check for overflow:
+    that takes a third of its time."""
+    if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
+        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.fixture

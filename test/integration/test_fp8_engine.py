@@ -102,8 +102,7 @@ def test_a_continuation_gives_the_rest(checkpoint):
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [
-        ("qwen3", "float32", "fp8_e4m3"),
-        ("qwen3", "float16", "fp8_e4m3"),
+        ("qwen3", "float32", "fp8_e4m3"),  # every two of the three meet
         ("qwen3", "float16", "float16"),
         pytest.param("deepseek_v3", "float16", "fp8_e4m3", marks=pytest.mark.slow),
     ],

@@ -77,14 +77,15 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def served(model: Path) -> Iterator[ServeProcess]:
-    """`chitu serve` with stand-ins, until the test ends it."""
+def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    """`chitu serve` with stand-ins, until the test ends it; under torchrun unless a parameter says False."""
+    torchrun = getattr(request, "param", True)
     code = (
         "import sys; from chitu.config.load import load_topology; from chitu.launch.plan import Entries\n"
         "from chitu.launch.serve import ServeOptions, serve\n"
         f"topology = load_topology(None, ['model.path={model}', 'model.served_name='+sys.argv[1]])\n"
         f"sys.exit(serve(topology, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
-        " entries=Entries('standin_router', 'standin_scheduler'))))"
+        f" entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
     )
     with ServeProcess([sys.executable, "-c", code, "good"], env=ENVIRONMENT) as process:
         yield process
@@ -193,7 +194,7 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
     events: list[str] = []
-    with cluster(model, events=events, restart=True) as started:
+    with cluster(model, events=events, restart=True, entries=WITHOUT_TORCHRUN) as started:
         started.wait_ready(60)
         ports, first = dict(started.ports), started.pid(ROUTER)
         started.kill(ROUTER)
@@ -220,10 +221,12 @@ def test_processes_that_ignore_the_signal_are_killed(model: Path) -> None:
     assert alive(marks) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serve_ends_with_0_on_a_signal(served: ServeProcess, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("served", "count", "number"), [(True, 5, signal.SIGTERM), (False, 3, signal.SIGINT)], indirect=["served"]
+)
+def test_serve_ends_with_0_on_a_signal(served: ServeProcess, count: int, number: signal.Signals) -> None:
     served.wait_line("Ctrl-C ends it")
-    assert len(served.offspring()) == 5
+    assert len(served.offspring()) == count
     assert served.signal_and_wait(number) == 0
     assert served.offspring() == {}
 
@@ -266,6 +269,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed_during_the_start(served: Se
     wait_until(lambda: served.offspring() == {}, 10, f"no orphans, but {served.offspring()}")
 
 
+@pytest.mark.parametrize("served", [False], indirect=True)
 def test_serve_starts_an_instance_again_that_died(served: ServeProcess) -> None:
     served.wait_line("Ctrl-C ends it")
     (first,) = served.pids_of("decode")

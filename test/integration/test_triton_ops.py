@@ -56,10 +56,10 @@ def test_attention_equals_the_reference(heads, dtype, seed):
     close(OPS.attention(q, spec, batch, k, v), REFERENCE.attention(q, spec, batch, k, v))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 64])
-def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits):
+@pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (8, 2), (64, 1)])
+def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits, kv_heads):
     """Also shorter than the number of splits: those without a key add nothing."""
-    heads, kv_heads, dim = 4, 2, 32
+    heads, dim = 2 * kv_heads, 32
     torch.manual_seed(splits)
     table = torch.randperm(NUM_PAGES)[: 6 * MAX_PAGES].view(6, MAX_PAGES)
     positions = torch.tensor([0, 63, 64, 130, MAX_PAGES * PAGE_SIZE - 1])
@@ -124,7 +124,7 @@ def test_splits_fill_the_device_and_hold_for_the_life_of_a_graph():
 def test_rotation_and_pages_equal_the_reference(heads, qk_norm):
     num_heads, kv_heads, dim = heads
     torch.manual_seed(dim)
-    batch = random_batch(dim)
+    batch = random_batch(2)
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if qk_norm else (None, None)
     spec = HeadSpec(num_heads, kv_heads, dim, 1e-6, *norms)
     angles = torch.rand(MAX_PAGES * PAGE_SIZE, dim // 2) * 6
