@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from completions import WITHOUT_TORCHRUN
 from network import Network
 from serve_process import ServeProcess, wait_until
 
@@ -51,7 +52,8 @@ def chitu(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_become_two(model: Path) -> None:
     overrides = [f"model.path={model}", *SIZES]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides)) as cluster, ExitStack() as stack:
+    topology = load_topology("pd_disagg_1p1d_local", overrides)
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster, ExitStack() as stack:
         cluster.wait_ready()
         expected = answer(cluster.url)
         joined = {}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from engine_checkpoints import Engine, generate
 
 from chitu.chat.client import RouterClient
 from chitu.config.load import load_topology
@@ -42,7 +43,7 @@ def cluster(request: pytest.FixtureRequest, settings: list[str]) -> Iterator[Loc
         except (ImportError, OSError) as error:
             pytest.skip(f"mooncake does not import here: {error}")
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, f"{PD}.transport={request.param}"])
-    with LocalCluster(topology) as cluster:
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         yield cluster
 
@@ -90,14 +91,16 @@ def kill_under_load(
     return asyncio.run(load_and_kill())
 
 
-def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(settings: list[str]) -> None:
+def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(
+    model: Path, settings: list[str], one_thread: None
+) -> None:
     prompts = prompts_of(24, 300, seed=3)
     options = [{"max_tokens": 120, "temperature": 0, "ignore_eos": True}] * len(prompts)
     small = ["cache.num_pages=40", "scheduler.reserved_decode_tokens=4", *PATIENCE]
-    with LocalCluster(load_topology("unified_local.yaml", settings)) as roomy:
-        roomy.wait_ready()
-        expected = [answer.token_ids for answer in complete_all(roomy.url, prompts, options)]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", [*settings, *small])) as tight:
+    roomy = Engine(model, num_pages=1000, num_slots=len(prompts))
+    expected = generate(roomy, prompts, 120)
+    topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, *small])
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as tight:
         tight.wait_ready()
         answers = complete_all(tight.url, prompts, options)
         assert [answer.token_ids for answer in answers] == expected

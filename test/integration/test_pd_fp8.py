@@ -60,7 +60,7 @@ def cluster(model: Path) -> Iterator[LocalCluster]:
             key = f"dp_config.router.{role}_schedulers.{index}"
             sizes += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model), *sizes])
-    with LocalCluster(topology) as cluster:
+    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import complete_all, wait_until
+from completions import WITHOUT_TORCHRUN, complete_all, wait_until
 
 from chitu.chat.client import RouterClient
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
@@ -29,7 +29,7 @@ VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"
 LATE_S = 5.0
 
 pytestmark = pytest.mark.timeout(420)
-"""Twelve processes start on what may be two cores."""
+"""Eight processes start on what may be two cores."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster(settings: list[str]) -> Iterator[LocalCluster]:
-    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings)) as cluster:
+    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready(300)
         yield cluster
 
