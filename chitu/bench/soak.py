@@ -32,8 +32,8 @@ from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import ROUTER, Entries
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 from chitu.testing.steady_load import Ask, SteadyLoad, count_outcomes
 
 VOCAB_SIZE = 1280

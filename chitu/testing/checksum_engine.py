@@ -1,10 +1,8 @@
 """An engine without torch whose tokens depend on every byte of KV in its pages: for tests and benchmarks of failures.
 
-It starts in a fraction of a second, uses next to no CPU, and its KV crosses by the real transports. What a model does
-with floats is done here with checksums: the KV of a token is a record of the token, its position, its region and the
-checksum of all KV before it (so of its whole context), the "attention" of a step reads all of it from the pages, and
-the next token is a function of what was read. A page that is missing, stale, of another request or in the wrong order
-changes every token after it. `expected_tokens` says what is right, without pages.
+It starts in a fraction of a second, uses next to no CPU, and its KV crosses by the real transports. It is the fake
+executor, which checks every plan, but the checksum that a token is made of is that of the KV which a step reads from
+the pages. So a page that is missing, stale, of another request or in the wrong order changes every token after it.
 
 `ChecksumExecutor` is called by the step thread alone. Invariant: it remembers no KV, only the token ids of a slot.
 """
@@ -14,59 +12,35 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, PrefillChunk, StepPlan, StepResult
-from chitu.errors import Internal
+from chitu.engine.executor import (
+    ExecutorInfo,
+    FirstToken,
+    LayerCallback,
+    Offload,
+    PrefillChunk,
+    Restore,
+    StepPlan,
+    StepResult,
+)
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
-from chitu.messages import KVLayout, SamplingParams, unpack_i32
+from chitu.messages import KVLayout
+from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _Slot, kv_of
+from chitu.types import Ready
 
-NUM_LAYERS = 2
-NUM_REGIONS = 2 * NUM_LAYERS
-RECORD_BYTES = 16
-"""KV of one token in one region: `head_dim` 4 of float32, one head."""
-FIRST_TOKEN = 16
-"""Smaller ids are special ones of the tokenizer; they are never an answer."""
-_POSITION = struct.Struct(f"<{4 * NUM_REGIONS}I")
+NUM_LAYERS = NUM_REGIONS // 2
 
 
 def checksum_layout(page_size: int, vocab_size: int) -> KVLayout:
     return KVLayout("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
-
-
-def _records(token: int, position: int, context: int) -> bytes:
-    """KV of one token in all regions; `context`: checksum of all KV before it."""
-    return _POSITION.pack(*(value for region in range(NUM_REGIONS) for value in (token, position, context, region)))
-
-
-def _next_token(context: int, num_emitted: int, sampling: SamplingParams | None, vocab_size: int) -> int:
-    """The sampler: seeded where the temperature says so, by the position in the output as the real one."""
-    salt = 0
-    if sampling is not None and sampling.temperature > 0:
-        salt = zlib.crc32(struct.pack("<QI", sampling.seed & (1 << 64) - 1, num_emitted))
-    return FIRST_TOKEN + ((context ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % (vocab_size - FIRST_TOKEN)
-
-
-def expected_tokens(
-    prompt: Sequence[int], n: int, vocab_size: int, sampling: SamplingParams | None = None
-) -> list[int]:
-    """The first `n` tokens of the answer to a prompt, on any instance; greedy where no sampling is given."""
-    context = 0
-    for position, token in enumerate(prompt):
-        context = zlib.crc32(_records(token, position, context), context)
-    tokens: list[int] = []
-    for _ in range(n):
-        tokens.append(_next_token(context, len(tokens), sampling, vocab_size))
-        context = zlib.crc32(_records(tokens[-1], len(prompt) + len(tokens) - 1, context), context)
-    return tokens
 
 
 class Device(NamedTuple):
@@ -101,7 +75,6 @@ class ChecksumPool:
         self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : staging_offset].reshape(
             -1, self.aux_row_bytes
         )
-        self.logits = self.aux_rows[:, AUX_HEADER_BYTES:].view(np.uint32)
         """In place of a row of logits: the checksum of the prompt's KV, and zeros."""
 
     def close(self) -> None:
@@ -118,18 +91,9 @@ class Pace:
     prompt_token_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Slot:
-    tokens: list[int]
-    prompt_len: int
-    kv_len: int
-    sampling: SamplingParams | None
-    rows: list[int] = field(default_factory=list)
-    """Where the KV of each position lies; as many as its pages hold."""
-
-
-class ChecksumExecutor:
-    """See `engine.executor.Executor`. `hold("prefill")` is called ahead of the last of several chunks of a prompt."""
+class ChecksumExecutor(FakeExecutor):
+    """`FakeExecutor` with its KV as real bytes in a pool, and with time that computing takes. What a step finds in the
+    pages decides on the token. `hold("prefill")` is called ahead of the last of several chunks of a prompt."""
 
     def __init__(
         self,
@@ -138,111 +102,84 @@ class ChecksumExecutor:
         pace: Pace,
         hold: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self._info = info
+        rows = pool.aux_rows.data.cast("B") if pool.num_aux_slots else None
+        page_size = pool.layout.page_size
+        super().__init__(
+            info, pool.num_pages, page_size, pool.num_aux_slots, rows, pool.aux_row_bytes, AUX_HEADER_BYTES
+        )
         self._pool = pool
         self._pace = pace
         self._hold = hold
-        self._slots: dict[int, _Slot] = {}
-        self._saved: dict[int, NDArray[np.uint8]] = {}
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
-
-    def warmup(self) -> None:
-        """Nothing to run once."""
-
-    def forget(self, slots: Collection[int]) -> None:
-        for slot in slots:
-            self._slots.pop(slot, None)
-
-    @property
-    def saved_keys(self) -> frozenset[int]:
-        return frozenset(self._saved)
+        self._host: dict[int, NDArray[np.uint8]] = {}
+        self._computed: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
+        """Of this step's chunks: the rows, and their KV `[tokens, regions, RECORD_BYTES]`."""
 
     def close(self) -> None:
+        super().close()
         self._pool.close()
 
-    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
-        return DoneStep(self.execute(plan, on_layer))
-
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        result = StepResult([], [])
-        for offload in plan.offload:
-            state = self._slots.pop(offload.slot)
-            self._saved[offload.key] = self._pool.kv[:, state.rows[: state.kv_len]].copy()
-        for slot in plan.release:
-            del self._slots[slot]
         for key in plan.drop:
-            del self._saved[key]
-        for admit in plan.admit:
-            tokens = unpack_i32(admit.token_ids).tolist()
-            self._slots[admit.slot] = _Slot(tokens, admit.prompt_len, admit.kv_len, admit.sampling)
-            self._take_pages(self._slots[admit.slot], admit.pages)
-        for append in plan.append:
-            self._take_pages(self._slots[append.slot], append.pages)
-        for restore in plan.restore:
-            state = self._slots[restore.slot]
-            self._pool.kv[:, state.rows[: state.kv_len]] = self._saved.pop(restore.key)
-        for first in plan.first_tokens:
-            self._sample(first.slot, int(self._pool.logits[first.aux_slot, 0]), result)
-        if plan.prefill:
-            self._prefill(plan.prefill, on_layer, result)
+            self._host.pop(key, None)
         if plan.decode:
             time.sleep(self._pace.step_s)
-        for slot in plan.decode:
-            state = self._slots[slot]
-            context = self._attention(state)
-            records = _records(state.tokens[state.kv_len], state.kv_len, context)
-            self._pool.kv[:, state.rows[state.kv_len]] = np.frombuffer(records, np.uint8).reshape(NUM_REGIONS, -1)
-            state.kv_len += 1
-            self._sample(slot, self._attention(state), result)
-        return result
+        pause_s = self._pace.prompt_token_s * sum(chunk.length for chunk in plan.prefill) / NUM_LAYERS
 
-    def _take_pages(self, state: _Slot, pages: Sequence[int]) -> None:
-        page_size = self._pool.layout.page_size
-        state.rows += [page * page_size + offset for page in pages for offset in range(page_size)]
-
-    def _attention(self, state: _Slot) -> int:
-        """Checksum of all KV of a slot, as it lies in the pages now."""
-        if state.kv_len > len(state.rows):
-            raise Internal(f"KV of {state.kv_len} tokens in pages for {len(state.rows)}")
-        return zlib.crc32(self._pool.kv[:, state.rows[: state.kv_len]].swapaxes(0, 1).tobytes())
-
-    def _prefill(self, chunks: list[PrefillChunk], on_layer: LayerCallback | None, result: StepResult) -> None:
-        contexts, kv = [], []
-        for chunk in chunks:
-            state = self._slots[chunk.slot]
-            if chunk.start != state.kv_len:
-                raise Internal(f"slot {chunk.slot}: chunk from {chunk.start}, its KV ends at {state.kv_len}")
-            if chunk.start and chunk.start + chunk.length == len(state.tokens):
-                self._hold("prefill")
-            context, records = self._attention(state), []
-            for position in range(chunk.start, chunk.start + chunk.length):
-                records.append(_records(state.tokens[position], position, context))
-                context = zlib.crc32(records[-1], context)
-            contexts.append(context)
-            kv.append(np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES))
-        pause_s = self._pace.prompt_token_s * sum(chunk.length for chunk in chunks) / NUM_LAYERS
-        for layer in range(NUM_LAYERS):
+        def compute(layer: int, ready: Ready | None = None) -> None:
             time.sleep(pause_s)
-            for chunk, data in zip(chunks, kv, strict=True):
-                rows = self._slots[chunk.slot].rows[chunk.start : chunk.start + chunk.length]
+            for rows, kv in self._computed:
                 for region in (2 * layer, 2 * layer + 1):
-                    self._pool.kv[region, rows] = data[:, region]
+                    self._pool.kv[region, rows] = kv[:, region]
             if on_layer is not None:
                 on_layer(layer)
-        for chunk, context in zip(chunks, contexts, strict=True):
-            self._slots[chunk.slot].kv_len += chunk.length
-            if chunk.aux_slot >= 0:
-                self._pool.logits[chunk.aux_slot, 0] = context
-            if chunk.sample:
-                self._sample(chunk.slot, context, result)
 
-    def _sample(self, slot: int, context: int, result: StepResult) -> None:
-        state = self._slots[slot]
-        num_emitted = len(state.tokens) - state.prompt_len
-        token = _next_token(context, num_emitted, state.sampling, self._info.vocab_size)
-        state.tokens.append(token)
-        result.slots.append(slot)
-        result.tokens.append(token)
+        self._computed = []
+        return super().execute(plan, compute)
+
+    def _rows(self, state: _Slot, end: int) -> NDArray[np.int64]:
+        """Where the KV of its first `end` tokens lies."""
+        pages = np.array(state.pages[: -(-end // self.page_size)], np.int64) * self.page_size
+        return np.add.outer(pages, np.arange(self.page_size)).ravel()[:end]
+
+    def _attention(self, state: _Slot, end: int) -> int:
+        """Checksum of the KV of its first `end` tokens, as it lies in the pages now."""
+        return zlib.crc32(self._pool.kv[:, self._rows(state, end)].swapaxes(0, 1).tobytes())
+
+    def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
+        state, end = self._live(chunk.slot, "prefill"), chunk.start + chunk.length
+        self._require_pages(chunk.slot, state, end)
+        if chunk.start and end == len(state.tokens):
+            self._hold("prefill")
+        found, records = self._attention(state, chunk.start), []
+        for position in range(chunk.start, end):
+            records.append(kv_of(state.tokens[position], position, found))
+            found = zlib.crc32(records[-1], found)
+        kv = np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES)
+        self._computed.append((self._rows(state, end)[chunk.start :], kv))
+        if end == len(state.tokens):
+            state.state = found
+        super()._prefill(chunk, result)
+
+    def _first_token(self, first: FirstToken, result: StepResult) -> None:
+        # What the row says is believed: it crossed as bytes, too.
+        self._live(first.slot, "first token").state = self.logits(first.aux_slot)
+        super()._first_token(first, result)
+
+    def _decode(self, slot: int, result: StepResult) -> None:
+        state = self._live(slot, "decode")
+        length = state.kv_len
+        self._require_pages(slot, state, length + 1)
+        record = kv_of(state.tokens[length], length, self._attention(state, length))
+        self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
+        state.state = self._attention(state, length + 1)
+        super()._decode(slot, result)
+
+    def _offload(self, offload: Offload) -> None:
+        state = self._live(offload.slot, "offload")
+        self._host[offload.key] = self._pool.kv[:, self._rows(state, state.kv_len)].copy()
+        super()._offload(offload)
+
+    def _restore(self, restore: Restore) -> None:
+        super()._restore(restore)
+        state = self._live(restore.slot, "restore")
+        self._pool.kv[:, self._rows(state, state.kv_len)] = self._host.pop(restore.key)

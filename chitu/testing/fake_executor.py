@@ -1,12 +1,13 @@
 """An executor without tensors: what the scheduler's tests and benchmarks run against. Called by the step thread alone.
 
-The next token of a slot is a checksum of all tokens it holds, so a token lost, doubled or put in the wrong order by
-admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record of a plan
-is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible raises
-`InvariantViolation` with the values in it.
+The next token of a slot is a checksum of the KV of all tokens it holds, so a token lost, doubled or put in the wrong
+order by admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record
+of a plan is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible
+raises `InvariantViolation` with the values in it.
 
-The KV cache is not imitated, only who owns which page and how many tokens are in it. The logits row is: `aux` takes
-writable memory, in which a row holds the state of the checksum, so that a transport can carry it from P to D.
+KV is not kept here (`checksum_engine.py` does), only who owns which page and how many tokens are in it. The logits row
+is: `aux` takes writable memory, in which a row holds the state of the checksum, so that a transport can carry it from P
+to D.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ from chitu.engine.executor import (
 from chitu.errors import Internal
 from chitu.messages import SamplingParams, unpack_i32
 
+NUM_REGIONS = 4
+RECORD_BYTES = 16
+"""KV of one token in one region."""
+FIRST_TOKEN = 16
+"""Smaller ids are special ones of a tokenizer; they are never an answer."""
+_KV = struct.Struct("<3I")
+_REGIONS = [region.to_bytes(4, "little") for region in range(NUM_REGIONS)]
 _ROW = struct.Struct("<4sI")
 _ROW_MARK = b"FAKE"
 
@@ -40,32 +48,35 @@ class InvariantViolation(Internal):
     """The plan asks for something that no executor could do: a bug of whoever made the plan."""
 
 
-def _extend(state: int, token: int) -> int:
-    return zlib.crc32(token.to_bytes(4, "little"), state)
+def kv_of(token: int, position: int, state: int) -> bytes:
+    """KV of one token in all regions, `RECORD_BYTES` each; `state`: checksum of all KV before it."""
+    head = _KV.pack(token, position, state)
+    return head + _REGIONS[0] + head + _REGIONS[1] + head + _REGIONS[2] + head + _REGIONS[3]
 
 
-def _next_token(state: int, num_emitted: int, sampling: SamplingParams, info: ExecutorInfo) -> int:
+def _state_of(tokens: Sequence[int], state: int = 0, position: int = 0) -> int:
+    """Checksum of the KV of these tokens behind what `state` is of."""
+    for at, token in enumerate(tokens, position):
+        state = zlib.crc32(kv_of(token, at, state), state)
+    return state
+
+
+def _next_token(state: int, num_emitted: int, sampling: SamplingParams, vocab_size: int) -> int:
     """Never an eos id: requests end when the test says so (max_tokens, stop ids). Drawn ones depend on the seed and on
     their place in the output, as the sampler's do."""
     salt = sampling.seed + num_emitted * 0x85EBCA6B & 0xFFFFFFFF if sampling.temperature > 0 else 0
-    token = ((state ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % info.vocab_size
-    while token in info.eos_token_ids:
-        token = (token + 1) % info.vocab_size
-    return token
+    return FIRST_TOKEN + ((state ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % (vocab_size - FIRST_TOKEN)
 
 
 def expected_tokens(
-    prompt: Sequence[int], n: int, info: ExecutorInfo, sampling: SamplingParams | None = None
+    prompt: Sequence[int], n: int, vocab_size: int, sampling: SamplingParams | None = None
 ) -> list[int]:
     """The first `n` tokens that a request with this prompt gets, on any instance; greedy where no sampling is given."""
     sampling = sampling or SamplingParams(max_tokens=max(1, n), temperature=0.0)
-    state = 0
-    for token in prompt:
-        state = _extend(state, token)
-    tokens = []
+    state, tokens = _state_of(prompt), list[int]()
     for num_emitted in range(n):
-        tokens.append(_next_token(state, num_emitted, sampling, info))
-        state = _extend(state, tokens[-1])
+        tokens.append(_next_token(state, num_emitted, sampling, vocab_size))
+        state = _state_of(tokens[-1:], state, len(prompt) + num_emitted)
     return tokens
 
 
@@ -74,7 +85,7 @@ class _Slot:
     tokens: list[int]
     prompt_len: int
     state: int
-    """Checksum of `tokens`."""
+    """Checksum of the KV of `tokens`."""
     kv_len: int
     pages: list[int]
     sampling: SamplingParams | None
@@ -145,6 +156,12 @@ class FakeExecutor:
         _check(0 <= aux_slot < self._num_aux_slots, f"aux slot {aux_slot} of {self._num_aux_slots}")
         return self._aux[aux_slot * self._aux_row_bytes : (aux_slot + 1) * self._aux_row_bytes]
 
+    def logits(self, aux_slot: int) -> int:
+        """The checksum in a row, in place of logits."""
+        mark, checksum = _ROW.unpack_from(self.aux_row(aux_slot), self._aux_offset)
+        _check(mark == _ROW_MARK, f"aux slot {aux_slot} holds no logits")
+        return int(checksum)
+
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
         return DoneStep(self.execute(plan, on_layer))
 
@@ -214,7 +231,7 @@ class FakeExecutor:
         state = self._slots[slot] = _Slot(
             tokens=tokens,
             prompt_len=admit.prompt_len,
-            state=zlib.crc32(admit.token_ids),
+            state=_state_of(tokens),
             kv_len=admit.kv_len,
             pages=[],
             sampling=admit.sampling,
@@ -273,9 +290,7 @@ class FakeExecutor:
 
     def _first_token(self, first: FirstToken, result: StepResult) -> None:
         state = self._live(first.slot, "first token")
-        row = self.aux_row(first.aux_slot)
-        mark, checksum = _ROW.unpack_from(row, self._aux_offset)
-        _check(mark == _ROW_MARK, f"slot {first.slot}: aux slot {first.aux_slot} holds no logits")
+        checksum = self.logits(first.aux_slot)
         _check(checksum == state.state, f"slot {first.slot}: aux slot {first.aux_slot} holds logits of other tokens")
         _check(
             len(state.tokens) == state.kv_len,
@@ -315,15 +330,11 @@ class FakeExecutor:
         emitted = len(state.tokens) - state.prompt_len
         if emitted >= state.sampling.max_tokens:
             raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
-        token = _next_token(checksum, emitted, state.sampling, self._info)
+        token = _next_token(checksum, emitted, state.sampling, self._info.vocab_size)
+        state.state = _state_of((token,), state.state, len(state.tokens))
         state.tokens.append(token)
-        state.state = _extend(state.state, token)
         result.slots.append(slot)
         result.tokens.append(token)
-
-
-def _state_of(tokens: Sequence[int]) -> int:
-    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in tokens))
 
 
 def _check(holds: bool, message: str) -> None:

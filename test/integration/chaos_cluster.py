@@ -26,8 +26,8 @@ from chitu.launch.local import LocalCluster
 from chitu.messages import LoadReport, SamplingParams
 from chitu.net.curve import derive
 from chitu.serve.cluster_snapshot import ClusterSnapshot
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 from chitu.testing.steady_load import Ask, SteadyLoad
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]

@@ -25,8 +25,8 @@ from raw_http import RawClient, http_request
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -40,8 +40,8 @@ from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
 from chitu.serve.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,8 +19,8 @@ from completions import instance_loads, is_whole, wait_until
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 
 OUTPUT_TOKENS = 8
 MAX_IN_FLIGHT = 100

@@ -17,8 +17,8 @@ from completions import complete_all, instance_loads, is_whole, wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.testing.checksum_engine import expected_tokens
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.fake_executor import expected_tokens
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280

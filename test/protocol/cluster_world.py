@@ -94,7 +94,7 @@ class ClusterWorld(Cluster):
         room = random.Random(self._num_rooms).randbytes(16)
         prompt = [(self._num_rooms * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
         tokens, sampling = pack_i32(array("i", prompt)), SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        expected = expected_tokens(prompt, max_tokens, INFO, sampling)
+        expected = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
         asked = Asked(room, prefill.incarnation, decode.incarnation, expected, self.clock.monotonic())
         self.requests[room] = asked
         name = f"r{self._num_rooms}"

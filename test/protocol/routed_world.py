@@ -214,7 +214,7 @@ class RoutedWorld(Cluster):
         self._num_requests += 1
         prompt = [(self._num_requests * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        client = Client(expected_tokens(prompt, max_tokens, INFO, sampling))
+        client = Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling))
         asked = GenerateRequest(f"r{self._num_requests}", pack_i32(array("i", prompt)), num_tokens, sampling)
         try:
             client.generation = self.router.add_request(asked, client.wake)

@@ -6,7 +6,8 @@ import pytest
 
 from chitu.engine.executor import Admit, ExecutorInfo, FirstToken, Offload, PrefillChunk, Restore, StepPlan
 from chitu.messages import SamplingParams, pack_i32
-from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout, expected_tokens
+from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from chitu.testing.fake_executor import expected_tokens
 
 VOCAB = 100
 PROMPT = [20 + n % 70 for n in range(37)]

@@ -21,7 +21,7 @@ from chitu.engine.executor import (
 from chitu.messages import SamplingParams, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
 
-INFO = ExecutorInfo(num_slots=4, max_model_len=64, vocab_size=50, num_layers=3, eos_token_ids=(2, 3))
+INFO = ExecutorInfo(num_slots=4, max_model_len=64, vocab_size=70, num_layers=3, eos_token_ids=(2, 3))
 PROMPT = [7, 1, 9, 9, 4, 30]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=99)
@@ -56,17 +56,17 @@ def unified(fake: Executor, steps: int, sampling: SamplingParams = GREEDY) -> li
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
 def test_a_unified_request_gets_the_expected_tokens(sampling: SamplingParams) -> None:
-    assert unified(executor(), 14, sampling) == expected_tokens(PROMPT, 14, INFO, sampling)
+    assert unified(executor(), 14, sampling) == expected_tokens(PROMPT, 14, INFO.vocab_size, sampling)
 
 
 def test_prompt_order_seed_and_history_all_change_the_tokens() -> None:
-    base = expected_tokens(PROMPT, 8, INFO)
-    assert base != expected_tokens(PROMPT[::-1], 8, INFO)
-    assert base != expected_tokens(PROMPT[:-1], 8, INFO)
-    assert base != expected_tokens(PROMPT, 8, INFO, SEEDED)
-    assert expected_tokens([*PROMPT, *base[:3]], 5, INFO) == base[3:]
-    assert len(set(expected_tokens(PROMPT, 200, INFO))) > 40
-    assert not set(expected_tokens(PROMPT, 200, INFO)) & set(INFO.eos_token_ids)
+    base = expected_tokens(PROMPT, 8, INFO.vocab_size)
+    assert base != expected_tokens(PROMPT[::-1], 8, INFO.vocab_size)
+    assert base != expected_tokens(PROMPT[:-1], 8, INFO.vocab_size)
+    assert base != expected_tokens(PROMPT, 8, INFO.vocab_size, SEEDED)
+    assert expected_tokens([*PROMPT, *base[:3]], 5, INFO.vocab_size) == base[3:]
+    assert len(set(expected_tokens(PROMPT, 200, INFO.vocab_size))) > 40
+    assert not set(expected_tokens(PROMPT, 200, INFO.vocab_size)) & set(INFO.eos_token_ids)
 
 
 def test_a_disaggregated_request_gets_the_expected_tokens() -> None:
@@ -79,7 +79,7 @@ def test_a_disaggregated_request_gets_the_expected_tokens() -> None:
     tokens = decode.execute(StepPlan(first_tokens=[FirstToken(2, 0)])).tokens
     for _ in range(2):
         tokens += decode.execute(StepPlan(decode=[2])).tokens
-    assert tokens == expected_tokens(PROMPT, 3, INFO)
+    assert tokens == expected_tokens(PROMPT, 3, INFO.vocab_size)
 
 
 def test_logits_rows_lie_in_the_memory_that_was_passed_in() -> None:
@@ -98,7 +98,7 @@ def test_a_retracted_request_goes_on_where_it_was() -> None:
     assert not fake.owned_pages
     fake.execute(StepPlan(admit=[admit(3, PROMPT + tokens, [9, 1, 2], kv_len=8)], restore=[Restore(3, 77)]))
     assert not fake.saved_keys
-    assert fake.execute(StepPlan(decode=[3])).tokens == expected_tokens(PROMPT, 4, INFO)[3:]
+    assert fake.execute(StepPlan(decode=[3])).tokens == expected_tokens(PROMPT, 4, INFO.vocab_size)[3:]
 
 
 def test_results_come_in_plan_order_and_layers_are_reported_with_prefills_only() -> None:
@@ -120,7 +120,7 @@ def test_results_come_in_plan_order_and_layers_are_reported_with_prefills_only()
             decode=[0],
         )
     )
-    first, second, third = expected_tokens(PROMPT, 3, INFO)
+    first, second, third = expected_tokens(PROMPT, 3, INFO.vocab_size)
     assert (result.slots, result.tokens) == ([2, 1, 0], [first, first, third])
     assert second != third
 
@@ -135,7 +135,7 @@ def test_released_slots_and_pages_can_be_used_again() -> None:
     assert not fake.live_slots | fake.owned_pages
 
 
-LATER = [*PROMPT, *expected_tokens(PROMPT, 1, INFO)]
+LATER = [*PROMPT, *expected_tokens(PROMPT, 1, INFO.vocab_size)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ LATER = [*PROMPT, *expected_tokens(PROMPT, 1, INFO)]
         ({"admit": [admit(0, PROMPT, [9])]}, "slot 0, which is taken"),
         ({"admit": [admit(4, PROMPT, [9])]}, "slot 4 of 4"),
         ({"admit": [admit(1, [], [9], prompt_len=0)]}, "prompt of 0"),
-        ({"admit": [admit(1, [50], [9], prompt_len=1)]}, "token id 50"),
+        ({"admit": [admit(1, [70], [9], prompt_len=1)]}, "token id 70"),
         ({"admit": [admit(1, [1] * 65, [9], prompt_len=65)]}, "65 tokens exceed"),
         ({"admit": [admit(1, PROMPT, [9], kv_len=6)]}, "6 tokens in 1 pages"),
         ({"admit": [admit(1, PROMPT, [9, 16])]}, "page 16 of 16"),

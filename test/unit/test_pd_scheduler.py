@@ -277,7 +277,7 @@ def continued(
     them are output, and what is to come."""
     sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index)
     prompt = prompt_of(index, prompt_len)
-    tokens = expected_tokens(prompt, max_tokens, INFO, sampling)
+    tokens = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
     num_emitted = progress % max_tokens if index % 2 else 0
     return pack_i32(prompt + tokens[:num_emitted]), sampling, num_emitted, tokens[num_emitted:]
 
@@ -347,7 +347,7 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
 
 def test_a_stop_id_ends_a_request_at_once_and_ignore_eos_overrides_only_eos() -> None:
     prompt = prompt_of(1, 6)
-    tokens = expected_tokens(prompt, 10, INFO)
+    tokens = expected_tokens(prompt, 10, INFO.vocab_size)
     instance = Instance(32)
     sampling = SamplingParams(10, temperature=0.0, stop_token_ids=(tokens[3],))
     instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling))
@@ -479,7 +479,7 @@ def test_retraction_really_happens_and_loses_no_token() -> None:
     instance.run()
     assert instance.scheduler.load.retractions > 0
     for index in range(6):
-        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO)
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO.vocab_size)
     instance.check_empty()
 
 

@@ -117,7 +117,7 @@ def test_one_poisonous_request_among_eight_fails_alone(where: str) -> None:
     prompt = prompt_of(3, 9)
     instance.scheduler.submit(UnifiedRequest(room_of(8), "next", pack_i32(prompt), SamplingParams(4, temperature=0.0)))
     instance.run()
-    assert instance.tokens[room_of(8)] == expected_tokens(prompt, 4, INFO)
+    assert instance.tokens[room_of(8)] == expected_tokens(prompt, 4, INFO.vocab_size)
 
 
 @settings(max_examples=60, deadline=None)

@@ -176,13 +176,13 @@ def test_a_step_is_launched_while_the_one_before_runs_and_a_request_loses_no_ste
     assert out == [0, 1, 2, 3, 4, 4]
     instance.run()
     assert instance.executor.steps == 5, "a prefill, three decodes, a release: no surplus row for an end by length"
-    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 4, INFO)
+    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 4, INFO.vocab_size)
 
 
 def test_an_end_that_the_host_sees_late_costs_one_surplus_row_whose_token_is_dropped() -> None:
     """Its pages and slot come back only when that row has been read."""
     prompt = prompt_of(1, 3)
-    tokens = expected_tokens(prompt, 9, INFO)
+    tokens = expected_tokens(prompt, 9, INFO.vocab_size)
     instance = Instance(8, overlap=True)
     instance.scheduler.submit(unified(1, 3, SamplingParams(9, temperature=0.0, stop_token_ids=(tokens[1],))))
     while room_of(1) not in instance.finishes:
@@ -205,7 +205,7 @@ def test_the_same_slot_in_other_hands_does_not_get_the_surplus_token() -> None:
     instance = Instance(6, overlap=True, config=config)
     ends = {}
     for index in range(6):
-        tokens = expected_tokens(prompt_of(index, 5), 8, INFO)
+        tokens = expected_tokens(prompt_of(index, 5), 8, INFO.vocab_size)
         ends[index] = tokens[: tokens.index(tokens[index]) + 1]
         sampling = SamplingParams(8, temperature=0.0, stop_token_ids=(tokens[index],))
         instance.scheduler.submit(unified(index, 5, sampling))
@@ -223,7 +223,7 @@ def test_retraction_reads_the_step_in_flight_first_and_loses_no_token() -> None:
         turn(instance, rng)
     assert instance.scheduler.load.retractions > 0
     for index in range(6):
-        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO)
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO.vocab_size)
     instance.run()
     instance.check_empty()
 
@@ -261,7 +261,7 @@ def test_a_drained_instance_reads_what_is_in_flight_before_it_ends() -> None:
     assert instance.late.unread and not instance.scheduler.is_idle
     instance.scheduler.close()
     assert not instance.late.unread
-    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 3, INFO)
+    assert instance.tokens[room_of(1)] == expected_tokens(prompt_of(1, 4), 3, INFO.vocab_size)
 
 
 @pytest.mark.parametrize("ending", ["cancel_all", "end_all", "request_timeout"])

@@ -118,7 +118,7 @@ def test_a_dead_process_takes_its_rooms_with_it_and_nobody_elses() -> None:
         wire.deliver(rng)
         if all(instance.scheduler.is_idle for instance in instances):
             break
-    tokens = expected_tokens(PROMPT, 12, INFO, SAMPLING)
+    tokens = expected_tokens(PROMPT, 12, INFO.vocab_size, SAMPLING)
     assert {room: decode.tokens[room] for room in decode.tokens} == {room_of(71): tokens, room_of(73): tokens}
     assert decode.ports == {5001: [room_of(71)] * 12, 5003: [room_of(73)] * 12}
     assert decode.open_ports == [5001, 5003]
@@ -138,5 +138,5 @@ def test_a_request_without_a_way_back_is_refused_through_the_stats_port_and_the_
         room_of(1): "bad_frame",
         room_of(2): "bad_frame",
     }
-    assert instance.tokens == {room_of(3): expected_tokens(PROMPT, 12, INFO, SAMPLING)}
+    assert instance.tokens == {room_of(3): expected_tokens(PROMPT, 12, INFO.vocab_size, SAMPLING)}
     instance.check_empty()
