@@ -1,18 +1,22 @@
 """The `chitu` command: serve, node, chat, join, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
-configuration is one sentence on stderr and exit code 2; any other known failure is one sentence and exit code 1.
+configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
+sentence and exit code 1; Ctrl-C is 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import math
 import os
 import re
 import runpy
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -42,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.topology += rest
     try:
         result: int = arguments.run(arguments)
+        sys.stdout.flush()  # what cannot be written is known now, not when the interpreter ends
         return result
     except ConfigError as error:
         print(f"chitu: {error.message}", file=sys.stderr)
@@ -49,6 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChituError as error:
         print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `chitu plan | head`
+        _forget_output()
+        return 128 + signal.SIGPIPE
+    except UnicodeEncodeError as error:  # of a terminal with another encoding
+        text = error.object[error.start : error.end]
+        print(f"chitu: {text!a} cannot be written in {error.encoding}: use UTF-8 for names and output", file=sys.stderr)
+        return 2
+    except OSError as error:  # a folder that cannot be made, a full disk
+        _forget_output()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"chitu: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _forget_output() -> None:
+    """Else the interpreter tries once more to write it, and complains."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
     command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
     command.add_argument("--system", metavar="TEXT", help="the system message")
-    command.add_argument("--max-tokens", type=int, metavar="N", help="of an answer (default: the rest of the context)")
+    command.add_argument(
+        "--max-tokens", type=_positive(int), metavar="N", help="of an answer (default: the rest of the context)"
+    )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
     command.set_defaults(run=_chat)
 
@@ -86,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--devices", metavar="A,B", help="one a TP rank (default: as the role's first instance; free GPUs)"
     )
     command.add_argument("--rank", type=int, metavar="K", help="as which (default: the lowest that nobody has)")
-    command.add_argument("--ready-timeout", type=float, default=600.0, metavar="S", help="seconds (default: 600)")
+    command.add_argument(
+        "--ready-timeout", type=_positive(float), default=600.0, metavar="S", help="seconds (default: 600)"
+    )
     command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
     command.set_defaults(run=_join)
 
@@ -107,8 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, required=True, metavar="K", help="which of the hosts this one is")
-    command.add_argument("--cpus-per-gpu", type=int, metavar="N", help="CPU threads of each rank of an instance")
-    command.add_argument("--ready-timeout", type=float, metavar="S", help="seconds to be ready in (default: 600)")
+    command.add_argument(
+        "--cpus-per-gpu", type=_positive(int), metavar="N", help="CPU threads of each rank of an instance"
+    )
+    command.add_argument(
+        "--ready-timeout", type=_positive(float), metavar="S", help="seconds to be ready in (default: 600)"
+    )
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
     command.add_argument("--on-failure", metavar="COMMAND", help="run once when a process of this node died")
     command.set_defaults(run=_node)
@@ -143,6 +176,20 @@ def _port(text: str) -> int:
     if not is_number(text) or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
+    def read(text: str) -> int | float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < math.inf:
+            what = "a whole number of at least 1" if kind is int else "a number above 0"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return number
+
+    return read
 
 
 def _refuse_key(_key: str) -> str:

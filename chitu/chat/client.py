@@ -179,5 +179,5 @@ class RouterClient:
             ) from error
         except TimeoutError as error:
             raise RouterUnreachable(f"{self.url} does not answer") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: of a host that can be none
             raise RouterUnreachable(f"the connection to {self.url} broke: {error or type(error).__name__}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,7 +365,7 @@ def _size_problems(topology: Topology) -> Iterator[str]:
 
 
 def _model_problems(path: str) -> Iterator[str]:
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not path:
         yield "model.path is empty: give the folder of a Hugging Face checkpoint (--model PATH)"
     elif not folder.is_dir():
@@ -376,7 +377,7 @@ def _model_problems(path: str) -> Iterator[str]:
 def _split_problems(topology: Topology) -> Iterator[str]:
     """Instances whose ranks cannot share the model's heads. A file that cannot be read is refused when it is loaded."""
     try:
-        config = json.loads((Path(topology.model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(os.path.expanduser(topology.model.path)) / "config.json").read_text(encoding="utf-8"))
         num_heads = int(config["num_attention_heads"])
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     except (OSError, ValueError, TypeError, KeyError):

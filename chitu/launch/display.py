@@ -113,7 +113,7 @@ TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. 
 
 def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
     """What is printed once the cluster serves: who, where, and a first request to copy."""
-    name = model.served_name or Path(model.path).expanduser().resolve().name
+    name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     if name == TINY_MODEL_NAME:
         path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
     else:  # not every model has a chat template

@@ -28,10 +28,10 @@ def credential(url: str) -> str | None:
 
 def known_key(url: str) -> str:
     """`CHITU_CLUSTER_KEY`, else the key that a launcher of this user on this machine made or has; empty: none."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
     try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
         return cluster_key() or (cluster_key_at(parts.port or 80) if is_loopback(parts.hostname or "") else "")
-    except ValueError:  # no port; whoever asks there says so better
+    except ValueError:  # no URL, no port; whoever asks there says so better
         return ""
 
 

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from chitu.errors import ConfigError
+
 TAIL_BYTES = 64 << 10
 """The end of a log in which last words are looked for."""
 
@@ -21,8 +23,12 @@ TAIL_BYTES = 64 << 10
 def make_log_dir(folder: str | None) -> Path:
     """`folder`, made where it is missing; None: a new one under the temporary folder. Others may not look into what is
     made here."""
-    path = Path(folder).expanduser().absolute() if folder else Path(tempfile.mkdtemp(prefix="chitu-"))
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path = Path(os.path.expanduser(folder)).absolute() if folder else Path(tempfile.mkdtemp(prefix="chitu-"))
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        where = f"the folder {folder} for the logs" if folder else "a temporary folder for the logs"
+        raise ConfigError(f"{where} cannot be made ({error.strerror or error}): give another with --log-dir") from error
     return path
 
 

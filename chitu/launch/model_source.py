@@ -7,6 +7,7 @@ starts something, the hub itself, with huggingface_hub's bars on stderr.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -37,7 +38,9 @@ class ModelSource:
 
 def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> ModelSource:
     """The folder that `--model` means. ConfigError where the repository is neither here nor to be had."""
-    folder = Path(word).expanduser().absolute()
+    if not word:
+        raise ConfigError("--model is empty: give the folder of a checkpoint, or leave it out")
+    folder = Path(os.path.expanduser(word)).absolute()  # Path's raises for `~nobody`
     if folder.exists() or not REPOSITORY_ID.fullmatch(word):
         return ModelSource(str(folder))
     path, why_not = _in_cache(word)

@@ -46,13 +46,51 @@ def test_a_model_path_is_taken_as_text_whatever_yaml_makes_of_it(
         (["plan", "dp_config.router.prot=1"], 2, "did you mean 'dp_config.router.port'?"),
         (["serve", "--model", "/nowhere/at/all"], 2, "there is no such folder"),
         (["make-model", "/tmp/never-made", "--family", "nope"], 2, "nope"),
+        (["make-model", "/proc/never"], 1, "No such file or directory"),
+        (["plan", "--model", ""], 2, "--model is empty"),
+        (["plan", "--model", "~nobody-has-this-name/m"], 2, "there is no such folder"),
+        (["plan", "model.path=~nobody-has-this-name/m"], 2, "there is no such folder"),
+        (["plan", "--model", "\udcff"], 2, "use UTF-8"),
+        (["serve", "--port", "0", "--log-dir", "/proc/never"], 2, "give another with --log-dir"),
+        (["join", "decode", "--url", "http://a..b:1"], 1, "http://a..b:1 broke"),
+        (["join", "decode", "--url", "http://[::1"], 2, "is no URL"),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], words: list[str], code: int, part: str) -> None:
     assert main(words) == code
-    printed = capsys.readouterr().err.strip().splitlines()
+    printed = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("chitu")]
     assert len(printed) == 1
     assert part in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [(KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 141, ""), (OSError(28, "No space left"), 1, "No space left")],
+)
+def test_what_the_system_does_to_a_command_is_no_traceback(
+    error: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("chitu.cli.load_topology", fail)
+    assert main(["plan"]) == code
+    assert capsys.readouterr().err.strip() == (f"chitu: {says}" if says else "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["node", "--node-index", "0", "--cpus-per-gpu", "0"],
+        ["node", "--node-index", "0", "--ready-timeout", "nan"],
+        ["join", "decode", "--ready-timeout", "-1"],
+        ["chat", "hi", "--max-tokens", "0"],
+    ],
+)
+def test_numbers_that_count_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2 and "is not a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["plan", "--nope"], ["serve", "--port", "x"], ["bench", "nope"], []])
