@@ -13,6 +13,7 @@
 # Usage: script/gpu_check.sh [OUT]      (default: gpu-check; logs and the JSON of the benchmark)
 # On a machine without a GPU: CHITU_GPU_TWIN=1 script/gpu_check.sh, which runs the same on a CPU with small sizes.
 set -uo pipefail
+case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SECONDS=0
 OUT=${1:-gpu-check}

@@ -2,6 +2,7 @@
 root="$(dirname "$here")"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 fail() { say "$*"; exit 2; }
+case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=$root/.venv/bin/python
@@ -20,9 +21,12 @@ addresses_of() { # NAME...: their IPv4 addresses, with commas between
 }
 
 make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environment, unless one is given here or there
-    local code="import sys; from chitu.config.cluster_key import cluster_key_of, with_own_key
-from chitu.config.load import load_topology; print(cluster_key_of(with_own_key(load_topology(sys.argv[1]))))"
-    export CHITU_CLUSTER_KEY=${CHITU_CLUSTER_KEY:-$("$PYTHON" -c "$code" "$1")}
+    local key code="import sys; from chitu.config.cluster_key import cluster_key_of, with_own_key
+from chitu.config.load import load_topology; from chitu.errors import ConfigError
+try: print(cluster_key_of(with_own_key(load_topology(sys.argv[1]))))
+except ConfigError as error: print(f'chitu: {error.message}', file=sys.stderr); sys.exit(2)"
+    key=${CHITU_CLUSTER_KEY:-$("$PYTHON" -c "$code" "$1")} || exit 2
+    export CHITU_CLUSTER_KEY=$key
 }
 
 run_node() { # TOPOLOGY ADDRESS,... INDEX [argument...]: this node's processes, in place of the script

@@ -3,6 +3,7 @@
 # serves until Ctrl-C. Arguments go to `chitu serve`: --once ends after the completion, --model PATH, --port N, a.b=c.
 # Where the default port is taken and no argument names another, any free one is used.
 set -euo pipefail
+case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$here/script/setup.sh"
 if [[ " $*" != *" --port"* && " $*" != *router.port=* ]] && (exec 3<>/dev/tcp/127.0.0.1/21003) 2>/dev/null; then

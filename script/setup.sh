@@ -3,6 +3,7 @@
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
 # Wants Python 3.11 to 3.13 and pip's package index.
 set -euo pipefail
+case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -63,3 +63,32 @@ def test_srun_takes_the_key_along_in_the_environment(tmp_path: Path, key: str | 
     shared = (tmp_path / "key").read_text().strip()
     assert shared == key if key else len(shared) == 64
     assert shared not in (tmp_path / "command").read_text()
+
+
+SCRIPTS = sorted(path.name for path in (ROOT / "script").glob("*.sh") if path.name not in ("pd_common.sh", "test.sh"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_what_stands_at_the_head_of_a_script(name: str) -> None:
+    result = subprocess.run(["bash", f"script/{name}", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("\n") >= 3 and "set -" not in result.stdout and "#" not in result.stdout
+
+
+def test_a_topology_that_is_not_there_is_one_sentence_before_any_job_or_ssh(tmp_path: Path) -> None:
+    used = executable(tmp_path / "srun", f"touch {tmp_path}/started")
+    for script in (
+        ["srun_pd_disagg.sh", "nosuch.yaml"],
+        ["start_pd_separation.sh", "--hosts", "127.0.0.1", "--ssh", "--topology", "nosuch.yaml"],
+    ):
+        result = subprocess.run(
+            ["bash", f"script/{script[0]}", *script[1:], "--model", "/models/m"],
+            cwd=ROOT,
+            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PD_SSH": used},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+        assert "there is no topology file 'nosuch.yaml'" in result.stderr
+        assert not (tmp_path / "started").exists()
