@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 script/setup.sh --dev
-if (($# == 0)); then set -- -n 2 --dist loadfile; fi
+if (($# == 0)); then set -- -n 2 --dist loadfile --no-loadscope-reorder; fi
 exec .venv/bin/python -m pytest "$@"

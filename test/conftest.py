@@ -13,8 +13,14 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import pytest
 from hypothesis import settings
 
 # No timed tests: a loaded machine is no failure. In CI the same examples every time; by hand new ones.
 settings.register_profile("chitu", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("chitu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests last. Their files are short, so that two workers, a file at a time in this order, end together."""
+    items.sort(key=lambda item: item.path.parent.name == "unit")
