@@ -24,6 +24,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # most of a minute of a core that nobody else wants
 def test_every_figure_is_found_on_the_twin(tmp_path, capsys):
     status = run("--device", "cpu", "--tiny", "--json-dir", tmp_path)
     assert status == 0, capsys.readouterr().out
