@@ -46,7 +46,7 @@ def test_a_request_that_makes_the_model_raise_fails_alone(tmp_path: Path, monkey
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=500", f"{PD}.transport=shm"]
     topology = load_topology("pd_disagg_1p1d_local", [*settings, "scheduler.chunk_size=32"])
     with LocalCluster(topology, entries=Entries(scheduler="poisoned_scheduler", torchrun=False)) as cluster:
-        cluster.wait_ready(60)
+        cluster.wait_ready()
         before = incarnations(cluster.url)
         good = [body_of(prompt, index) for index, prompt in enumerate(PROMPTS)]
         expected = [reply.json()["choices"][0]["token_ids"] for reply in answers(cluster.url, good)]
