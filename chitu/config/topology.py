@@ -130,6 +130,11 @@ def api_host(router: RouterConfig) -> str:
     return router.host if host in ALL_ADDRESSES else host
 
 
+def api_url(host: str, port: int) -> str:
+    """With the brackets that an IPv6 address has in a URL."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def router_ports(router: RouterConfig) -> dict[str, int]:
     """Ports that the router listens on, by key path."""
     pd = router.pd_disaggregation
@@ -302,6 +307,11 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             yield (
                 f"{key} is the loopback address {host}, but the topology has {len(hosts)} hosts "
                 f"({', '.join(hosts)}): give an address that the others can reach"
+            )
+        elif ":" in host:
+            yield (
+                f"{key} is {host}, but processes of a cluster reach each other over IPv4: give such an address, or a "
+                "name that has one (the HTTP API may listen on IPv6: dp_config.router.http_host)"
             )
     if router.http_host == "":
         yield "dp_config.router.http_host is empty: give an address of the router's machine, 0.0.0.0 for all of them"

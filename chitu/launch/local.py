@@ -33,7 +33,7 @@ import msgspec
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, api_host, check, instances, on_one_host
+from chitu.config.topology import Instance, api_host, api_url, check, instances, on_one_host
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import share_out
 from chitu.launch.health import Health, ask_health
@@ -181,7 +181,7 @@ class LocalCluster:
         """`http://127.0.0.1:PORT`, once the router listens."""
         if "port" not in self.ports:
             raise StartFailed("the router does not listen yet: call wait_ready first")
-        return f"http://{self.host}:{self.ports['port']}"
+        return api_url(self.host, self.ports["port"])
 
     def alive(self, name: str) -> bool:
         child = self._supervisor.member(name).child

@@ -21,7 +21,7 @@ from itertools import chain
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
-from chitu.config.topology import api_host, check, host_names, instances, instances_on, open_api
+from chitu.config.topology import api_host, api_url, check, host_names, instances, instances_on, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
@@ -138,7 +138,7 @@ class Node:
     @property
     def url(self) -> str:
         router = self.topology.dp_config.router
-        return f"http://{api_host(router)}:{router.port}"
+        return api_url(api_host(router), router.port)
 
     def start(self) -> None:
         """Everything at once: instances try to join until the router is there."""

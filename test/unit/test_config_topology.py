@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from chitu.chat.client import RouterClient
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.load import load_topology, packaged_topologies
 from chitu.config.schema import Topology
 from chitu.config.topology import (
     api_host,
+    api_url,
     check,
     find_instance,
     host_names,
@@ -258,3 +260,12 @@ def test_several_hosts_without_a_key_are_warned_of_and_others_are_not(caplog: py
     assert not caplog.records
     warn_without_key(two_nodes())
     assert "NO CLUSTER KEY on 2 hosts" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["dp_config.router.host", "dp_config.router.prefill_schedulers.0.host"])
+def test_an_ipv6_address_is_for_the_api_alone(key: str) -> None:
+    (problem,) = problems(load_topology(None, [f"{key}='::1'"]), need_model=False)
+    assert problem.startswith(f"{key} is ::1, but processes of a cluster reach each other over IPv4")
+    topology = load_topology(None, ["dp_config.router.http_host='::1'"])
+    assert list(problems(topology, need_model=False)) == []
+    assert RouterClient(api_url(api_host(topology.dp_config.router), 21003)).url == "http://[::1]:21003"
