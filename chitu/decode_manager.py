@@ -94,33 +94,35 @@ class DecodeManager:
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
 
-    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int], bool]:
-        """Of one turn: whether a sequence may get pages for so many tokens now. One that may counts from then on: the
-        caller admits it. `others` hold pages too and will decode here later."""
+    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int], bool]:
+        """Of one turn: whether a sequence may have so many pages now, of which others use so many already. One that may
+        counts from then on: the caller admits it. `others` hold pages too and will decode here later."""
         if not self._slots.num_free:
-            return lambda sequence, tokens: False
-        reserve = GrowthReserve(self._cache.page_size, self._config.reserved_decode_tokens)
+            return lambda sequence, pages, num_shared: False
+        reserve = GrowthReserve(
+            self._cache.page_size, self._config.reserved_decode_tokens, self._cache.num_shared_pages
+        )
         for active in (*self.transfer.values(), *self.running.values(), *others):
             reserve.add(active, len(self._cache.get_page_indices(active.room)))
 
-        def may_start(sequence: Sequence, tokens: int) -> bool:
-            wanted, free = self._cache.pages_for(tokens), self._cache.num_free_pages
-            if not self._slots.num_free or not may_admit(free, wanted, reserve.pages, nothing_active=reserve.is_empty):
+        def may_start(sequence: Sequence, pages: int, num_shared: int) -> bool:
+            available = self._cache.num_available_pages
+            wanted = pages - num_shared
+            if not self._slots.num_free or not may_admit(available, wanted, reserve.pages, reserve.is_empty):
                 return False
-            reserve.add(sequence, wanted)
+            reserve.add(sequence, pages, num_shared)
             return True
 
         return may_start
 
     def _grow(self, plan: StepPlan) -> None:
         needy = self._needy()
-        if len(needy) > self._cache.num_free_pages:
+        if len(needy) > self._cache.num_available_pages:
             self._resources.settle()  # who ended in it needs no page, and gives some back
             needy = self._needy()
-        if len(needy) > self._cache.num_free_pages:
-            held = {room: len(self._cache.get_page_indices(room)) for room in self.running}
-            free = self._cache.num_free_pages
-            for victim in victims_for_growth(self.running.values(), needy, free, held):
+        if len(needy) > self._cache.num_available_pages:
+            available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()
+            for victim in victims_for_growth(self.running.values(), needy, available, coming_back):
                 self._retract(victim, plan)
                 needy.discard(victim)
         for sequence in needy:
@@ -153,7 +155,7 @@ class DecodeManager:
             return
         may_start = self.open_admission()
         for sequence in sorted(self.retracted.values(), key=lambda s: s.order):
-            if not may_start(sequence, sequence.kv_len + 1):
+            if not may_start(sequence, self._cache.pages_for(sequence.kv_len + 1), 0):
                 return
             del self.retracted[sequence.room]
             self._slots.take(sequence)
@@ -170,7 +172,7 @@ class DecodeManager:
         assert aux is not None
         may_start = self.open_admission()
         for sequence in list(self.waiting.values()):
-            if not aux.num_free or not may_start(sequence, sequence.prompt_len):
+            if not aux.num_free or not may_start(sequence, self._cache.pages_for(sequence.prompt_len), 0):
                 return
             del self.waiting[sequence.room]
             self._slots.take(sequence)
@@ -255,6 +257,14 @@ class DecodeManager:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def finish(self, sequence: Sequence) -> None:
+        """The request has all of its tokens: the full pages of them are there for later prompts."""
+        if sequence.state is SequenceState.RUNNING:
+            # Of the newest token K and V are not there, or are just being computed.
+            num_settled = sequence.prompt_len + len(sequence.emitted) - 1
+            self._cache.commit(sequence.room, sequence.keys, sequence.token_ids(), num_settled)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
         """The request is over for the client; what a peer may still write to stays until the peer is done."""
         waits_for_peer = sequence.state is SequenceState.TRANSFER and not sequence.kv_ready
         self._close(sequence)
@@ -262,14 +272,14 @@ class DecodeManager:
             self._free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """Like `finish`, at any moment; P is told to stop and the pages are quarantined until it has."""
+        """It is over before its time; P is told to stop and the pages are quarantined until it has."""
         if sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
             assert self._receiver is not None
             self._close(sequence)
             self._cache.quarantine(sequence.room)
             self._receiver.abort(sequence.room, error)
         else:
-            self.finish(sequence)
+            self._end(sequence)
 
     def _close(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.CLOSING:

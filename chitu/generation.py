@@ -34,6 +34,8 @@ class GenerateRequest:
     """A token of these is the last one: the request's stop ids, and eos unless it is ignored."""
     timeout_s: float | None = None
     """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
+    cache_salt: str = ""
+    """Of the client: prompts share cached pages only where it is the same."""
 
 
 @dataclass(slots=True)
@@ -146,6 +148,14 @@ class Generation:
         self.num_taken += len(taken)
         self.taken.extend(taken)
         return taken
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, that the newest attempt did not have to compute. None where no instance said so: those that
+        the router ended itself."""
+        if self.finish is None:
+            return None
+        return max(0, min(self.finish.stages.prefill.cached_tokens, self.request.num_tokens))
 
     def end_reason(self) -> str:
         """Why the newest token is the last one; empty where more are to come. What D would say of it."""

@@ -171,6 +171,11 @@ class PDCoordination:
         self.view = msgspec.structs.replace(self.view, workers=incarnations)
         self._publish()
 
+    def flush_caches(self, number: int) -> None:
+        """Every instance that sees a view with this number forgets what it has cached; views repeat it."""
+        self.view = msgspec.structs.replace(self.view, cache_flush=number)
+        self._publish()
+
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """The last report of each member."""
         return {key: member.load for key, member in self._members.items()}

@@ -28,7 +28,7 @@ from chitu.prefill_manager import PrefillManager
 from chitu.request_arrivals import RequestArrivals
 from chitu.request_ends import EndRules, RequestEnds
 from chitu.scheduler_parts import PDSchedulerParts as PDSchedulerParts
-from chitu.scheduling.inbox import Inbox, RouterReplaced, RouterSilent, WorkerGone
+from chitu.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, WorkerGone
 from chitu.scheduling.prefill import Chunk
 from chitu.scheduling.resources import Resources
 from chitu.scheduling.sequence import Sequence
@@ -92,6 +92,10 @@ class PDScheduler:
     def cancel_worker(self, incarnation: int) -> None:
         """An API process of the router is gone (`router.workers`): nobody reads the tokens of its requests."""
         self._inbox.put(WorkerGone(incarnation))
+
+    def flush_cache(self) -> None:
+        """Forget the prefixes that are cached."""
+        self._inbox.put(CacheFlush())
 
     def end_all(self, silence_s: float) -> None:
         """The router was silent for so long that it counts as gone: end every request, with an error for it."""
@@ -167,7 +171,12 @@ class PDScheduler:
         if self._decode.retracted:
             return lambda sequence: False
         may_start = self._decode.open_admission(self._prefill.computing.values())
-        return lambda sequence: may_start(sequence, sequence.prompt_len)
+
+        def may_start_here(sequence: Sequence) -> bool:
+            pages = self._cache.pages_for(sequence.prompt_len)
+            return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
+
+        return may_start_here
 
     # ------------------------------------------------------------------------------------------------- launch and read
 
@@ -239,7 +248,9 @@ class PDScheduler:
         now_s = sequence.first_token_s = self._clock.monotonic()
         if self._parts.role is Role.UNIFIED:
             since_s = sequence.computing_since_s
-            sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, now_s - since_s)
+            sequence.prefill_times = PrefillTimes(
+                since_s - sequence.arrival_s, now_s - since_s, cached_tokens=sequence.cached_tokens
+            )
 
     # ------------------------------------------------------------------------------------------------------- transfers
 

@@ -170,6 +170,8 @@ class PDSchedulerService:
                 overlap=overlaps_steps(topology.scheduler, identity.instance),
             )
         )
+        self._cache_flush = 0
+        """The newest that views asked for."""
         self._info = InstanceInfo(
             role=identity.role,
             engine_rank=identity.engine_rank,
@@ -307,6 +309,9 @@ class PDSchedulerService:
         self._wake.wake()
 
     def _on_view(self, view: ClusterView) -> None:
+        if view.cache_flush not in (0, self._cache_flush):
+            self._cache_flush = view.cache_flush
+            self._scheduler.flush_cache()
         self._wake.wake()
         self._bootstrap_wake.wake()
 

@@ -60,7 +60,7 @@ class PrefillManager:
         self._admit(plan)
         chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
         for sequence, start, length in chunks:
-            if not start:
+            if start == sequence.cached_tokens:
                 sequence.computing_since_s = self._clock.monotonic()
             last = start + length == sequence.prompt_len
             plan.prefill.append(
@@ -102,12 +102,15 @@ class PrefillManager:
         return done
 
     def after_read(self, chunks: list[Chunk]) -> None:
-        """P: the step is done, so the logits rows of the prompts that ended in it are complete, and may leave."""
-        if self._sender is None:
-            return
+        """The step is done: what it computed is there for later prompts, unless the request is over. On P the logits
+        rows of the prompts that ended in it are complete, and may leave."""
         for chunk in chunks:
-            if chunk.is_last and chunk.sequence.state is SequenceState.INFLIGHT:
-                self._sender.send_kv_cache(chunk.sequence.room, chunk.sequence.aux_slot)
+            sequence = chunk.sequence
+            if sequence.state is SequenceState.CLOSING:
+                continue
+            self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+            if self._sender is not None and chunk.is_last and sequence.state is SequenceState.INFLIGHT:
+                self._sender.send_kv_cache(sequence.room, sequence.aux_slot)
 
     def _admit(self, plan: StepPlan) -> None:
         if not self.waiting:
@@ -120,6 +123,7 @@ class PrefillManager:
             self._slots.take(sequence)
             if self._resources.aux is not None:
                 sequence.aux_slot = self._resources.take_aux()
+            sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
             self._cache.reserve(sequence.room, sequence.prompt_len)
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
@@ -139,7 +143,7 @@ class PrefillManager:
     def _missing(self, sequence: Sequence) -> tuple[int, int]:
         """Pages and aux slots that it lacks."""
         assert self._resources.aux is not None
-        pages = self._cache.pages_for(sequence.prompt_len) - self._cache.num_free_pages
+        pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
         return pages, 1 - self._resources.aux.num_free
 
     def _undo_speculation(self, wanting: Sequence) -> None:
@@ -160,8 +164,7 @@ class PrefillManager:
     def _speculators(self, wanting: Sequence) -> list[Sequence]:
         """Who must give way so that it fits."""
         holders = [*self.computing.values(), *self.inflight.values()]
-        held = {s.room: len(self._cache.get_page_indices(s.room)) for s in holders}
-        return speculation_to_undo(holders, held, *self._missing(wanting))
+        return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
 
     # ----------------------------------------------------------------------------------------------------------- ends
 

@@ -28,7 +28,7 @@ from chitu.messages import (
 from chitu.prefill_manager import PrefillManager
 from chitu.request_ends import RequestEnds
 from chitu.scheduler_parts import PDSchedulerParts
-from chitu.scheduling.inbox import RouterReplaced, RouterSilent, Word, WorkerGone
+from chitu.scheduling.inbox import CacheFlush, RouterReplaced, RouterSilent, Word, WorkerGone
 from chitu.scheduling.sequence import Sequence
 from chitu.types import Role
 
@@ -63,6 +63,8 @@ class RequestArrivals:
             case WorkerGone():
                 self._gone_workers.append(word.incarnation)
                 self._ends.cancel_worker(word.incarnation)
+            case CacheFlush():
+                self._parts.cache.flush()
             case _:
                 self._take_request(word)
 
@@ -149,6 +151,7 @@ class RequestArrivals:
             0 if isinstance(message, PrefillRequest) else message.num_emitted,
             message.router_worker,
             stop_ids=stop_ids,
+            keys=None if isinstance(message, DecodeRequest) else self._parts.cache.page_keys(message.cache_salt),
         )
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:

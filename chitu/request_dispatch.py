@@ -98,6 +98,7 @@ class Dispatcher:
                 reply_port=token_port,
                 link=to_decode.link,
                 number=to_decode.next_number,
+                cache_salt=request.cache_salt,
             )
             return None if self._post(attempt.decode, to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._sent.get(attempt.prefill)
@@ -125,6 +126,7 @@ class Dispatcher:
             router_worker=worker,
             link=to_prefill.link,
             number=to_prefill.next_number,
+            cache_salt=request.cache_salt,
         )
         if not self._post(attempt.decode, to_decode, decode_half, attempt.created_s):
             return attempt.decode

@@ -164,7 +164,10 @@ class StepFaults:
     def _require_sound(self, sequence: Sequence, error: Exception) -> None:
         """Compute something in the place of `sequence`, which is over. Raises `error` where not even that works."""
         sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
-        pages = tuple(self._resources.cache.get_page_indices(sequence.room)[:1])
+        pages = self._resources.cache.get_page_indices(sequence.room)
+        # The one that it would have written to, or its last: nobody else reads that.
+        next_page = sequence.kv_len // self._resources.cache.page_size
+        pages = tuple(pages[next_page : next_page + 1] or pages[-1:])
         admit = Admit(sequence.slot, pack_i32([0]), 1, 0, pages, sampling)
         chunk = PrefillChunk(sequence.slot, 0, 1, sample=sampling is not None)
         try:

@@ -98,7 +98,7 @@ def pages_not_free(url: str) -> int:
     end_s = time.monotonic() + REST_S
     while True:
         instances = client.cluster().instances
-        taken = sum(i.load.pages_total - i.load.pages_free for i in instances if i.load is not None)
+        taken = sum(i.load.pages_used + i.load.pages_quarantined for i in instances if i.load is not None)
         if not taken or time.monotonic() > end_s:
             return taken
         pause.wait(0.1)

@@ -146,7 +146,7 @@ def _told_load(instance: InstanceSnapshot) -> LoadReport | None:
 
 
 def _pages_text(load: LoadReport) -> str:
-    return f"{load.pages_total - load.pages_free}/{load.pages_total}"
+    return f"{load.pages_total - load.pages_free - load.pages_cached}/{load.pages_total}"
 
 
 def byte_text(count: int) -> str:

@@ -36,8 +36,8 @@ class Admit(PlanPart, frozen=True):
     """The first `prompt_len` of `token_ids` are the prompt; the rest is output, emitted here or elsewhere: it counts
     for penalties and as the seed's position."""
     kv_len: int
-    """Tokens whose KV is (or will be, before the first forward) in the pages: 0 for a prefill, all on D, all but the
-    newest after a retraction."""
+    """Tokens whose KV is (or will be, before the first forward) in the pages: of a prefill those in cached pages, which
+    others may read too; all on D, all but the newest after a retraction."""
     pages: tuple[int, ...]
     sampling: SamplingParams | None
     """None on P, which never samples."""

@@ -2,7 +2,8 @@
 
 Owned by `PrefillSender`, called under its lock: `let_go` also from the comm thread, all else from the step thread.
 Sendable pages: a page leaves when it is full, or when the prompt ends in it; the partly filled last page of a chunk
-leaves with a later chunk, so every page is written exactly once per layer. Invariant: nothing is queued for a room that
+leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were cached:
+they leave when that chunk begins. Invariant: nothing is queued for a room that
 D did not announce; its chunks are kept as ranges (not bytes) and leave when both halves have met.
 """
 
@@ -35,6 +36,7 @@ class _StepChunk:
 class ChunkFeed:
     def __init__(self, config: KVManagerConfig, clock: Clock, rooms: SendRooms, queue: TransferQueue) -> None:
         self._config = config
+        self._num_layers = config.layout.num_layers
         self._clock = clock
         self._table = rooms.table
         self._queue = queue
@@ -48,12 +50,15 @@ class ChunkFeed:
             entry = self._table.get(chunk.room)
             if entry is None or entry.state not in OPEN_STATES:
                 continue
-            record = entry.data
+            record, page_size = entry.data, self._config.layout.page_size
+            if not record.pages:
+                record.started_s, record.cached_tokens = self._clock.monotonic(), chunk.start
             record.pages = tuple(chunk.pages)
-            if not chunk.start:
-                record.started_s = self._clock.monotonic()
+            num_cached = chunk.start // page_size
+            if num_cached > record.next_page:
+                self._hand_over(chunk.room, entry, TransferKVChunk(0, self._num_layers, record.next_page, num_cached))
+                record.next_page = num_cached
             is_last = chunk.end >= record.num_tokens
-            page_size = self._config.layout.page_size
             end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
             if end_page > record.next_page:
                 self._step.append(_StepChunk(chunk.room, record.next_page, end_page))
@@ -64,16 +69,15 @@ class ChunkFeed:
 
     def end_step(self) -> None:
         """Layers that the executor did not speak of are done too."""
-        num_layers = self._config.layout.num_layers
         for chunk in self._step:
-            for layer in range(num_layers):
+            for layer in range(self._num_layers):
                 self._layer_of_chunk_done(chunk, layer, chunk.ready)
             entry = self._table.get(chunk.room)
             if entry is None:
                 continue
             entry.data.next_page = chunk.end_page
             if entry.data.backlog:  # one range for all finished steps
-                entry.data.backlog = [TransferKVChunk(0, num_layers, 0, chunk.end_page, chunk.ready)]
+                entry.data.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
         self._step = []
 
     def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
@@ -82,11 +86,14 @@ class ChunkFeed:
             return
         chunk.layers_done.add(layer)
         chunk.ready = ready
-        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
+        self._hand_over(chunk.room, entry, TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready))
+
+    def _hand_over(self, room: bytes, entry: SendEntry, piece: TransferKVChunk) -> None:
+        """It is computed: now, or when the room is announced, it leaves."""
         if entry.state is SenderState.REQUESTED:
             entry.data.backlog.append(piece)
         elif entry.state in (SenderState.WAITING, SenderState.TRANSFERRING):
-            self._queue_chunk(chunk.room, entry, piece)
+            self._queue_chunk(room, entry, piece)
 
     # -------------------------------------------------------------------------------------------------------- the rooms
 

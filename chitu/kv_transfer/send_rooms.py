@@ -47,6 +47,8 @@ class SendRoom:
     peer: DecodePeer | None = None
     dst_pages: Sequence[int] = ()
     pages: Sequence[int] = ()
+    cached_tokens: int = 0
+    """Where its first chunk began: what is before was in the pages already."""
     next_page: int = 0
     """Pages before this one (of all layers) were handed out by finished steps."""
     backlog: list[TransferKVChunk] = field(default_factory=list)
@@ -89,7 +91,10 @@ class SendRoom:
     def times(self) -> PrefillTimes:
         """Of a room that has landed."""
         return PrefillTimes(
-            self.started_s - self.requested_s, self.computed_s - self.started_s, self.landed_s - self.computed_s
+            self.started_s - self.requested_s,
+            self.computed_s - self.started_s,
+            self.landed_s - self.computed_s,
+            self.cached_tokens,
         )
 
 

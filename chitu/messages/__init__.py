@@ -4,8 +4,8 @@ One union per socket direction. A frame is decoded against the union of the sock
 never arrive where it has no business. Arrays of integers travel as raw little-endian bytes (`pack_i32`), because a list
 of Python ints costs an object per element.
 
-Version 1. `docs/protocol.md` is the prose; `test/unit/test_messages.py` holds golden frames that the reference
-`msgpack` package decodes too, so any language can speak this.
+`PROTOCOL_VERSION` counts its changes; `docs/protocol.md` is the prose; `test/unit/test_messages.py` holds golden frames
+that the reference `msgpack` package decodes too, so any language can speak this.
 """
 
 from __future__ import annotations

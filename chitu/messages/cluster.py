@@ -35,7 +35,7 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     pages_used: int = 0
     pages_quarantined: int = 0
     pages_cached: int = 0
-    """Kept for later prompts; none so far."""
+    """Kept for later prompts, and used by nobody at the moment."""
     aux_total: int = 0
     aux_free: int = 0
     steps: int = 0
@@ -50,6 +50,10 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """P: granted segments that a failed write may still hit."""
     suspended: tuple[int, ...] = ()
     """P: engine ranks of the D that it does not write to until a failed write has settled."""
+    cached_tokens: int = 0
+    """Since start: prompt tokens that were in cached pages, and not computed."""
+    evictions: int = 0
+    """Since start: cached pages that were given to others."""
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0
@@ -248,6 +252,9 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     workers: tuple[int, ...] = ()
     """Incarnations of the router's API processes (`router.workers`). One that was here and is not any more is dead:
     its rooms are nobody's."""
+    cache_flush: int = 0
+    """Random, drawn when a flush of the prefix caches is asked for: an instance that sees a new one forgets what it has
+    cached. 0: none was asked for since the router's start."""
     dead: tuple[int, ...] = ()
     """The last incarnations of which it is certain that no process exists any more: nothing can write for them. Others
     that are not in `instances` may only be frozen."""

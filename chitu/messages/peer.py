@@ -120,7 +120,6 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     code: str = ""
     message: str = ""
     bytes_per_rank: tuple[int, ...] = ()
-    cached_tokens: int = 0
     times: PrefillTimes = NO_TIMES
     """With Success."""
     kv_sums: KVSums | None = None

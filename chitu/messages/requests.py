@@ -60,6 +60,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     number: int = 0
     """Of the messages of this link to this instance, from 1: one that is missing was lost with a connection. 0: not
     counted."""
+    cache_salt: str = ""
+    """Of the client: prompts share cached pages only where it is the same."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -95,6 +97,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     reply_port: int = 0
     link: int = 0
     number: int = 0
+    cache_salt: str = ""
+    """As in PrefillRequest."""
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):
@@ -127,6 +131,8 @@ class PrefillTimes(Wire, frozen=True, omit_defaults=False):
     """From the first chunk to the logits of the last token; layers leave meanwhile."""
     transfer_s: float = 0.0
     """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
+    cached_tokens: int = 0
+    """So many of the prompt were in cached pages, and took none of the compute."""
 
 
 NO_TIMES = PrefillTimes()

@@ -9,7 +9,7 @@ deadline and then belong to a running (retractable) request. Retracted requests 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from chitu.scheduling.sequence import Sequence
 
@@ -21,22 +21,23 @@ class GrowthReserve:
     to its end: the rest can be retracted to host memory.
     """
 
-    def __init__(self, page_size: int, reserved_decode_tokens: int) -> None:
+    def __init__(self, page_size: int, reserved_decode_tokens: int, num_shared: int = 0) -> None:
+        """`num_shared`: pages that are held by one more of them than they count for."""
         self._page_size = page_size
         self._reserved_decode_tokens = reserved_decode_tokens
         self._soon = 0
-        self._held = 0
+        self._held = -num_shared
         """By all of them."""
         self._longest = 0
         """Pages that the neediest has in the end."""
         self.is_empty = True
 
-    def add(self, sequence: Sequence, held: int) -> None:
-        """It is admitted, and holds so many pages."""
+    def add(self, sequence: Sequence, held: int, num_shared: int = 0) -> None:
+        """It is admitted, and holds so many pages, of which others hold `num_shared`."""
         in_the_end = -(-sequence.final_len // self._page_size)
         soon_tokens = min(sequence.final_len, sequence.kv_len + self._reserved_decode_tokens)
         self._soon += max(0, -(-soon_tokens // self._page_size) - held)
-        self._held += held
+        self._held += held - num_shared
         self._longest = max(self._longest, in_the_end, held)
         self.is_empty = False
 
@@ -52,9 +53,10 @@ def may_admit(free_pages: int, wanted_pages: int, reserve: int, nothing_active: 
 
 
 def victims_for_growth(
-    running: Iterable[Sequence], needy: set[Sequence], free_pages: int, pages_of: dict[bytes, int]
+    running: Iterable[Sequence], needy: set[Sequence], free_pages: int, coming_back: Callable[[bytes], int]
 ) -> list[Sequence]:
-    """Who is retracted, youngest first, so that everybody who stays can take its next step.
+    """Who is retracted, youngest first, so that everybody who stays can take its next step. `coming_back`: pages that
+    a room gives back, behind those that were asked for before.
 
     A needy request that is retracted itself no longer needs its page.
     """
@@ -64,6 +66,6 @@ def victims_for_growth(
     while by_age and demand > free_pages:
         victim = by_age.pop()
         victims.append(victim)
-        free_pages += pages_of[victim.room]
+        free_pages += coming_back(victim.room)
         demand -= victim in needy
     return victims

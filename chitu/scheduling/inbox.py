@@ -32,7 +32,12 @@ class WorkerGone:
     incarnation: int
 
 
-Word = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone
+@dataclass(slots=True, frozen=True)
+class CacheFlush:
+    """An operator wants what is cached forgotten."""
+
+
+Word = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush
 
 
 class Inbox:

@@ -9,7 +9,7 @@ could all belong to requests whose D waits for another P in the same state: a de
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from chitu.scheduling.sequence import Sequence
@@ -44,15 +44,15 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
 
 
 def speculation_to_undo(
-    holders: Iterable[Sequence], pages_of: dict[bytes, int], pages_wanted: int, aux_wanted: int
+    holders: Iterable[Sequence], coming_back: Callable[[bytes], int], pages_wanted: int, aux_wanted: int
 ) -> list[Sequence]:
     """Unannounced holders of pages, youngest first, that must give way so that an announced request fits; [] if none
-    or not enough of them hold so much."""
+    or not enough of them hold so much. `coming_back`: pages that a room gives back, behind those asked for before."""
     victims: list[Sequence] = []
     for sequence in sorted((s for s in holders if not s.announced), key=lambda s: -s.order):
         if pages_wanted <= 0 and aux_wanted <= 0:
             break
         victims.append(sequence)
-        pages_wanted -= pages_of[sequence.room]
+        pages_wanted -= coming_back(sequence.room)
         aux_wanted -= 1
     return victims if pages_wanted <= 0 and aux_wanted <= 0 else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from chitu.kv_cache.page_keys import PageKeys
 from chitu.lifecycle import SequenceState
 from chitu.messages import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
 
@@ -35,6 +36,8 @@ class Sequence:
     aux_slot: int = -1
     kv_len: int = 0
     """Tokens whose KV is in the pages once the launched steps are done."""
+    cached_tokens: int = 0
+    """Of the prompt, that were in cached pages and are not computed; known once its prefill is admitted."""
     capacity_tokens: int = 0
     """Tokens that the pages it holds have room for."""
     emitted: array[int] = field(default_factory=lambda: array("i"))
@@ -43,6 +46,8 @@ class Sequence:
     max_new_tokens: int = field(init=False)
     """As many may be sampled here; 0 on P."""
     stop_ids: frozenset[int] = frozenset()
+    keys: PageKeys | None = None
+    """Of its pages in the prefix cache; None where it takes and leaves none."""
     logits_ready: bool = False
     """D: the aux row is complete."""
     kv_ready: bool = False

@@ -1,4 +1,4 @@
-"""What an operator tells and asks the router: `POST /admin/drain`, `GET /admin/topology`.
+"""What an operator tells and asks the router: `POST /admin/drain` and `/admin/cache/flush`, `GET /admin/topology`.
 
 Part of the FastAPI application of the routes that are not hot; called on the router's loop. Where API keys are
 configured it needs one, like every other route.
@@ -39,6 +39,14 @@ def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[]
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
         draining = await cluster.drain(body.instance, body.force)
         return DrainReply(instance=draining.name, incarnation=str(draining.incarnation), status="draining")
+
+    @app.post("/admin/cache/flush")
+    async def flush_caches() -> dict[str, str]:
+        """Every instance forgets the prefixes that it has cached; running requests keep what they use, and nobody
+        else finds it. Told with the cluster view, which is repeated, so none misses it: within a heartbeat or so
+        `pages_cached` in `GET /cluster` is 0 where nothing runs."""
+        await cluster.flush_caches()
+        return {"status": "flushing"}
 
     @app.get("/admin/topology")
     async def topology_with_ports() -> Response:

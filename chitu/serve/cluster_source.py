@@ -8,6 +8,7 @@ that coordinates; that one asks all others, so an answer is as new as the questi
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +86,9 @@ class ClusterSource(Protocol):
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
 
+    async def flush_caches(self) -> None:
+        """Every instance forgets the prefixes that it has cached, within a heartbeat or so."""
+
 
 def report_of(router: PDRequestRouter, index: int, number: int = 0) -> WorkerReport:
     """What this process knows of its own requests."""
@@ -125,6 +129,13 @@ class OwnCluster:
 
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)
+
+    async def flush_caches(self) -> None:
+        flush_caches(self._membership)
+
+
+def flush_caches(membership: Membership) -> None:
+    membership.coordination.flush_caches(1 + secrets.randbits(62))
 
 
 def drain_instance(membership: Membership, name: str, force: bool) -> Draining:

@@ -25,7 +25,7 @@ from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, 
 from chitu.metrics import RouterMetrics, add_up
 from chitu.net.curve import derive, make_context
 from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
-from chitu.serve.cluster_source import WorkerReport, drain_instance
+from chitu.serve.cluster_source import WorkerReport, drain_instance, flush_caches
 from chitu.serve.connection_handover import ConnectionGate
 from chitu.serve.http_server import listen
 from chitu.serve.lifetime import Ending, keep_ticking
@@ -34,6 +34,7 @@ from chitu.serve.worker_feed import (
     DrainAsked,
     DrainReply,
     EndAsked,
+    FlushAsked,
     InstanceJoined,
     InstanceLost,
     RecordAsked,
@@ -171,6 +172,8 @@ class Coordinator:
             self._ask_others(worker, message.number)
         elif isinstance(message, DrainAsked):
             worker.send(self._drain(message))
+        elif isinstance(message, FlushAsked):
+            flush_caches(self._membership)
         elif isinstance(message, EndAsked):
             self._ending.is_due.set()  # each API process may pass the same signal on
 

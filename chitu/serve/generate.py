@@ -153,7 +153,9 @@ class GenerationRoutes:
                     if exchange.is_client_gone:
                         raise ClientGone
                 request = GenerateRequest(
-                    label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends, job.timeout_s
+                    *(label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
+                    timeout_s=job.timeout_s,
+                    cache_salt=job.cache_salt,
                 )
                 generation = self._router.add_request(request, wakeup.set)
                 decoder = ChoiceDecoder(
@@ -166,7 +168,11 @@ class GenerationRoutes:
 
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
-        return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]))
+        # The choices of a prompt share it: it counts once, as the first of them found it.
+        cached = [choice.generation.cached_tokens for choice in choices[:: job.options.n]]
+        known = [tokens for tokens in cached if tokens is not None]
+        cached_tokens = sum(known) if len(known) == len(cached) else None
+        return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering
 

@@ -47,6 +47,7 @@ class Job:
     options: OutputOptions
     timeout_s: float | None = None
     """The client's own."""
+    cache_salt: str = ""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
@@ -158,4 +159,4 @@ class JobParser:
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
             prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
-        return Job(prompts, samplings, options)
+        return Job(prompts, samplings, options, cache_salt=body.cache_salt or "")

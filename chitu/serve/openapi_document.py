@@ -110,6 +110,7 @@ MORE: dict[str, tuple[int, ...]] = {
     "/detokenize": (404, 429),
     "/cluster/events": (429,),
     "/admin/drain": (403, 404, 409),
+    "/admin/cache/flush": (403,),
     "/admin/topology": (403,),
 }
 """Of one route."""

@@ -24,6 +24,8 @@ MAX_STOP_CHARS = 256
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
 """A client's; eos may be among those that an instance gets."""
+MAX_SALT_CHARS = 256
+"""Of `cache_salt`."""
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 """Of one message's content."""
@@ -85,6 +87,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     # not supported yet, on either route
     response_format: Any = None
     logprobs: Any = None

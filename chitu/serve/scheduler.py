@@ -35,6 +35,7 @@ from chitu.config.topology import (
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError
 from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_cache.page_keys import layout_fingerprint
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
@@ -167,7 +168,9 @@ def build_engine(
     """Load the model and everything that touches its memory."""
     engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
-    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size)
+    caches_prefixes = topology.cache.prefix_cache and instance.role is not Role.DECODE
+    fingerprint = layout_fingerprint(engine.pool.layout) if caches_prefixes else None
+    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []

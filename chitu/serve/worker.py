@@ -44,6 +44,7 @@ from chitu.serve.worker_feed import (
     End,
     EndAsked,
     Feed,
+    FlushAsked,
     InstanceJoined,
     InstanceLost,
     RecordAsked,
@@ -111,6 +112,9 @@ class RemoteCluster:
         if reply.code:
             raise from_code(reply.code, reply.message)
         return Draining(reply.name, reply.incarnation)
+
+    async def flush_caches(self) -> None:
+        self._feed.send(FlushAsked())
 
     def take(self, message: ToWorker) -> None:
         """A message of the feed that is about the cluster."""
@@ -201,6 +205,9 @@ class WorkerProcess:
         self._api.close()
         self._flush_log()
         await self._feed.finish()
+
+    async def flush_caches(self) -> None:
+        self._feed.send(FlushAsked())
 
     def take(self, message: ToWorker) -> None:
         """A message of the feed."""

@@ -112,6 +112,10 @@ class DrainAsked(Wire, frozen=True, tag="drain_asked"):
     force: bool
 
 
+class FlushAsked(Wire, frozen=True, tag="flush_asked"):
+    """Of the prefix caches of all instances. The answer is the view that says so."""
+
+
 class EndAsked(Wire, frozen=True, tag="end_asked"):
     """It was sent a signal: one to an API process is one to the router."""
 
@@ -128,7 +132,9 @@ ToWorker = Union[
     DrainReply,
     End,
 ]
-ToCoordinator = Union[WorkerReady, StartFailed, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, EndAsked]
+ToCoordinator = Union[
+    WorkerReady, StartFailed, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, FlushAsked, EndAsked
+]
 
 to_worker_codec: Codec[ToWorker] = Codec(ToWorker)
 to_coordinator_codec: Codec[ToCoordinator] = Codec(ToCoordinator)

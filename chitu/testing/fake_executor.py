@@ -5,9 +5,9 @@ order by admission, retraction or hand-over changes every token after it; `expec
 of a plan is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible
 raises `InvariantViolation` with the values in it.
 
-KV is not kept here (`checksum_engine.py` does), only who owns which page and how many tokens are in it. The logits row
-is: `aux` takes writable memory, in which a row holds the state of the checksum, so that a transport can carry it from P
-to D.
+KV is not kept here (`checksum_engine.py` does), only who uses which page and of which tokens KV was computed into it:
+several slots may use a page, and then none may write to it. The logits row is: `aux` takes writable memory, in which a
+row holds the state of the checksum, so that a transport can carry it from P to D.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Slot:
     pages: list[int]
     sampling: SamplingParams | None
     lacks_restore: bool
-    """Resumed with KV that nothing has brought back yet."""
+    """Admitted with KV that is not in its pages, and that nothing has brought back yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -126,10 +126,11 @@ class FakeExecutor:
         self._aux_row_bytes = aux_row_bytes
         self._aux_offset = aux_offset
         self._slots: dict[int, _Slot] = {}
-        self._owner: dict[int, int] = {}
+        self._users: dict[int, list[int]] = {}
+        """Slots, by page."""
         self._saved: dict[int, _Saved] = {}
-        self._left: dict[int, list[int]] = {}
-        """Tokens whose KV a forgotten slot left behind, by its first page."""
+        self._held: dict[int, tuple[list[int], int]] = {}
+        """By page: tokens, and up to which of them KV is in this page (and was in those before it)."""
         self.steps = 0
         self.closed = False
         _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
@@ -145,7 +146,7 @@ class FakeExecutor:
 
     @property
     def owned_pages(self) -> frozenset[int]:
-        return frozenset(self._owner)
+        return frozenset(self._users)
 
     @property
     def saved_keys(self) -> frozenset[int]:
@@ -196,12 +197,8 @@ class FakeExecutor:
     def forget(self, slots: Collection[int]) -> None:
         """KV of these slots stays in their pages: who is admitted with them again goes on with it."""
         for slot in slots:
-            state = self._slots.get(slot)
-            if state is None:
-                continue
-            if state.pages and not state.lacks_restore:
-                self._left[state.pages[0]] = state.tokens[: state.kv_len]
-            self._release(slot)
+            if slot in self._slots:
+                self._release(slot)
 
     def warmup(self) -> None:
         """Nothing to run once."""
@@ -227,7 +224,6 @@ class FakeExecutor:
         _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
         bad = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
         _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
-        left = self._left.get(admit.pages[0], []) if admit.pages else []
         state = self._slots[slot] = _Slot(
             tokens=tokens,
             prompt_len=admit.prompt_len,
@@ -235,10 +231,12 @@ class FakeExecutor:
             kv_len=admit.kv_len,
             pages=[],
             sampling=admit.sampling,
-            lacks_restore=0 < admit.kv_len < len(tokens) and left[: admit.kv_len] != tokens[: admit.kv_len],
+            lacks_restore=0 < admit.kv_len < len(tokens) and not self._holds(admit.pages, tokens[: admit.kv_len]),
         )
         self._take_pages(slot, state, admit.pages)
         self._require_pages(slot, state, admit.kv_len)
+        if admit.kv_len == len(tokens):  # a transfer brings it, or has
+            self._fill(state, 0, admit.kv_len)
 
     def _append(self, append: AppendPages) -> None:
         self._take_pages(append.slot, self._live(append.slot, "append"), append.pages)
@@ -247,11 +245,33 @@ class FakeExecutor:
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise InvariantViolation(f"slot {slot}: page {page} of {self.num_pages}")
-            if page in self._owner:
-                raise InvariantViolation(f"page {page} for slot {slot} belongs to slot {self._owner[page]}")
-            self._owner[page] = slot
-            self._left.pop(page, None)
+            users = self._users.setdefault(page, [])
+            if slot in users:
+                raise InvariantViolation(f"page {page} for slot {slot}, which has it already")
+            users.append(slot)
             state.pages.append(page)
+
+    def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
+        """Whether the KV of these tokens is in these pages."""
+        for page, end in zip(pages, range(self.page_size, len(tokens) + self.page_size, self.page_size), strict=False):
+            known, known_end = self._held.get(page, (tokens, 0))
+            end = min(end, len(tokens))
+            if known_end < end or known[:end] != tokens[:end]:
+                return False
+        return len(pages) * self.page_size >= len(tokens)
+
+    def _fill(self, state: _Slot, start: int, end: int) -> None:
+        """KV of its tokens `[start, end)` is in its pages."""
+        for number in range(start // self.page_size, -(-end // self.page_size)):
+            self._held[state.pages[number]] = (state.tokens, min((number + 1) * self.page_size, end))
+
+    def _compute(self, slot: int, state: _Slot, end: int) -> None:
+        """KV of the tokens from `kv_len` on."""
+        for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
+            if self._users[page] != [slot]:
+                raise InvariantViolation(f"slot {slot} writes to page {page}, which slots {self._users[page]} use")
+        self._fill(state, state.kv_len, end)
+        state.kv_len = end
 
     def _require_pages(self, slot: int, state: _Slot, tokens: int) -> None:
         if tokens > len(state.pages) * self.page_size:
@@ -262,7 +282,9 @@ class FakeExecutor:
     def _release(self, slot: int) -> None:
         state = self._live(slot, "release")
         for page in state.pages:
-            del self._owner[page]
+            self._users[page].remove(slot)
+            if not self._users[page]:
+                del self._users[page]
         del self._slots[slot]
 
     def _offload(self, offload: Offload) -> None:
@@ -287,6 +309,7 @@ class FakeExecutor:
             f"slot {restore.slot}: the KV under key {restore.key} is of other tokens",
         )
         state.lacks_restore = False
+        self._fill(state, 0, state.kv_len)
 
     def _first_token(self, first: FirstToken, result: StepResult) -> None:
         state = self._live(first.slot, "first token")
@@ -306,7 +329,7 @@ class FakeExecutor:
         _check(end <= len(state.tokens), f"slot {chunk.slot}: chunk to {end} of {len(state.tokens)} tokens")
         _check(not state.lacks_restore, f"slot {chunk.slot}: prefill onto KV that was never restored")
         self._require_pages(chunk.slot, state, end)
-        state.kv_len = end
+        self._compute(chunk.slot, state, end)
         if chunk.sample or chunk.aux_slot >= 0:
             _check(end == len(state.tokens), f"slot {chunk.slot}: logits at {end} of {len(state.tokens)} tokens")
         if chunk.aux_slot >= 0:
@@ -321,7 +344,7 @@ class FakeExecutor:
         if state.lacks_restore:
             raise InvariantViolation(f"slot {slot}: decode with KV that was never restored")
         self._require_pages(slot, state, state.kv_len + 1)
-        state.kv_len += 1
+        self._compute(slot, state, state.kv_len + 1)
         self._sample(slot, state, state.state, result)
 
     def _sample(self, slot: int, state: _Slot, checksum: int, result: StepResult) -> None:

@@ -174,14 +174,14 @@ class ChaosCluster:
         words += [f"{snapshot.in_flight} requests in flight"] if snapshot.in_flight else []
         for instance in snapshot.instances:
             if (load := instance.load) is not None:
-                pages, aux = load.pages_total - load.pages_free, load.aux_total - load.aux_free
+                pages, aux = load.pages_total - load.pages_free - load.pages_cached, load.aux_total - load.aux_free
                 busy = load.waiting + load.transferring + load.running + load.retracted + load.closing
                 if pages or aux or busy or not load.pages_total:
                     words.append(f"{instance.name}: {pages} pages and {aux} aux slots not free, {busy} requests")
         return words
 
     def pages_not_free(self) -> int:
-        return sum(load.pages_total - load.pages_free for load in self.loads().values())
+        return sum(load.pages_total - load.pages_free - load.pages_cached for load in self.loads().values())
 
     # ------------------------------------------------------------------------------------------------------------ blows
 

@@ -52,9 +52,13 @@ def instance_loads(url: str) -> dict[str, dict[str, int]]:
 
 
 def is_whole(load: dict[str, int]) -> bool:
-    """Nothing runs and every page and aux slot is free."""
+    """Nothing runs, every page is free or cached and every aux slot free."""
     busy = load["waiting"] + load["transferring"] + load["running"] + load["retracted"] + load["pages_quarantined"]
-    return busy == 0 and load["pages_free"] == load["pages_total"] and load["aux_free"] == load["aux_total"]
+    return (
+        busy == 0
+        and load["pages_free"] + load["pages_cached"] == load["pages_total"]
+        and load["aux_free"] == load["aux_total"]
+    )
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:

@@ -123,7 +123,11 @@ class SilenceCluster:
             return words
         for instance in self._client.cluster().instances:
             load = instance.load
-            if load is None or load.pages_free != load.pages_total or load.aux_free != load.aux_total:
+            if (
+                load is None
+                or load.pages_free + load.pages_cached != load.pages_total
+                or load.aux_free != load.aux_total
+            ):
                 words.append(f"{instance.name}: {load}")
         return words
 

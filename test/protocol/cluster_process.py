@@ -171,7 +171,7 @@ class Process:
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
         self.memory = Memory()
-        self.cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
+        self.cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE, b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
         config = KVManagerConfig(
             rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES, max_batch_bytes=world.max_batch_bytes
@@ -301,13 +301,14 @@ class Process:
         return found
 
     def check(self) -> None:
-        allocator, tables = self.cache._allocator, {room: held.table for room, held in self.cache._rooms.items()}
-        held = [page for pages in tables.values() for page in pages]
-        assert len(held) == len(set(held)), "a page is in two hands"
-        assert allocator.num_used + allocator.num_quarantined == len(held)
-        assert allocator.num_free + len(held) == NUM_PAGES
+        allocator, rooms = self.cache._allocator, self.cache._rooms
+        private = [page for room in rooms.values() for page in room.private()]
+        pinned = {page for room in rooms.values() for page in room.pinned}
+        assert len(private) == len(set(private)) and not pinned & set(private), "a page is in two hands"
+        assert allocator.num_used + allocator.num_quarantined == len(private) + len(pinned)
+        assert allocator.num_free + allocator.num_cached + len(private) + len(pinned) == NUM_PAGES
         sequences = self.sequences()
-        assert tables.keys() <= sequences.keys(), "pages of a request that is gone"
+        assert rooms.keys() <= sequences.keys(), "pages of a request that is gone"
         slots = [s.aux_slot for s in sequences.values() if s.aux_slot >= 0]
         assert len(slots) == len(set(slots)) and self.memory.aux.num_free + len(slots) == NUM_AUX
         self._check_rooms()

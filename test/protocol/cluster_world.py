@@ -92,7 +92,10 @@ class ClusterWorld(Cluster):
         prefill, decode = prefills[pair % len(prefills)], decodes[pair // 2 % len(decodes)]
         self._num_rooms += 1
         room = random.Random(self._num_rooms).randbytes(16)
-        prompt = [(self._num_rooms * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
+        # Prompts of one family begin alike, each up to another place.
+        family, fork = self._num_rooms % 2, 3 * (self._num_rooms % 6)
+        tokens_at = ((family if at < fork else self._num_rooms + 2) * 31 + at * 7 for at in range(num_tokens))
+        prompt = [token % INFO.vocab_size for token in tokens_at]
         tokens, sampling = pack_i32(array("i", prompt)), SamplingParams(max_tokens=max_tokens, temperature=0.0)
         expected = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
         asked = Asked(room, prefill.incarnation, decode.incarnation, expected, self.clock.monotonic())

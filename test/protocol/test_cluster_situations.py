@@ -8,7 +8,9 @@ import pytest
 from cluster_process import DEADLINES, Process
 from cluster_script import Op
 from cluster_world import Asked, ClusterWorld
+from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 
+from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.lifecycle import ReceiverState, SequenceState
 from chitu.messages import (
     AbortAck,
@@ -274,3 +276,34 @@ def test_a_half_that_never_came_ends_the_other_within_its_deadline(lost: int) ->
     world.settle_down(DEADLINES.queue_s + DEADLINES.bootstrap_s + DEADLINES.transfer_s + DEADLINES.transfer_s)
     assert asked.end == ("transfer_timeout" if lost == 1 else "bootstrap_timeout")
     assert " waited " in asked.message and (" in REQUESTED for D0's" in asked.message or "P0" in asked.message)
+
+
+def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
+    world, prefill, _ = pair()
+    sender, execute = prefill.kv.sender, prefill.executor.execute
+    assert sender is not None
+    moved: list[int] = []
+
+    def behind_a_fast_transfer_thread(plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        while prefill.write():
+            pass
+        if plan.prefill:
+            moved.append(sender.bytes_moved)
+        return execute(plan, on_layer)
+
+    world._num_rooms = 4
+    ask(world)
+    world.settle_down()
+    prefill.executor.execute = behind_a_fast_transfer_thread  # type: ignore[method-assign]
+    world._num_rooms = 10  # their prompts share 15 tokens
+    ask(world)
+    prefill.is_slow = True
+    world.turns(5)  # what D announces is here before the first chunk
+    prefill.is_slow = False
+    world.settle_down()
+    bytes_per_page = 2 * NUM_LAYERS * PAGE_BYTES
+    whole = 6 * bytes_per_page + AUX_ROW_BYTES
+    assert moved[0] == whole + 3 * bytes_per_page
+    assert sender.bytes_moved == 2 * whole
+    assert prefill.scheduler.load.cached_tokens == 12
+    world.check_it_still_serves()

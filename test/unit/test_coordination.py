@@ -204,7 +204,7 @@ def test_leaves_of_another_incarnation_are_nobodys() -> None:
 
 def test_another_protocol_version_is_refused_with_both() -> None:
     reply = World().join(info(), version=99)
-    assert reply.code == "config" and "99" in reply.message and "speaks 3" in reply.message
+    assert reply.code == "config" and "99" in reply.message and f"speaks {PROTOCOL_VERSION}" in reply.message
 
 
 def test_incompatible_layouts_are_refused_with_both_printed() -> None:

@@ -125,6 +125,16 @@ def test_results_come_in_plan_order_and_layers_are_reported_with_prefills_only()
     assert second != third
 
 
+def test_pages_of_the_same_beginning_serve_several_slots_until_they_are_written_to() -> None:
+    fake = executor()
+    unified(fake, 1)
+    longer = [*PROMPT[:4], 11, 12]
+    plan = StepPlan(admit=[admit(1, longer, [0, 9], kv_len=4)], prefill=[PrefillChunk(1, 4, 2, sample=True)])
+    assert fake.execute(plan).tokens == expected_tokens(longer, 1, INFO.vocab_size)
+    with pytest.raises(InvariantViolation, match="never restored"):
+        fake.execute(StepPlan(admit=[admit(2, longer, [0, 5, 10], kv_len=5)], prefill=[PrefillChunk(2, 5, 1)]))
+
+
 def test_released_slots_and_pages_can_be_used_again() -> None:
     fake = executor()
     unified(fake, 2)
@@ -148,8 +158,15 @@ LATER = [*PROMPT, *expected_tokens(PROMPT, 1, INFO.vocab_size)]
         ({"admit": [admit(1, [1] * 65, [9], prompt_len=65)]}, "65 tokens exceed"),
         ({"admit": [admit(1, PROMPT, [9], kv_len=6)]}, "6 tokens in 1 pages"),
         ({"admit": [admit(1, PROMPT, [9, 16])]}, "page 16 of 16"),
-        ({"admit": [admit(1, PROMPT, [9, 5])]}, "page 5 for slot 1 belongs to slot 0"),
-        ({"append": [AppendPages(0, (5,))]}, "page 5 for slot 0 belongs to slot 0"),
+        (
+            {"admit": [admit(1, PROMPT, [9, 5])], "prefill": [PrefillChunk(1, 0, 6)]},
+            r"slot 1 writes to page 5, which slots \[0, 1\] use",
+        ),
+        ({"append": [AppendPages(0, (5,))]}, "page 5 for slot 0, which has it already"),
+        (
+            {"admit": [admit(1, [7, 1, 9, 8, 4], [0, 9], kv_len=4, prompt_len=5)], "prefill": [PrefillChunk(1, 4, 1)]},
+            "never restored",
+        ),
         ({"append": [AppendPages(1, (9,))]}, "append of slot 1, which is free"),
         ({"release": [1]}, "release of slot 1, which is free"),
         ({"release": [0, 0]}, "release of slot 0, which is free"),

@@ -1,4 +1,4 @@
-"""Golden frames of protocol version 3, read back by the reference `msgpack` package, and what decoders refuse.
+"""Golden frames of protocol version 4, read back by the reference `msgpack` package, and what decoders refuse.
 
 The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
 """
@@ -301,7 +301,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     "",
                     3,
                     {
-                        "prefill": {"queue_s": 0.5, "compute_s": 0.0, "transfer_s": 0.0},
+                        "prefill": {"queue_s": 0.5, "compute_s": 0.0, "transfer_s": 0.0, "cached_tokens": 0},
                         "admission_s": 0.0,
                         "first_token_s": 0.0,
                         "kv_landed_s": 0.0,

@@ -82,7 +82,7 @@ class Instance:
         self.ports: dict[int, list[bytes]] = {}
         """Rooms of the messages that went to token ports of API processes."""
         self.open_ports: list[int] = []
-        self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE)
+        self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
         self.aux = Slots(aux_slots)
         self.executor = executor(INFO, num_pages, PAGE_SIZE, aux_slots)
         self.late = late(self.executor)
@@ -135,7 +135,7 @@ class Instance:
         assert not self.executor.saved_keys
         load = self.scheduler.load
         assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
-        assert load.pages_free == load.pages_total
+        assert load.pages_free + load.pages_cached == load.pages_total
 
 
 @dataclass
@@ -263,7 +263,9 @@ def room_of(index: int) -> bytes:
 
 
 def prompt_of(index: int, length: int) -> list[int]:
-    return [(index * 31 + position * 7) % INFO.vocab_size for position in range(length)]
+    """Prompts of one family begin alike, each up to another place."""
+    family, fork = index % 2, 3 * (index % 6)
+    return [((family if at < fork else index + 2) * 31 + at * 7) % INFO.vocab_size for at in range(length)]
 
 
 loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(0, 23)), min_size=1, max_size=20)

@@ -47,9 +47,9 @@ def test_announced_requests_are_computed_before_speculation() -> None:
 def test_speculation_gives_way_youngest_first_and_only_when_that_helps() -> None:
     old, young, promised = sequence(1, announced=False), sequence(2, announced=False), sequence(3)
     held = {s.room: 3 for s in (old, young, promised)}
-    assert speculation_to_undo([old, young, promised], held, pages_wanted=2, aux_wanted=0) == [young]
-    assert speculation_to_undo([old, young, promised], held, pages_wanted=4, aux_wanted=0) == [young, old]
-    assert speculation_to_undo([old, young, promised], held, pages_wanted=7, aux_wanted=0) == []
+    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=2, aux_wanted=0) == [young]
+    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=4, aux_wanted=0) == [young, old]
+    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=7, aux_wanted=0) == []
 
 
 def test_the_growth_reserve_lets_everybody_grow_soon_and_one_to_its_end() -> None:
@@ -133,6 +133,8 @@ def test_admission_keeps_the_reserve_unless_nobody_is_there_to_keep_it_for() -> 
 def test_the_youngest_are_retracted_until_the_rest_can_step() -> None:
     a, b, c = (sequence(n) for n in (1, 2, 3))
     held = {s.room: 2 for s in (a, b, c)}
-    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=3, pages_of=held) == []
-    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=0, pages_of=held) == [c]
-    assert victims_for_growth([a], {a}, free_pages=0, pages_of=held) == [a], "alone and stuck: it waits in host memory"
+    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=3, coming_back=held.__getitem__) == []
+    assert victims_for_growth([c, a, b], {a, b, c}, free_pages=0, coming_back=held.__getitem__) == [c]
+    assert victims_for_growth([a], {a}, free_pages=0, coming_back=held.__getitem__) == [a], (
+        "alone and stuck: it waits in host memory"
+    )

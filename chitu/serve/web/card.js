@@ -144,7 +144,7 @@ function tick(x, y, width) {
 /** Pages in use: neither free nor kept back until a late write can no longer come. The wire leaves zeros out. */
 function usedPages(load) {
   if (load === null) return null;
-  return (load.pages_total ?? 0) - (load.pages_free ?? 0) - (load.pages_quarantined ?? 0);
+  return (load.pages_total ?? 0) - (load.pages_free ?? 0) - (load.pages_quarantined ?? 0) - (load.pages_cached ?? 0);
 }
 
 /** Everything known of an instance, as one line. */

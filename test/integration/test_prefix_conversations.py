@@ -1,0 +1,152 @@
+"""Conversations with a prefix cache, over real processes: the tokens are those of a run without one, a turn computes
+what is new and nothing else, and the page account comes out whole. Pools are small, so pages are evicted all the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from completions import WITHOUT_TORCHRUN, Completion, complete_all, instance_loads, is_whole, wait_until
+
+from chitu.config.cluster_key import cluster_key_of
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.net.curve import derive
+
+PAGE_SIZE = 16
+OUTPUT_TOKENS = 7
+TURNS, CONVERSATIONS = 3, 4
+GREEDY: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+PD = "dp_config.router.pd_disaggregation"
+SETTINGS = [
+    "model.served_name=m",
+    "scheduler.chunk_size=37",
+    "scheduler.max_batched_tokens=90",
+    "scheduler.threads=1",
+    "cache.num_pages=60",
+]
+
+
+def sizes(prefill: int, decode: int) -> list[str]:
+    """Tensor-parallel ranks of P and of D."""
+    keys = {"prefill": prefill, "decode": decode}
+    return [
+        setting
+        for role, size in keys.items()
+        for key in [f"dp_config.router.{role}_schedulers.0"]
+        for setting in (f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]")
+    ]
+
+
+CASES = {
+    "unified": ("unified_local.yaml", "qwen3", ["scheduler.overlap=on"]),
+    "shm, staged, overlap, checked": (
+        "pd_disagg_1p1d_local.yaml",
+        "deepseek_v3",
+        [f"{PD}.transport=shm", f"{PD}.transfer=staged", f"{PD}.verify_kv=all", "scheduler.overlap=on"],
+    ),
+    "mooncake, 2 ranks to 1": ("pd_disagg_1p1d_local.yaml", "llama", [f"{PD}.transport=mooncake", *sizes(2, 1)]),
+    "shm, 1 rank to 2, fp8": (
+        "pd_disagg_1p1d_local.yaml",
+        "llama",
+        [f"{PD}.transport=shm", "cache.kv_dtype=fp8_e4m3", *sizes(1, 2)],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(params=list(CASES))
+def cluster(request: pytest.FixtureRequest, models: Path) -> Iterator[LocalCluster]:
+    topology, family, overrides = CASES[request.param]
+    if "mooncake" in request.param:
+        pytest.importorskip("mooncake.engine")
+    path = models / family
+    if not path.exists():
+        make_model(path, family=family)
+    settings = [f"model.path={path}", *SETTINGS, *overrides]
+    with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def prefiller(cluster: LocalCluster) -> dict[str, int]:
+    """The newest load of the instance that computes prompts."""
+    return next(load for name, load in instance_loads(cluster.url).items() if not name.startswith("D"))
+
+
+def answers(cluster: LocalCluster, prompts: list[list[int]], salt: str) -> list[Completion]:
+    return complete_all(cluster.url, prompts, [GREEDY | {"cache_salt": salt}] * len(prompts))
+
+
+def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluster: LocalCluster) -> None:
+    rng = random.Random(5)
+    opening = [rng.randrange(10, 500) for _ in range(50)]
+    prompts = [opening + [rng.randrange(10, 500) for _ in range(15 * n)] for n in range(CONVERSATIONS)]
+    hits = 0
+    for turn in range(TURNS):
+        cached = answers(cluster, prompts, "shared")
+        computed = answers(cluster, prompts, f"turn {turn}")
+        assert [answer.token_ids for answer in cached] == [answer.token_ids for answer in computed]
+        hits += sum(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in cached)
+        fork = rng.randrange(CONVERSATIONS)
+        for index, answer in enumerate(cached):
+            prompts[index] = prompts[fork if index == 0 else index] + answer.token_ids + [rng.randrange(10, 500)] * 9
+    assert hits >= 3 * PAGE_SIZE
+    wait_until(
+        lambda: all(is_whole(load) for load in instance_loads(cluster.url).values()),
+        10.0,
+        lambda: instance_loads(cluster.url),
+    )
+    load = prefiller(cluster)
+    assert load["evictions"] > 0 and load["pages_cached"] > 0
+    check_that_a_turn_computes_only_its_new_pages(cluster)
+
+
+def check_that_a_turn_computes_only_its_new_pages(cluster: LocalCluster) -> None:
+    is_unified = any(name.startswith("U") for name in instance_loads(cluster.url))
+    prompt = [400 - token for token in range(100)]
+    total, known = 0, 0
+    for _ in range(3):
+        (answer,) = answers(cluster, [prompt], "a single conversation")
+        cached = known // PAGE_SIZE * PAGE_SIZE
+        assert answer.usage["prompt_tokens_details"] == {"cached_tokens": cached}
+        total += len(prompt) - cached
+        # Of the newest token K and V do not exist. On P those of the answer do not either.
+        known = len(prompt) + (OUTPUT_TOKENS - 1 if is_unified else 0)
+        prompt = prompt + answer.token_ids + [7] * 30
+    hits = prefiller(cluster)["cached_tokens"]
+    assert hits and total < 3 * 100
+
+
+@pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked"], indirect=True)
+def test_a_flush_forgets_and_a_salt_is_a_text(cluster: LocalCluster) -> None:
+    prompt = list(range(100, 180))
+    for cached in (0, 64):
+        (answer,) = answers(cluster, [prompt], "")
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] == cached
+    body = {"model": "m", "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    streamed = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60.0, trust_env=False).text
+    assert '"prompt_tokens_details":{"cached_tokens":64}' in streamed
+    for salt in (5, ["a"], "x" * 257):
+        refused = httpx.post(
+            f"{cluster.url}/v1/completions", json=body | {"cache_salt": salt}, timeout=60.0, trust_env=False
+        )
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+    secrets = derive(cluster_key_of(cluster.topology))
+    assert secrets is not None
+    for headers, status in (({}, 401), ({"authorization": f"Bearer {secrets.token}"}, 200)):
+        flushed = httpx.post(f"{cluster.url}/admin/cache/flush", headers=headers, timeout=5.0, trust_env=False)
+        assert flushed.status_code == status
+    wait_until(lambda: prefiller(cluster)["pages_cached"] == 0, 10.0, lambda: prefiller(cluster))
+    (answer,) = answers(cluster, [prompt], "")
+    assert answer.usage["prompt_tokens_details"]["cached_tokens"] == 0
