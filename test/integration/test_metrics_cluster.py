@@ -85,7 +85,9 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
     for name in ("chitu_requests_total", "chitu_attempts_total", "chitu_requests_finished_total"):
         assert scrape(name) == requests, name
     assert scrape("chitu_requests_finished_total", 'reason="length"') == requests
-    assert scrape("chitu_prompt_tokens_total") == scrape("chitu_instance_tokens_total", P0) == prompt_tokens
+    assert scrape("chitu_prompt_tokens_total") == prompt_tokens
+    cached = scrape("chitu_instance_cached_tokens_total", P0)
+    assert cached % 16 == 0 and scrape("chitu_instance_tokens_total", P0) == prompt_tokens - cached
     assert scrape("chitu_output_tokens_total") == output_tokens
     assert scrape("chitu_time_to_first_token_seconds_count") == requests
     assert scrape("chitu_request_duration_seconds_count") == requests
@@ -96,7 +98,8 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
     assert 0 < scrape("chitu_time_to_first_token_seconds_sum") < scrape("chitu_request_duration_seconds_sum")
     for labels in (P0, D0):
         assert scrape("chitu_instance_pages", labels) == NUM_PAGES
-        assert scrape("chitu_instance_pages", f'{labels},state="free"') == NUM_PAGES
+        free, kept = (scrape("chitu_instance_pages", f'{labels},state="{state}"') for state in ("free", "cached"))
+        assert free + kept == NUM_PAGES
         assert scrape("chitu_instance_transferred_bytes_total", labels) == moved
         assert scrape("chitu_instance_breaker", f'{labels},state="closed"') == 1
     for name in ("failed", "cancelled", "rejected", "in_flight"):
