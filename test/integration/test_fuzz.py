@@ -173,8 +173,8 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
     before = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
     pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
     layout = layout_of(cluster)
-    joins = [
-        Join(PROTOCOL_VERSION, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512))
+    joins = [  # they yield, since some get the number 0, and who has the key may take the place of rank 0
+        Join(PROTOCOL_VERSION, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512, yields=True))
         for role in (Role.PREFILL, Role.DECODE)
     ]
     registration = KVArgsRegisterInfo(PROTOCOL_VERSION, 7, 5, "127.0.0.1", 1, layout, (MEMORY,))

@@ -18,6 +18,7 @@ INTERVAL_S, LEASE_S = 0.5, 3.0
 DEFAULTS = (
     *(f"{DEADLINES}.bootstrap_s=10", f"{DEADLINES}.queue_s=30", f"{DEADLINES}.transfer_s=30"),
     *(f"{DEADLINES}.lease_s={LEASE_S}", f"{DEADLINES}.heartbeat_interval_s={INTERVAL_S}"),
+    f"{DEADLINES}.retry_interval_s=0.5",
 )
 """Those of the product, not the short ones of the other chaos tests."""
 RECONNECT_S = 3.0
