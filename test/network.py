@@ -108,6 +108,7 @@ class Network:
             self._forwarder = subprocess.Popen(
                 [sys.executable, __file__, *map(str, devices)],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 pass_fds=devices,
                 preexec_fn=_die_with(os.getpid()),
             )
@@ -124,7 +125,8 @@ class Network:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-        if self._forwarder is not None and self._forwarder.stdin is not None:
+        if self._forwarder is not None and self._forwarder.stdin is not None and self._forwarder.stdout is not None:
+            self._forwarder.stdout.close()
             with contextlib.suppress(OSError):
                 self._forwarder.stdin.close()
 
@@ -214,10 +216,12 @@ class Network:
         return device
 
     def _send(self, wires: Mapping[tuple[int, int], Wire]) -> None:
-        assert self._forwarder is not None and self._forwarder.stdin is not None
+        """Returns once the wires are so: a packet that is sent from then on meets them."""
+        assert self._forwarder is not None and self._forwarder.stdin is not None and self._forwarder.stdout is not None
         rows = [(a, b, asdict(wire)) for (a, b), wire in wires.items()]
         self._forwarder.stdin.write(json.dumps(rows).encode() + b"\n")
         self._forwarder.stdin.flush()
+        assert self._forwarder.stdout.read(1) == b".", "the forwarder has ended"
 
 
 def _die_with(parent: int) -> Any:
@@ -275,6 +279,7 @@ class _Forwarder:
                 for line in lines:
                     for a, b, wire in json.loads(line):
                         self._ways[a, b].wire = Wire(**wire)
+                    os.write(1, b".")
             now_s = time.monotonic()
             while self._late and self._late[0][0] <= now_s:
                 _, _, to, packet = heapq.heappop(self._late)
