@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class CommLoop:
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write to it after that
         self._stopping = False
         self._instance: InstanceInfo | None = None
         self._router_incarnation = 0
@@ -347,7 +349,6 @@ class CommLoop:
             socket.close(0)
         for socket in (self._stats, self._coordination):
             socket.close(200)
-        os.close(self._wake_fd)
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:

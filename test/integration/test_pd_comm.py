@@ -201,6 +201,13 @@ def test_a_refused_join_is_told_with_its_code(router: Router) -> None:
     assert router.refusals == [("incompatible_layout", "page_size: 16 != 32")]
 
 
+def test_what_other_threads_say_after_its_end_is_no_error(router: Router) -> None:
+    router.loop.stop()
+    router.thread.join(5)
+    router.loop.send("127.0.0.1", 1, b"", b"")
+    router.loop.stop()
+
+
 def test_a_drain_is_told_once_whether_it_comes_as_a_message_or_in_the_view(router: Router) -> None:
     identity = router.joins(1)
     for incarnation in (1, router.info.incarnation):  # the first is meant for an older process
