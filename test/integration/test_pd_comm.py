@@ -204,7 +204,7 @@ def test_a_refused_join_is_told_with_its_code(router: Router) -> None:
 def test_what_other_threads_say_after_its_end_is_no_error(router: Router) -> None:
     router.loop.stop()
     router.thread.join(5)
-    router.loop.send("127.0.0.1", 1, b"", b"")
+    router.loop.send_peer("127.0.0.1", 1, b"", b"")
     router.loop.stop()
 
 
