@@ -31,6 +31,8 @@ from chitu.types import instance_name
 REAL_HOST = "127.0.0.1"
 ROUTER = "router"
 FROZEN_POLL_S = 0.02
+FIND_TRIES = 5
+"""Looks at /proc for who has connected, while somebody is cut off."""
 END_S = 2.0
 
 
@@ -163,8 +165,11 @@ class Wires:
         wire = Wire(name, writer.get_extra_info("peername")[1])
         self._wires.add(wire)
         try:
-            if self._cut and name not in self._cut:
+            for _ in range(FIND_TRIES if self._cut and name not in self._cut else 0):
                 self._find_clients()
+                if wire.client is not None:
+                    break
+                await asyncio.sleep(FROZEN_POLL_S)
             if self._cut.intersection(wire.ends):
                 return
             there = await asyncio.open_connection(REAL_HOST, port)
@@ -191,7 +196,9 @@ class Wires:
         if unknown:
             owners = owners_of_ports(unknown.keys(), self._pids())
             for port, wire in unknown.items():
-                wire.client = owners.get(port, "")
+                wire.client = owners.get(
+                    port
+                )  # else it is looked up again: its process may be opening more at the moment
 
 
 def owners_of_ports(ports: Container[int], pids: Mapping[str, int]) -> dict[int, str]:

@@ -89,6 +89,7 @@ def test_where_the_connection_stays_away_requests_go_elsewhere_after_a_lease(clu
     """All the while the heartbeats of that instance come, so it stays in the cluster."""
     link = f"router>{name}"
     before = len(found(cluster, STUCK, name))
+    wait_for(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
     cluster.wires.cut(link)
     send(cluster, 12)
     wait_for(lambda: len(found(cluster, STUCK, name)) > before, 15, lambda: "no request was missed")
