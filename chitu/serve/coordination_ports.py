@@ -69,7 +69,10 @@ class CoordinationPorts:
         ]
 
     def publish(self, view: ClusterView) -> None:
-        """Tell everyone, and watch the processes of those who are in it."""
+        """Tell everyone, and watch the processes of those who are in it. Nothing after `close`: the router's timer runs
+        on until it has ended."""
+        if self._pub.closed:
+            return
         self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
         self._pub.send(encode(view), zmq.NOBLOCK)
 

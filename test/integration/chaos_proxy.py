@@ -88,7 +88,7 @@ class Wires:
         async def cut() -> None:
             self._cut.add(name)
             self._find_clients()
-            for wire in [wire for wire in self._wires if name in wire.ends]:
+            for wire in [wire for wire in self._wires if name in wire.ends or wire.client is None]:
                 wire.break_off()
 
         asyncio.run_coroutine_threadsafe(cut(), self._loop).result()
@@ -170,8 +170,8 @@ class Wires:
                 if wire.client is not None:
                     break
                 await asyncio.sleep(FROZEN_POLL_S)
-            if self._cut.intersection(wire.ends):
-                return
+            if self._cut.intersection(wire.ends) or (self._cut and wire.client is None and name not in self._cut):
+                return  # of whom nobody knows it comes again
             there = await asyncio.open_connection(REAL_HOST, port)
             wire.writers = writer, there[1]
             if not self._cut.intersection(wire.ends):

@@ -29,7 +29,7 @@ SETTINGS = [
     "scheduler.chunk_size=37",
     "scheduler.max_batched_tokens=90",
     "scheduler.threads=1",
-    "cache.num_pages=60",
+    "cache.num_pages=40",
 ]
 
 

@@ -29,4 +29,5 @@ def test_staged_requests_survive_or_are_tried_again(cluster: ChaosCluster, blow:
     assert row.leaked == 0
     loads = cluster.loads()
     assert not [name for name, load in loads.items() if load.segments_quarantined]
-    assert all(load.bytes_staged == load.bytes_moved for name, load in loads.items() if name.startswith("P"))
+    # What was aborted behind its write is staged, and has moved nothing.
+    assert all(load.bytes_staged >= load.bytes_moved > 0 for name, load in loads.items() if name.startswith("P"))
