@@ -2,10 +2,10 @@
 
 Each process publishes another loopback address than the one it listens at (all of 127.0.0.0/8 is this machine), and at
 that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
-view, which the router publishes. Who connects is found by the local port of the connection in /proc, so a cut can take
-exactly one process off: its connections break, and new ones are taken and dropped, until it is healed. A frozen one
-keeps its connections, but nothing passes. Instead of a process, `router>D0` names the connections from the one to the
-other. No root needed.
+view, which the router publishes. Who connects is found in /proc by both ends of the connection (two connections of
+different processes to different ports may have the same local port), so a cut can take exactly one process off: its
+connections break, and new ones are taken and dropped, until it is healed. A frozen one keeps its connections, but
+nothing passes. Instead of a process, `router>D0` names the connections from the one to the other. No root needed.
 
 One thread with an asyncio loop; `cut`, `freeze` and `heal` may be called by any thread. Clients talk to the router
 directly.
@@ -16,10 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -36,13 +39,21 @@ FIND_TRIES = 5
 END_S = 2.0
 
 
+class Connection(NamedTuple):
+    """Port of the client's end, address and port of the other."""
+
+    client_port: int
+    host: str
+    port: int
+
+
 @dataclass(eq=False)
 class Wire:
     """One proxied connection."""
 
     listener: str
     """Name of the process that was connected to."""
-    client_port: int
+    connection: Connection
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter] | None = None
     client: str | None = None
     """Name of the process that connected; None: not looked up yet."""
@@ -162,7 +173,8 @@ class Wires:
             self._servers[where] = await asyncio.start_server(accept, *where)
 
     async def _connect(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        wire = Wire(name, writer.get_extra_info("peername")[1])
+        connection = Connection(writer.get_extra_info("peername")[1], *writer.get_extra_info("sockname"))
+        wire = Wire(name, connection)
         self._wires.add(wire)
         try:
             for _ in range(FIND_TRIES if self._cut and name not in self._cut else 0):
@@ -192,29 +204,29 @@ class Wires:
 
     def _find_clients(self) -> None:
         """Who connected is only looked up when somebody is to be cut off: it costs a walk through /proc."""
-        unknown = {wire.client_port: wire for wire in self._wires if wire.client is None}
+        unknown = [wire for wire in self._wires if wire.client is None]
         if unknown:
-            owners = owners_of_ports(unknown.keys(), self._pids())
-            for port, wire in unknown.items():
-                wire.client = owners.get(
-                    port
-                )  # else it is looked up again: its process may be opening more at the moment
+            owners = owners_of({wire.connection for wire in unknown}, self._pids())
+            for wire in unknown:  # one that is not found is looked up again: its process may be opening more just now
+                wire.client = owners.get(wire.connection)
 
 
-def owners_of_ports(ports: Container[int], pids: Mapping[str, int]) -> dict[int, str]:
-    """Which of these processes has a TCP socket at which of these local ports."""
-    port_of_inode: dict[str, int] = {}
+def owners_of(connections: Container[Connection], pids: Mapping[str, int]) -> dict[Connection, str]:
+    """Which of these processes has the client's end of which of these connections."""
+    inodes: dict[str, Connection] = {}
     for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
-        fields = line.split()
-        port = int(fields[1][-4:], 16)
-        if port in ports and fields[9] != "0":
-            port_of_inode[f"socket:[{fields[9]}]"] = port
+        _, local, remote, *fields = line.split()
+        host, port = remote.split(":")
+        address = socket.inet_ntoa(struct.pack("=I", int(host, 16)))
+        connection = Connection(int(local.split(":")[1], 16), address, int(port, 16))
+        if connection in connections and fields[6] != "0":
+            inodes[f"socket:[{fields[6]}]"] = connection
     owners = {}
     for name, pid in pids.items():
         with contextlib.suppress(OSError):
             for fd in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    port = port_of_inode.get(os.readlink(fd.path))
-                    if port is not None:
-                        owners[port] = name
+                    connection = inodes.get(os.readlink(fd.path))
+                    if connection is not None:
+                        owners[connection] = name
     return owners

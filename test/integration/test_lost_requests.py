@@ -26,6 +26,7 @@ RECONNECT_S = 3.0
 LONGEST_S = 15.0
 """A lease, a heartbeat and the request itself are below 5; the rest is for such machines. The next deadline is 73."""
 FROZEN_S = 0.4
+LINKS = ("router>D0", "router>P0", "D0>P0", "P0>D0")
 NOTICED = re.compile(r"\(request_lost: its way to (\w+) broke: noticed ([\d.]+) s after it left\)")
 STUCK = re.compile(r"\(request_lost: (\w+) lives, but did not get what it was sent ([\d.]+) s ago\)")
 
@@ -37,10 +38,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
 
 
 @pytest.fixture(autouse=True)
-def load(cluster: ChaosCluster) -> None:
+def load(cluster: ChaosCluster) -> Iterator[None]:
     wait_for(lambda: not cluster.not_whole(), 20, lambda: str(cluster.not_whole()))
     cluster.load.take_answers()
     cluster.load.resume()
+    yield
+    for link in LINKS:  # of a test that failed
+        cluster.wires.heal(link)
+    cluster.load.pause(PATIENCE_S)
 
 
 def found(cluster: ChaosCluster, what: re.Pattern[str], name: str) -> list[float]:
@@ -130,7 +135,7 @@ def answered_within(cluster: ChaosCluster, seconds: float) -> int:
 
 def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_on(cluster: ChaosCluster) -> None:
     """Both live, both hear the router, and both serve with others. The deadline of such a wait is 10 s."""
-    links = ("D0>P0", "P0>D0")
+    links = LINKS[2:]
     for link in links:
         wait_for(lambda link=link: cluster.wires.connections_of(link) == 1, 5, lambda link=link: f"no {link}")  # type: ignore[misc]
     before = answered_within(cluster, SILENCE_S)
