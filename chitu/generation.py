@@ -113,6 +113,8 @@ class Generation:
     woken_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     """Tokens not taken by the reader yet."""
+    logprobs: list[bytes] = field(default_factory=list)
+    """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
     num_taken: int = 0
     taken: array[int] = field(default_factory=lambda: array("i"))
     """Those that were: another D may have to go on behind them."""
@@ -147,6 +149,11 @@ class Generation:
         taken, self.tokens = self.tokens, []
         self.num_taken += len(taken)
         self.taken.extend(taken)
+        return taken
+
+    def take_logprobs(self) -> list[bytes]:
+        """Those that came since the last call, one for each token."""
+        taken, self.logprobs = self.logprobs, []
         return taken
 
     @property

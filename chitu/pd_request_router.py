@@ -201,7 +201,7 @@ class PDRequestRouter:
     def on_tokens(self, batch: TokenBatch) -> None:
         """One step's tokens of one instance. Readers are woken by `flush`, once for all batches of a loop turn."""
         rooms, tokens = batch.rooms, batch.tokens
-        if len(rooms) != len(tokens):
+        if len(rooms) != len(tokens) or not all([0 <= place < len(rooms) for place, _ in batch.logprobs]):
             log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
         if lost := self._token_numbers.missing(batch):
@@ -217,6 +217,10 @@ class PDRequestRouter:
             generation.tokens.append(token)
             if not generation.noted:
                 self._note(attempt, generation)
+        for place, packed in batch.logprobs:
+            attempt = attempt_of(rooms[place])
+            if attempt is not None:
+                attempt.generation.logprobs.append(packed)
         for finish in batch.finished:
             attempt = attempt_of(finish.room)
             if attempt is not None:

@@ -231,15 +231,16 @@ class PDScheduler:
         self._resources.read()
         self._load.steps += 1
         self._prefill.after_read(step.chunks)
-        for sequence, token in zip(step.sequences, result.tokens, strict=True):
+        logprobs = result.logprobs
+        for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
             if sequence.state is not SequenceState.CLOSING:  # else it ended after the launch: a surplus row
-                self._emit(sequence, token)
+                self._emit(sequence, token, logprobs.get(place) if logprobs else None)
 
-    def _emit(self, sequence: Sequence, token: int) -> None:
+    def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:
             self._note_first_token(sequence)
         sequence.emitted.append(token)
-        self._tokens.push(sequence.room, token, sequence.router_worker)
+        self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)
         if reason:
             self._ends.finish(sequence, reason)

@@ -18,6 +18,7 @@ from chitu.decode_manager import DecodeManager
 from chitu.errors import Capacity, ChituError, InvalidRequest
 from chitu.messages import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     CancelRequest,
     DecodeRequest,
@@ -196,6 +197,8 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
             f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
             f"{MAX_STOP_TOKEN_IDS} are taken"
         )
+    if not 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS:
+        return f"{sampling.logprobs} logprobs with each token; 0 to {MAX_LOGPROBS} are given"
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
     if not all(map(math.isfinite, (*numbers, *penalties))):

@@ -55,7 +55,8 @@ class _Part:
 @dataclass(slots=True)
 class _Outcome:
     tokens: dict[int, int] = field(default_factory=dict)
-    """By slot."""
+    """By slot; so are the logprobs."""
+    logprobs: dict[int, bytes] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Who raises alone."""
@@ -157,6 +158,7 @@ class StepFaults:
             self._run(parts[half:], outcome)
             return
         outcome.tokens.update(zip(result.slots, result.tokens, strict=True))
+        outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
             part.sequence.admitted = True
             outcome.done.add(part.sequence)
@@ -182,5 +184,6 @@ class StepFaults:
         decoding = [sequence for sequence in step.decoding if sequence in outcome.done]
         order = [*first_tokens, *(chunk.sequence for chunk in chunks), *decoding]
         slots = [sequence.slot for sequence in order if sequence.slot in outcome.tokens]
-        done = DoneStep(StepResult(slots, [outcome.tokens[slot] for slot in slots]))
+        logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
+        done = DoneStep(StepResult(slots, [outcome.tokens[slot] for slot in slots], logprobs))
         return Step(step.plan, first_tokens, chunks, decoding), done

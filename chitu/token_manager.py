@@ -50,6 +50,8 @@ class _Batch:
     rooms: list[bytes] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
+    logprobs: list[tuple[int, bytes]] = field(default_factory=list)
+    """With the place in `tokens`."""
     epoch: int = 0
     """How many routers got messages through `send` before."""
     number: int = 0
@@ -96,9 +98,12 @@ class TokenManager:
         for worker in list(self._batches):
             self.forget(worker)
 
-    def push(self, room: bytes, token: int, worker: int = 0) -> None:
+    def push(self, room: bytes, token: int, worker: int = 0, logprobs: bytes | None = None) -> None:
+        """`logprobs`: packed, of a request that asks for them."""
         batch = self._batches.get(worker)
         if batch is not None:
+            if logprobs is not None:
+                batch.logprobs.append((len(batch.tokens), logprobs))
             batch.rooms.append(room)
             batch.tokens.append(token)
 
@@ -118,10 +123,12 @@ class TokenManager:
     def _flush(self, batch: _Batch) -> None:
         count = len(batch.tokens)
         batch.number += 1
-        message = TokenBatch(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch)
+        message = TokenBatch(
+            self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch, batch.logprobs
+        )
         if not batch.send(encode(message)):
             # The router has not read for so long that it is gone; its clients are, too.
             logger.error("token queue to the router is full: dropped %d tokens", count)
             self.tokens_dropped += count
         self.tokens_sent += count
-        batch.rooms, batch.tokens, batch.finished = [], [], []
+        batch.rooms, batch.tokens, batch.finished, batch.logprobs = [], [], [], []

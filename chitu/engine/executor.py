@@ -103,6 +103,8 @@ class StepResult(msgspec.Struct, array_like=True):
 
     slots: list[int]
     tokens: list[int]
+    logprobs: dict[int, bytes] = {}
+    """By place in `tokens`, ascending: of slots admitted with `SamplingParams.logprobs` (`messages/logprobs.py`)."""
 
 
 class LayerCallback(Protocol):

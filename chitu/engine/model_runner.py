@@ -23,6 +23,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.engine.step_graphs import Recording, StepGraphs
+from chitu.engine.step_logprobs import Lines, StepLogprobs, joined
 from chitu.engine.step_tokens import Mark, StepTokens
 from chitu.engine.upload import upload
 from chitu.engine.warmup import Shapes, run_warmup
@@ -89,6 +90,9 @@ class ModelRunner:
             self._graphs = StepGraphs(model, self._slots, pool.k, pool.v, recording)
         self._warmup_prompts = warmup_prompts
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
+        self._logprobs = StepLogprobs(spec.vocab_size, self._device)
+        self._lines: list[Lines] = []
+        """Of the step that is being launched."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
         self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
@@ -123,6 +127,7 @@ class ModelRunner:
     def forget(self, slots: Collection[int]) -> None:
         for slot in slots:
             self._slots.forget(slot)
+            self._logprobs.release(slot)
             if self._sampler is not None:
                 self._sampler.release(slot)
         if self._graphs is not None:
@@ -143,8 +148,11 @@ class ModelRunner:
 
     # --------------------------------------------------------------------------------------------- the step, in order
 
-    def _launch(self, plan: StepPlan, on_layer: LayerCallback | None) -> tuple[list[int], torch.Tensor | None]:
-        """The slots that sample, and their tokens on the device."""
+    def _launch(
+        self, plan: StepPlan, on_layer: LayerCallback | None
+    ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
+        """The slots that sample, and their tokens and logprobs on the device."""
+        self._lines = []
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -162,17 +170,17 @@ class ModelRunner:
         if plan.first_tokens:
             first_slots = [first.slot for first in plan.first_tokens]
             logits = self._pool.aux_logits[upload([first.aux_slot for first in plan.first_tokens], self._device)]
-            tokens.append(self._sample(logits, first_slots))
+            tokens.append(self._sample(logits, first_slots, 0))
             slots.extend(first_slots)
         for chunks, decoding in self._forwards(plan):
             sampled_slots = [chunk.slot for chunk in chunks if chunk.sample] + decoding
-            sampled = self._forward(chunks, decoding, sampled_slots, on_layer)
+            sampled = self._forward(chunks, decoding, sampled_slots, len(slots), on_layer)
             if sampled is not None:
                 tokens.append(sampled)
                 slots.extend(sampled_slots)
         if not tokens:
-            return [], None
-        return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+            return [], None, None
+        return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
         """What is computed together: everything, or where steps are recorded, chunks and decodes by themselves."""
@@ -181,11 +189,16 @@ class ModelRunner:
         return [(plan.prefill, []), ([], plan.decode)]
 
     def _forward(
-        self, chunks: list[PrefillChunk], decoding: list[int], sampled_slots: list[int], on_layer: LayerCallback | None
+        self,
+        chunks: list[PrefillChunk],
+        decoding: list[int],
+        sampled_slots: list[int],
+        first_place: int,
+        on_layer: LayerCallback | None,
     ) -> torch.Tensor | None:
-        """Logits only of rows that someone reads. Sampled tokens, or None."""
+        """Logits only of rows that someone reads. Sampled tokens, or None. `first_place`: of these among the step's."""
         if self._graphs is not None and decoding:
-            return self._replay_decode(self._graphs, decoding)
+            return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
         wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
         rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
@@ -204,7 +217,7 @@ class ModelRunner:
         picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
         if len(picked) < len(rows):
             logits_RV = logits_RV[upload(picked, self._device)]
-        return self._sample(logits_RV, sampled_slots)
+        return self._sample(logits_RV, sampled_slots, first_place)
 
     def _compute(
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
@@ -223,21 +236,28 @@ class ModelRunner:
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
 
-    def _replay_decode(self, graphs: StepGraphs, slots: list[int]) -> torch.Tensor:
+    def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> torch.Tensor:
         positions = self._slots.advance_decode(slots)
         logits_BV, greedy_B = graphs.decode(slots, positions)
         if self._sampler is None or not self._sampler.is_greedy(slots):
-            return self._sample(logits_BV, slots)
+            return self._sample(logits_BV, slots, first_place)
         self._require_sampled(slots)
         self._slots.note_tokens(slots)
+        self._note_logprobs(logits_BV, slots, greedy_B, first_place)
         return greedy_B
 
-    def _sample(self, logits_RV: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    def _sample(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> torch.Tensor:
         self._require_sampled(slots)
         assert self._sampler is not None
         tokens = self._sampler.sample(logits_RV, slots)
         self._slots.append_tokens(slots, tokens)
+        self._note_logprobs(logits_RV, slots, tokens, first_place)
         return tokens
+
+    def _note_logprobs(self, logits_RV: torch.Tensor, slots: list[int], tokens: torch.Tensor, first_place: int) -> None:
+        lines = self._logprobs.lines(logits_RV, slots, tokens, first_place)
+        if lines is not None:
+            self._lines.append(lines)
 
     def _require_sampled(self, slots: list[int]) -> None:
         if self._sampler is None or not all(self._slots[slot].samples for slot in slots):
@@ -251,10 +271,12 @@ class ModelRunner:
             if self._sampler is None:
                 raise Internal("this executor has no sampler")
             self._sampler.admit(admit.slot, token_ids, admit.prompt_len, admit.sampling)
+            self._logprobs.admit(admit.slot, admit.sampling.logprobs)
 
     def _release(self, slot: int) -> None:
         if self._slots.release(slot).samples and self._sampler is not None:
             self._sampler.release(slot)
+            self._logprobs.release(slot)
 
     def _offload(self, slot: int, key: int) -> None:
         if key in self._saved:

@@ -1,4 +1,5 @@
-"""The way of a step's tokens to the host: one copy behind the step into pinned memory, and an event behind the copy.
+"""The way of a step's tokens and their logprobs to the host: one copy behind the step into pinned memory, and an event
+behind the copy.
 
 Owned by `ModelRunner`, step thread only. Two buffers are used in turn, so that the copy of a step may run while the
 tokens of the one before are read. Invariant: a buffer is not written again before its tokens were read.
@@ -15,7 +16,9 @@ from typing import Protocol
 import torch
 
 from chitu.engine.executor import MAX_UNREAD_STEPS, DoneStep, StepHandle, StepResult
+from chitu.engine.step_logprobs import Lines, packed_lines
 from chitu.errors import Internal
+from chitu.messages import MAX_LOGPROBS
 
 
 class Mark(Protocol):
@@ -28,8 +31,8 @@ class Mark(Protocol):
 
 @dataclass(slots=True)
 class _Buffer:
-    tokens: torch.Tensor
-    """int64, in host memory."""
+    numbers: torch.Tensor
+    """int64, in host memory: the tokens, then the lines of their logprobs."""
     is_unread: bool = False
 
 
@@ -38,6 +41,7 @@ class _LaunchedStep:
     slots: list[int]
     mark: Mark
     buffer: _Buffer | None
+    lines: Lines | None
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -47,7 +51,15 @@ class _LaunchedStep:
         if self.buffer is None:
             return StepResult([], [])
         self.buffer.is_unread = False
-        return StepResult(self.slots, self.buffer.tokens[: len(self.slots)].tolist())
+        return _result(self.slots, self.buffer.numbers, self.lines)
+
+
+def _result(slots: list[int], numbers: torch.Tensor, lines: Lines | None) -> StepResult:
+    tokens = numbers[: len(slots)].tolist()
+    if lines is None:
+        return StepResult(slots, tokens)
+    own = numbers[len(slots) : len(slots) + lines.lines_MC.numel()].view(lines.lines_MC.shape)
+    return StepResult(slots, tokens, dict(zip(lines.places, packed_lines(own, lines.counts), strict=True)))
 
 
 class StepTokens:
@@ -60,13 +72,16 @@ class StepTokens:
         self._buffers: list[_Buffer] = []
         if mark is not None:
             self._buffers = [
-                _Buffer(torch.zeros(most, dtype=torch.int64, pin_memory=is_pinned)) for _ in range(MAX_UNREAD_STEPS)
+                _Buffer(torch.zeros(most * (2 + 2 * MAX_LOGPROBS), dtype=torch.int64, pin_memory=is_pinned))
+                for _ in range(MAX_UNREAD_STEPS)
             ]
 
-    def launched(self, slots: list[int], tokens_N: torch.Tensor | None) -> StepHandle:
+    def launched(self, slots: list[int], tokens_N: torch.Tensor | None, lines: Lines | None = None) -> StepHandle:
         """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none."""
+        if tokens_N is not None and lines is not None:
+            tokens_N = torch.cat([tokens_N, lines.lines_MC.flatten()])
         if self._mark is None:
-            return DoneStep(StepResult(slots, [] if tokens_N is None else tokens_N.tolist()))
+            return DoneStep(StepResult(slots, []) if tokens_N is None else _result(slots, tokens_N, lines))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -74,5 +89,5 @@ class StepTokens:
                 raise Internal(f"a step was launched with {MAX_UNREAD_STEPS} unread")
             self._turn = (self._turn + 1) % len(self._buffers)
             buffer.is_unread = True
-            buffer.tokens[: len(slots)].copy_(tokens_N, non_blocking=True)
-        return _LaunchedStep(slots, self._mark(), buffer)
+            buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
+        return _LaunchedStep(slots, self._mark(), buffer, lines)

@@ -34,6 +34,7 @@ from chitu.messages.cluster import (
     stats_codec,
     view_codec,
 )
+from chitu.messages.logprobs import MAX_LOGPROBS, TokenLogprobs, pack_logprobs, unpack_logprobs
 from chitu.messages.peer import (
     AbortAck,
     AbortTransfer,
@@ -85,6 +86,7 @@ __all__ = [
     "FP8_E4M3",
     "ITEM_BYTES",
     "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
     "MAX_STOP_TOKEN_IDS",
     "NO_TIMES",
     "PROTOCOL_VERSION",
@@ -127,6 +129,7 @@ __all__ = [
     "StatsMessage",
     "StatusAck",
     "TokenBatch",
+    "TokenLogprobs",
     "TransferInfo",
     "TransferStatus",
     "TransportSession",
@@ -137,11 +140,13 @@ __all__ = [
     "encode",
     "fp8_head_bytes",
     "pack_i32",
+    "pack_logprobs",
     "peer_codec",
     "peer_frames",
     "scheduler_codec",
     "stats_codec",
     "token_codec",
     "unpack_i32",
+    "unpack_logprobs",
     "view_codec",
 ]

@@ -39,6 +39,8 @@ class SamplingParams(Wire, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """At most MAX_STOP_TOKEN_IDS."""
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler
@@ -178,6 +180,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     0: not counted."""
     epoch: int = 0
     """How many routers this incarnation has outlived; it counts anew for each."""
+    logprobs: list[tuple[int, bytes]] = []
+    """With the place in `tokens`, ascending: of each token whose request asks for them (`messages/logprobs.py`)."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

@@ -32,6 +32,7 @@ from chitu.serve.sse import (
     Usage,
     error_event,
 )
+from chitu.serve.token_logprobs import ChoiceLogprobs
 from chitu.tokenizer import StopScanner
 
 CHOICES_A_TURN = 16
@@ -66,6 +67,8 @@ class Choice:
     generation: Generation
     decoder: ChoiceDecoder
     prompt: Prompt
+    logprobs: ChoiceLogprobs | None = None
+    """None where they were not asked for."""
     is_open: bool = False
     """Its first event was written."""
 
@@ -110,7 +113,7 @@ class GenerationRoutes:
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
-            await self._start(job, request_id, wakeup, choices, exchange)
+            await self._start(job, request_id, wakeup, choices, exchange, make_format is ChatFormat)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
             if job.options.stream:
                 await self._stream(exchange, job, choices, wakeup, form)
@@ -133,7 +136,7 @@ class GenerationRoutes:
     # -------------------------------------------------------------------------------------------------------- choices
 
     async def _start(
-        self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice], exchange: Exchange
+        self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice], exchange: Exchange, is_chat: bool
     ) -> None:
         """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them.
         Others have their turn in between."""
@@ -142,7 +145,7 @@ class GenerationRoutes:
         if total > 1:  # of one `add_request` asks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
             self._router.require_room_for(total, num_tokens)
-        per_token = options.stream or bool(options.stops)
+        per_token = options.stream or bool(options.stops) or options.logprobs
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
             ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
@@ -164,7 +167,14 @@ class GenerationRoutes:
                     options,
                     stop_ids,
                 )
-                choices.append(Choice(generation, decoder, prompt))
+                choices.append(
+                    Choice(
+                        generation,
+                        decoder,
+                        prompt,
+                        model.choice_logprobs(is_chat, options.skip_special_tokens) if options.logprobs else None,
+                    )
+                )
 
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
@@ -190,12 +200,18 @@ class GenerationRoutes:
                 if generation.error is not None:
                     raise generation.error
                 reason = generation.finish.reason if generation.finish is not None else None
+                if choice.logprobs is not None:
+                    choice.logprobs.push(generation.take_logprobs())
                 if reason is not None and not decoder.num_tokens:
                     texts[i], ids[i] = decoder.whole(generation.take(), reason)
+                    if choice.logprobs is not None:
+                        choice.logprobs.write(ids[i])
                 elif generation.tokens or reason is not None:
                     for delta in decoder.feed(generation.take(), reason):
                         texts[i] += delta.text
                         ids[i] += delta.token_ids
+                        if choice.logprobs is not None:
+                            choice.logprobs.write(delta.token_ids)
                     if decoder.finish_reason is not None:
                         self._router.cancel(generation, is_complete=True)
             open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
@@ -204,6 +220,7 @@ class GenerationRoutes:
                 choice.prompt.echo + text,
                 choice.decoder.finish_reason or "stop",
                 token_ids if options.return_token_ids else None,
+                choice.logprobs.take() if choice.logprobs is not None else b"null",
             )
             for choice, text, token_ids in zip(choices, texts, ids, strict=True)
         ]
@@ -247,6 +264,9 @@ class GenerationRoutes:
         reason = generation.finish.reason if generation.finish is not None else None
         if not generation.tokens and reason is None:
             return
+        logprobs = choice.logprobs
+        if logprobs is not None:
+            logprobs.push(generation.take_logprobs())
         deltas = decoder.feed(generation.take(), reason)
         if not deltas:
             return
@@ -258,8 +278,10 @@ class GenerationRoutes:
                 events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None))
         ending = deltas.pop() if decoder.finish_reason is not None else None
         for text, token_ids in deltas:
-            events.append(form.delta(index, text, token_ids if with_ids else None))
+            numbers = None if logprobs is None else logprobs.of(token_ids)
+            events.append(form.delta(index, text, token_ids if with_ids else None, numbers))
         if ending is not None and decoder.finish_reason is not None:
             ids = ending.token_ids if with_ids else None
-            events.append(form.last(index, ending.text, decoder.finish_reason, ids))
+            numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
+            events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
             self._router.cancel(generation, is_complete=True)

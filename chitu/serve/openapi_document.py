@@ -34,10 +34,17 @@ class UsageReply(msgspec.Struct):
     total_tokens: int
 
 
+class CompletionLogprobsReply(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobsReply | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`."""
@@ -58,10 +65,28 @@ class ChatReplyMessage(msgspec.Struct):
     refusal: None
 
 
+class TopLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+    top_logprobs: list[TopLogprobReply]
+
+
+class ChatLogprobsReply(msgspec.Struct):
+    content: list[TokenLogprobReply]
+    refusal: None
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatReplyMessage
-    logprobs: None
+    logprobs: ChatLogprobsReply | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 

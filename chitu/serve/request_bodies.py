@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.messages import MAX_LOGIT_BIAS
+from chitu.messages import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     # not supported yet, on either route
     response_format: Any = None
-    logprobs: Any = None
     prompt_logprobs: Any = None
-    top_logprobs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
@@ -122,6 +120,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`. As JSON, because it can be
     as large as the body, and what it is made into depends on how it begins."""
     echo: bool | None = None
+    logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
+    """So many most likely tokens with each token; `false`: none, as a body for chat has it."""
+    top_logprobs: Any = None
     best_of: int | None = None
     suffix: str | None = None
 
@@ -146,6 +147,8 @@ _Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, e
 class ChatBody(GenerationBody, kw_only=True):
     messages: _Messages | None = None
     max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None

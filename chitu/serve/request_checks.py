@@ -31,9 +31,7 @@ def _refuse(body: GenerationBody, name: str, neutral: tuple[Any, ...] = ()) -> N
 UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     # name, and the values at which it is taken
     ("response_format", ({"type": "text"},)),
-    ("logprobs", (False,)),
     ("prompt_logprobs", (False,)),
-    ("top_logprobs", (0,)),
     ("guided_json", ()),
     ("guided_regex", ()),
     ("guided_choice", ()),
@@ -62,7 +60,7 @@ UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
-_unsupported_of = attrgetter(*(name for name, _ in UNSUPPORTED), "suffix", "best_of")
+_unsupported_of = attrgetter(*(name for name, _ in UNSUPPORTED), "top_logprobs", "suffix", "best_of", "logprobs")
 _unsupported_of_chat = attrgetter(*(name for name, _ in UNSUPPORTED + UNSUPPORTED_CHAT))
 
 
@@ -76,10 +74,12 @@ def check_completion(body: CompletionBody) -> None:
     if _is_plain(_unsupported_of(body)):
         return
     for name, neutral in UNSUPPORTED:
-        # 0 asks completions for the chosen token's logprob, and 0 == False.
-        if getattr(body, name) is not None and not (name == "logprobs" and body.logprobs is False):
-            _refuse(body, name, () if name == "logprobs" else neutral)
+        if getattr(body, name) is not None:
+            _refuse(body, name, neutral)
+    _refuse(body, "top_logprobs", (0,))
     _refuse(body, "suffix", ("",))
+    if body.echo and body.logprobs is not None and body.logprobs is not False:
+        raise InvalidRequest("echo with logprobs is not supported yet; leave one out", "echo")
     if body.best_of is not None and body.best_of not in (1, body.n or 1):
         raise InvalidRequest("best_of above n is not supported yet; use n", "best_of")
     if body.best_of is not None and body.best_of < (body.n or 1):

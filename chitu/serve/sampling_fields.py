@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.messages import SamplingParams
+from chitu.messages import MAX_LOGPROBS, SamplingParams
 from chitu.serve.request_bodies import MAX_N, ChatBody, CompletionBody, GenerationBody
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -32,6 +32,7 @@ class OutputOptions:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    logprobs: bool = False
     echo: bool = False
 
 
@@ -84,6 +85,7 @@ def output_options(body: GenerationBody) -> OutputOptions:
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
+        logprobs=num_logprobs(body) is not None,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
     )
 
@@ -118,7 +120,29 @@ def sampling_params(
             [*(body.stop_token_ids or ()), *(() if body.ignore_eos else more_eos)], vocab_size, "stop_token_ids"
         ),
         ignore_eos=bool(body.ignore_eos),
+        logprobs=num_logprobs(body),
     )
+
+
+def num_logprobs(body: GenerationBody) -> int | None:
+    """Most likely tokens that come with each token; None where no logprobs are asked for. InvalidRequest out of range,
+    and for candidates without the logprobs that they belong to."""
+    if isinstance(body, CompletionBody):
+        name, count = "logprobs", body.logprobs
+        if count is None or count is False:
+            return None
+        if count is True:
+            raise InvalidRequest(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}", "logprobs")
+    else:
+        assert isinstance(body, ChatBody)
+        name, count = "top_logprobs", body.top_logprobs or 0
+        if not body.logprobs:
+            if count:
+                raise InvalidRequest("top_logprobs is allowed only with logprobs: true", "top_logprobs")
+            return None
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}", name)
+    return count
 
 
 def wanted_tokens(body: GenerationBody) -> int | None:

@@ -13,6 +13,7 @@ from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.routing import Candidates
+from chitu.serve.token_logprobs import ChatLogprobs, ChatTexts, ChoiceLogprobs, CompletionLogprobs, CompletionTexts
 from chitu.tokenizer import Tokenizer
 
 NAMED_CHARS = 100
@@ -36,6 +37,9 @@ class ServedModel:
         """What ends a text, unless the client ignores it: eos of tokenizer, generation_config.json and config.json."""
         self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
         """Those of them that D does not know by itself, as it reads no tokenizer."""
+        self._completion_texts = CompletionTexts(tokenizer.token_bytes)
+        self._chat_texts = ChatTexts(tokenizer.token_bytes)
+        """Tables that fill as tokens occur, for logprobs."""
         self._spec_vocab_size = spec.vocab_size
         self.created_s = created_s
         self._config_max_len = config.max_model_len
@@ -50,6 +54,12 @@ class ServedModel:
         """ModelNotFound for a name that is neither the served one nor the path; None is the one model that there is."""
         if name is not None and name != self.name and name != self.path:
             raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
+
+    def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool) -> ChoiceLogprobs:
+        """Of a new choice, in the form of its route."""
+        if is_chat:
+            return ChatLogprobs(self._chat_texts)
+        return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
         """None while no instance can serve. Computed once per view."""

@@ -38,16 +38,20 @@ class FinishedChoice(NamedTuple):
     text: str
     finish_reason: str
     token_ids: list[int] | None
+    logprobs: bytes = b"null"
+    """JSON."""
 
 
 class ResponseFormat(Protocol):
-    """One response's bodies: `CompletionFormat` or `ChatFormat`."""
+    """One response's bodies: `CompletionFormat` or `ChatFormat`. `logprobs`: JSON."""
 
     def opening(self, index: int) -> bytes: ...
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes: ...
+    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes: ...
 
-    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes: ...
+    def last(
+        self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
+    ) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes: ...
 
@@ -75,9 +79,12 @@ class _Format(abc.ABC):
         self._start = b"data: " + start + b',"choices":['
         # With include_usage every chunk but the last says `usage: null` (OpenAI).
         self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._null_end = b',"logprobs":null,"finish_reason":null'
-        self._delta_end = self._null_end + b"}" + self._close
+        self._delta_end = self._end(b"null", None, b"null")
         self._openings: dict[int, bytes] = {}
+
+    def _end(self, reason: bytes, token_ids: list[int] | None, logprobs: bytes) -> bytes:
+        """Of an event, behind its text."""
+        return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
 
     def usage(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
@@ -110,20 +117,19 @@ class CompletionFormat(_Format):
     def opening(self, index: int) -> bytes:
         return b""
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes:
-        if token_ids is None:
+    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes:
+        if token_ids is None and logprobs is None:
             return (self._openings.get(index) or self._text_of(index)) + _json(text) + self._delta_end
-        return self._text_of(index) + _json(text) + self._null_end + _ids(token_ids) + b"}" + self._close
+        return self._text_of(index) + _json(text) + self._end(b"null", token_ids, logprobs or b"null")
 
-    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes:
-        end = b',"logprobs":null,"finish_reason":' + _json(reason) + _ids(token_ids) + b"}" + self._close
-        return self._text_of(index) + _json(text) + end
+    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null") -> bytes:
+        return self._text_of(index) + _json(text) + self._end(_json(reason), token_ids, logprobs)
 
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
         result: dict[str, Any] = {
             "index": index,
             "text": choice.text,
-            "logprobs": None,
+            "logprobs": msgspec.Raw(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
         if choice.token_ids is not None:
@@ -146,22 +152,21 @@ class ChatFormat(_Format):
         """The chunk that names the role, ahead of a choice's first text."""
         return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None) -> bytes:
+    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes:
         start = self._delta_of(index) + b'"content":' + _json(text) + b"}"
-        if token_ids is None:
+        if token_ids is None and logprobs is None:
             return start + self._delta_end
-        return start + self._null_end + _ids(token_ids) + b"}" + self._close
+        return start + self._end(b"null", token_ids, logprobs or b"null")
 
-    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None) -> bytes:
+    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null") -> bytes:
         content = b'"content":' + _json(text) if text else b""
-        end = b'},"logprobs":null,"finish_reason":' + _json(reason) + _ids(token_ids) + b"}" + self._close
-        return self._delta_of(index) + content + end
+        return self._delta_of(index) + content + b"}" + self._end(_json(reason), token_ids, logprobs)
 
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
         result: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": msgspec.Raw(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
         if choice.token_ids is not None:

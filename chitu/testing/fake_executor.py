@@ -31,7 +31,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import Internal
-from chitu.messages import SamplingParams, unpack_i32
+from chitu.messages import SamplingParams, pack_logprobs, unpack_i32
 
 NUM_REGIONS = 4
 RECORD_BYTES = 16
@@ -78,6 +78,11 @@ def expected_tokens(
         tokens.append(_next_token(state, num_emitted, sampling, vocab_size))
         state = _state_of(tokens[-1:], state, len(prompt) + num_emitted)
     return tokens
+
+
+def fake_logprobs(token: int, count: int) -> bytes:
+    """What this executor gives out with a token; it says of which."""
+    return pack_logprobs(-float(token), [(token + rank, -float(rank)) for rank in range(count)])
 
 
 @dataclass(slots=True)
@@ -356,6 +361,8 @@ class FakeExecutor:
         token = _next_token(checksum, emitted, state.sampling, self._info.vocab_size)
         state.state = _state_of((token,), state.state, len(state.tokens))
         state.tokens.append(token)
+        if state.sampling.logprobs is not None:
+            result.logprobs[len(result.tokens)] = fake_logprobs(token, state.sampling.logprobs)
         result.slots.append(slot)
         result.tokens.append(token)
 

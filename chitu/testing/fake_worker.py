@@ -53,6 +53,7 @@ from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
 from chitu.received_requests import ReceivedRequests
+from chitu.testing.fake_executor import fake_logprobs
 from chitu.token_manager import TokenManager
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
@@ -284,7 +285,9 @@ class FakeWorker:
         for running in instance.running.values():
             token = running.prompt[running.emitted % len(running.prompt)]
             running.emitted += 1
-            push(running.room, token, running.router_worker)
+            count = running.sampling.logprobs
+            logprobs = None if count is None else fake_logprobs(token, count)
+            push(running.room, token, running.router_worker, logprobs)
             if fail:
                 finished.append((running, Finish(running.room, "error", fail, "told to fail")))
             elif token == stop_token and not running.sampling.ignore_eos:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from chitu.errors import ConfigError, MissingDependency
 from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
-from chitu.tokenizer.detokenizer import Detokenizer, WholeTextDetokenizer, detokenizer_factory
+from chitu.tokenizer.detokenizer import Detokenizer, WholeTextDetokenizer, detokenizer_factory, token_bytes
 from chitu.tokenizer.words import WordEncoder
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Tokenizer:
         """One more than the largest token id; a model's logits row may be longer."""
         self._longest_chars = _longest_chars(backend)
         self._words = WordEncoder.of(backend)
+        self.token_bytes = token_bytes(backend)
+        """What a token adds to a text; None where no token has that id."""
         self._make_skipping = detokenizer_factory(backend, skip_special_tokens=True)
         self._make_keeping = detokenizer_factory(backend, skip_special_tokens=False)
 

@@ -50,6 +50,25 @@ def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable
     return lambda: WholeTextDetokenizer(lambda ids: backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
+def token_bytes(backend: Backend) -> Callable[[int], bytes | None]:
+    """What a token adds to a text, as bytes (of a character in several tokens each has a part); None where no token has
+    that id. Special tokens are their text."""
+    steps = _decoder_steps(backend)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        bytes_of = _ByteLevelTable(backend, frozenset())
+        return lambda token_id: None if backend.id_to_token(token_id) is None else bytes_of[token_id]
+    rules = _PieceRules.of(steps)
+    pieces = None if rules is None else _PieceTable(backend, frozenset(), rules)
+
+    def of_piece(token_id: int) -> bytes | None:
+        if backend.id_to_token(token_id) is None:
+            return None
+        piece = backend.decode([token_id], skip_special_tokens=False) if pieces is None else pieces[token_id]
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
+    return of_piece
+
+
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
     """The decoder's description as a flat list of steps; empty where there is no decoder."""
     if backend.decoder is None:

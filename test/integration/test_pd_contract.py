@@ -137,7 +137,7 @@ def test_the_openai_client_chats_with_a_stop_string_and_a_seed(client: openai.Op
         ({"prompt": "x", "model": "other"}, 404, "model_not_found"),
         ({"prompt": [1] * 5000}, 400, "context_length_exceeded"),
         ({"prompt": "x", "temperature": 9}, 400, "invalid_request"),
-        ({"prompt": "x", "logprobs": 3}, 400, "invalid_request"),
+        ({"prompt": "x", "logprobs": 21}, 400, "invalid_request"),
     ],
 )
 def test_wrong_input_is_an_openai_error(

@@ -1,4 +1,4 @@
-"""Golden frames of protocol version 4, read back by the reference `msgpack` package, and what decoders refuse.
+"""Golden frames of protocol version 5, read back by the reference `msgpack` package, and what decoders refuse.
 
 The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
 """
@@ -44,6 +44,7 @@ from chitu.messages import (
     TransferStatus,
     encode,
     pack_i32,
+    pack_logprobs,
     peer_codec,
     peer_frames,
     scheduler_codec,
@@ -311,7 +312,14 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             ],
             8,
             2,
+            [],
         ],
+    ),
+    (
+        TokenBatch(7, [ROOM, ROOM], [42, 5], [], 9, 0, [(1, pack_logprobs(-1.5, [(42, -0.5), (5, -1.5)]))]),
+        token_codec,
+        "98ab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a05900900919201c4140000c0bf2a000000000000bf050000000000c0bf",
+        ["token_batch", 7, [ROOM, ROOM], [42, 5], [], 9, 0, [[1, struct.pack("<fifif", -1.5, 42, -0.5, 5, -1.5)]]],
     ),
     (
         Heartbeat(Role.DECODE, 1, 7, LoadReport(running=2)),

@@ -18,6 +18,7 @@ from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.messages import (
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     CancelRequest,
     DecodeRequest,
@@ -27,6 +28,7 @@ from chitu.messages import (
     UnifiedRequest,
     pack_i32,
     token_codec,
+    unpack_logprobs,
 )
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.request_arrivals import wrong_sampling
@@ -77,6 +79,8 @@ class Instance:
         """`overlap`: on a device that is late."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
+        self.has_logprobs: dict[bytes, bool] = {}
+        """Whether logprobs came with the tokens of a room: with all of them, or with none."""
         self.finishes: dict[bytes, Finish] = {}
         self.failures: dict[bytes, ChituError] = {}
         self.ports: dict[int, list[bytes]] = {}
@@ -114,9 +118,12 @@ class Instance:
 
     def _take(self, frame: bytes) -> bool:
         batch = token_codec.decode(frame)
-        for room, token in zip(batch.rooms, batch.tokens, strict=True):
+        for place, (room, token) in enumerate(zip(batch.rooms, batch.tokens, strict=True)):
             assert room not in self.finishes, "a token after the end"
             self.tokens.setdefault(room, []).append(token)
+            logprobs = dict(batch.logprobs).get(place)
+            assert self.has_logprobs.setdefault(room, logprobs is not None) == (logprobs is not None)
+            assert logprobs is None or unpack_logprobs(logprobs).logprob == -token, "logprobs of another token"
         for finish in batch.finished:
             assert finish.room not in self.finishes, "two ends"
             self.finishes[finish.room] = finish
@@ -277,7 +284,8 @@ def continued(
 ) -> tuple[bytes, SamplingParams, int, list[int]]:
     """Every other request goes on where another instance was lost: tokens to send, how they are sampled, how many of
     them are output, and what is to come."""
-    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index)
+    logprobs = (None, 0, 2)[index % 3]
+    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index, logprobs=logprobs)
     prompt = prompt_of(index, prompt_len)
     tokens = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
     num_emitted = progress % max_tokens if index % 2 else 0
@@ -297,6 +305,7 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
     for index, one in enumerate(load):
         assert instance.tokens[room_of(index)] == continued(index, *one)[3]
         assert instance.finishes[room_of(index)].reason == "length"
+        assert instance.has_logprobs[room_of(index)] == (index % 3 > 0)
     instance.check_empty()
 
 
@@ -385,6 +394,8 @@ WRONG_SAMPLING = [
     SamplingParams(4, stop_token_ids=(3,) * (MAX_STOP_TOKEN_IDS + 1)),
     SamplingParams(4, temperature=float("inf")),
     SamplingParams(4, presence_penalty=float("nan")),
+    SamplingParams(4, logprobs=MAX_LOGPROBS + 1),
+    SamplingParams(4, logprobs=-1),
 ]
 
 
@@ -424,6 +435,7 @@ def test_lists_at_their_bounds_are_taken() -> None:
     bias = {token: 1.0 for token in range(MAX_LOGIT_BIAS)}
     assert not wrong_sampling(SamplingParams(4, logit_bias=bias), MAX_LOGIT_BIAS)
     assert not wrong_sampling(SamplingParams(4, stop_token_ids=(2,) * MAX_STOP_TOKEN_IDS), 3)
+    assert not wrong_sampling(SamplingParams(4, logprobs=MAX_LOGPROBS), 3)
 
 
 def test_half_requests_on_the_wrong_role_are_refused() -> None:
@@ -476,9 +488,10 @@ def test_retraction_really_happens_and_loses_no_token() -> None:
     instance = Instance(num_pages=17)
     for index in range(6):
         prompt = pack_i32(prompt_of(index, 7))
-        sampling = SamplingParams(40, temperature=0.0)
+        sampling = SamplingParams(40, temperature=0.0, logprobs=1)
         instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, sampling))
     instance.run()
+    assert len(instance.has_logprobs) == 6 and all(instance.has_logprobs.values())
     assert instance.scheduler.load.retractions > 0
     for index in range(6):
         assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 7), 40, INFO.vocab_size)

@@ -98,6 +98,23 @@ def test_after_the_first_token_the_next_d_goes_on_behind_the_last_one(code: str)
     assert (ended.prompt_tokens, ended.output_tokens, ended.continued_tokens) == (3, 5, 3)
 
 
+def test_a_continuation_has_the_logprobs_of_its_own_tokens_alone() -> None:
+    world = two_pairs()
+    client = world.add_client(sampling=SamplingParams(8, logprobs=0))
+    generation = client.generation
+    assert generation is not None
+    old = world.room(generation)
+    world.router.on_tokens(TokenBatch(1, [old, old], [11, 12], [], logprobs=[(0, b"a"), (1, b"b")]))
+    world.decode_fails(old, "transfer_failed")
+    new = world.room(generation)
+    # Late, and of two rooms in one message: what is nobody's is dropped with its token.
+    world.router.on_tokens(TokenBatch(1, [old, new, old], [12, 13, 13], [], logprobs=[(0, b"x"), (1, b"c"), (2, b"y")]))
+    world.router.on_tokens(TokenBatch(1, [new], [99], [], logprobs=[(1, b"z")]))  # says more than it has: all of it
+    world.emit(new, finish="length")
+    assert client.tokens == [11, 12, 13]
+    assert generation.take_logprobs() == [b"a", b"b", b"c"] and generation.take_logprobs() == []
+
+
 def test_a_continuation_is_continued() -> None:
     world = two_pairs()
     client = world.add_client()

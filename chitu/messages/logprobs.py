@@ -1,0 +1,36 @@
+"""A token's logprobs as bytes: what executors give out, token messages carry and the HTTP layer reads. Pure.
+
+`float32 | int32 float32 | int32 float32 | ...`, little endian: the token's own, then the most likely token ids with
+theirs, most likely first. They are of the model's raw logits: before temperature, penalties, bias and filters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from chitu.errors import BadFrame
+
+MAX_LOGPROBS = 20
+"""Most likely tokens that a request may ask for with each of its tokens."""
+_PAIR = struct.Struct("<if")
+_OWN = struct.Struct("<f")
+
+
+class TokenLogprobs(NamedTuple):
+    logprob: float
+    """Of the token itself."""
+    top: Sequence[tuple[int, float]]
+    """Token ids and theirs, most likely first."""
+
+
+def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> bytes:
+    return _OWN.pack(logprob) + b"".join([_PAIR.pack(token, value) for token, value in top])
+
+
+def unpack_logprobs(packed: bytes) -> TokenLogprobs:
+    """BadFrame where the length is none of such a record."""
+    if len(packed) % _PAIR.size != _OWN.size:
+        raise BadFrame(f"logprobs of {len(packed)} bytes: not 4 and a multiple of {_PAIR.size}")
+    return TokenLogprobs(_OWN.unpack_from(packed)[0], list(_PAIR.iter_unpack(packed[_OWN.size :])))

@@ -1,0 +1,127 @@
+"""Logprobs through a real cluster: those of transformers' float32 logits, for the official client in both forms.
+
+P and D over shm and over Mooncake, and a unified instance: the first token's come from the row that P hands over, all
+others from D's own steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+from completions import WITHOUT_TORCHRUN
+
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+
+VOCAB = 500
+TOP = 5
+CLOSE = 1e-4
+PD = "dp_config.router.pd_disaggregation"
+PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 5, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 6, "presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {"30": 4}},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB}
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> transformers.PreTrainedModel:
+    loaded: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module", params=["shm", "mooncake", "tp", "unified"])
+def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
+    settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", "scheduler.chunk_size=40"]
+    name = "unified_local.yaml" if request.param == "unified" else "pd_disagg_1p1d_local.yaml"
+    if request.param == "mooncake":
+        pytest.importorskip("mooncake.engine")
+        settings.append(f"{PD}.transport=mooncake")
+    elif request.param == "tp":
+        settings += [f"dp_config.router.decode_schedulers.0.{field}" for field in ("tp_size=2", "devices=[cpu,cpu]")]
+    with LocalCluster(load_topology(name, settings), entries=WITHOUT_TORCHRUN) as cluster:
+        cluster.wait_ready(300)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def right_logprobs(reference: transformers.PreTrainedModel, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """float32 `[len(output), V]`: of the logits as the model gives them."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_they_are_those_of_the_raw_logits_whatever_the_sampling(
+    client: openai.OpenAI, reference: transformers.PreTrainedModel
+) -> None:
+    for sampling in SAMPLINGS:
+        sampling = {**sampling}
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        answer = client.completions.create(
+            model="m", prompt=PROMPTS, max_tokens=12, logprobs=TOP, extra_body=extra, **sampling
+        )
+        for prompt, choice in zip(PROMPTS, answer.choices, strict=True):
+            tokens: list[int] = choice.token_ids  # type: ignore[attr-defined]
+            right = right_logprobs(reference, prompt, tokens)
+            logprobs = choice.logprobs
+            assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+            own = right.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(logprobs.token_logprobs), own, atol=CLOSE), (sampling, choice)
+            for row, token, top in zip(right, tokens, logprobs.top_logprobs, strict=True):
+                best = row.topk(TOP)
+                with_own = best.values.tolist() + ([] if token in best.indices else [row[token].item()])
+                assert sorted(top.values(), reverse=True) == pytest.approx(with_own, abs=CLOSE), (sampling, top)
+            assert logprobs.tokens is not None and logprobs.text_offset is not None
+            assert len(logprobs.tokens) == len(logprobs.text_offset) == 12
+            assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
+
+
+@pytest.mark.slow
+def test_the_official_client_streams_what_it_gets_at_once(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0}
+    whole = client.completions.create(**asked, logprobs=2).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.top_logprobs is not None
+    parts = [chunk.choices[0] for chunk in client.completions.create(**asked, logprobs=2, stream=True)]
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [value for part in parts if part.logprobs is not None for value in getattr(part.logprobs, field)]
+        assert streamed == getattr(whole.logprobs, field), field
+    only_own = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+    assert only_own is not None and only_own.token_logprobs == whole.logprobs.token_logprobs
+    assert [list(top) for top in only_own.top_logprobs or []] == [[token] for token in only_own.tokens or []]
+
+    chat: dict[str, Any] = {"model": "m", "max_tokens": 16, "temperature": 1.0, "seed": 3, "logprobs": True}
+    chat["messages"] = [{"role": "user", "content": "Say something."}]
+    entries = client.chat.completions.create(**chat, top_logprobs=3).choices[0].logprobs
+    assert entries is not None and entries.content and {len(entry.top_logprobs) for entry in entries.content} == {3}
+    for entry in entries.content:
+        assert entry.bytes is None or bytes(entry.bytes).decode(errors="ignore") in entry.token
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == sorted(values, reverse=True) and entry.logprob <= values[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**chat, top_logprobs=3, stream=True)]
+    assert [e for c in chunks if c.logprobs is not None for e in c.logprobs.content or []] == entries.content
+    plain = client.chat.completions.create(**chat).choices[0].logprobs
+    assert plain is not None and [entry.logprob for entry in plain.content or []] == [
+        entry.logprob for entry in entries.content
+    ]

@@ -1,0 +1,116 @@
+"""Logprobs in OpenAI's forms: with the tokens whose text goes out, byte for byte, however the stream is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_openai_output import EOS, ByteDetokenizer, decoder
+
+from chitu.errors import BadFrame, Internal
+from chitu.messages import pack_logprobs, unpack_logprobs
+from chitu.serve.token_logprobs import (
+    LOWEST,
+    ChatLogprobs,
+    ChatTexts,
+    ChoiceLogprobs,
+    CompletionLogprobs,
+    CompletionTexts,
+)
+
+
+def bytes_of(token: int) -> bytes | None:
+    """A token is a byte, but for the eos, which is a text, and what is behind it, which no tokenizer has."""
+    return bytes([token]) if token < EOS else b"<eos>" if token == EOS else None
+
+
+def packed(tokens: list[int]) -> list[bytes]:
+    """Each has its place for a logprob, and one candidate besides itself."""
+    return [pack_logprobs(-1.0 - place, [(65, -0.25), (token, -1.0 - place)]) for place, token in enumerate(tokens)]
+
+
+def completion() -> CompletionLogprobs:
+    return CompletionLogprobs(CompletionTexts(bytes_of), ByteDetokenizer())
+
+
+def chat() -> ChatLogprobs:
+    return ChatLogprobs(ChatTexts(bytes_of))
+
+
+@given(
+    st.text("abcö😀", max_size=20),
+    st.lists(st.text("abcö", min_size=1, max_size=3), max_size=2),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.booleans(),
+)
+def test_a_stream_has_the_logprobs_of_its_text_and_all_of_them(
+    text: str, stops: list[str], cuts: list[int], is_chat: bool
+) -> None:
+    tokens, shown = [*text.encode(), EOS], decoder(tuple(stops), False)
+    logprobs: ChoiceLogprobs = chat() if is_chat else completion()
+    events: list[dict[str, Any]] = []
+    pieces, at = [], 0
+    for cut in cuts * 4:
+        logprobs.push(packed(tokens)[at : at + cut])
+        part, at = tokens[at : at + cut], at + cut
+        for delta in shown.feed(part, "stop" if at >= len(tokens) else None):
+            pieces.append(delta.text)
+            events.append(json.loads(logprobs.of(delta.token_ids)))
+        if shown.finish_reason is not None:
+            break
+    num_tokens = shown.num_tokens
+    expected = [-1.0 - place for place in range(num_tokens)]
+    if is_chat:
+        entries = [entry for event in events for entry in event["content"]]
+        assert [entry["logprob"] for entry in entries] == expected
+        whole = b"".join(bytes(entry["bytes"]) for entry in entries[:num_tokens])
+        assert whole == (text.encode() + b"<eos>")[: len(whole)]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+        return
+    assert [number for event in events for number in event["token_logprobs"]] == expected
+    offsets = [offset for event in events for offset in event["text_offset"]]
+    encoded = text.encode()
+    assert offsets == [len(encoded[:place].decode(errors="ignore")) for place in range(num_tokens)]
+    if not stops:
+        assert "".join(pieces) == text and num_tokens == len(tokens)
+
+
+def test_a_part_of_a_character_is_shown_as_bytes_and_what_no_tokenizer_has_by_its_id() -> None:
+    tokens = [*"é".encode(), EOS, EOS + 1]
+    one, other = completion(), chat()
+    for form in (one, other):
+        form.push(packed(tokens))
+        form.write(tokens)
+    plain = json.loads(one.take())
+    assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "<eos>", "token_id:257"]
+    assert plain["top_logprobs"][0] == {"A": -0.25, "bytes:\\xc3": -1.0}
+    content = json.loads(other.take())["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in content] == [
+        *[("\\xc3", [0xC3]), ("\\xa9", [0xA9])],
+        *[("<eos>", list(b"<eos>")), ("token_id:257", None)],
+    ]
+    assert json.loads(other.take()) == {"content": [], "refusal": None}, "it is taken once"
+
+
+def test_the_token_itself_is_among_the_candidates_of_a_completion_once() -> None:
+    form = completion()
+    form.push([pack_logprobs(-3.0, [(65, -0.5), (66, -1.0)]), pack_logprobs(-1.0, [(65, -0.5), (66, -1.0)])])
+    form.push([pack_logprobs(float("-inf"))])
+    form.write([67, 66, 68])
+    assert json.loads(form.take())["top_logprobs"] == [
+        {"A": -0.5, "B": -1.0, "C": -3.0},
+        {"A": -0.5, "B": -1.0},
+        {"D": LOWEST},
+    ]
+
+
+def test_tokens_without_their_logprobs_are_an_error_and_no_shifted_answer() -> None:
+    form = chat()
+    form.push(packed([65]))
+    with pytest.raises(Internal):
+        form.write([65, 66])
+    with pytest.raises(BadFrame):
+        unpack_logprobs(bytes(8))
