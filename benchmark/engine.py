@@ -27,9 +27,9 @@ from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.kv_cache.pool import KVPool
-from chitu.messages import KVLayout, SamplingParams, pack_i32
 from chitu.models.config import model_hash, read_model_spec
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import KVLayout, SamplingParams, pack_i32
 
 PAGE_SIZE = 16
 NUM_SLOTS = 16

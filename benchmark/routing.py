@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.launch.make_model import make_model
-from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
-from chitu.routing import PairSelector, instance_key, make_selector
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.router.routing import PairSelector, instance_key, make_selector
 from chitu.testing.fake_worker import STARTED
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role

@@ -25,10 +25,10 @@ from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import ChituError, Internal
-from chitu.messages import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
+from chitu.instance.token_manager import TokenManager
 from chitu.net.sockets import bind, connect
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.token_manager import TokenManager
+from chitu.protocol import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
 from chitu.types import new_room
 
 PROMPT_TOKENS = 32

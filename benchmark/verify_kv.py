@@ -26,7 +26,7 @@ from chitu.config.load import load_topology
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.launch.local import LocalCluster
-from chitu.messages import KVLayout
+from chitu.protocol import KVLayout
 
 LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
 """Of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""

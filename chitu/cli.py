@@ -263,7 +263,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from chitu.chat.terminal import ChatArguments, chat
+    from chitu.client.terminal import ChatArguments, chat
 
     return chat(
         ChatArguments(
@@ -297,7 +297,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from chitu.chat.client import RouterClient
+    from chitu.client.client import RouterClient
     from chitu.launch.drain import credential, drain
 
     client = RouterClient(arguments.url, credential(arguments.url))

@@ -23,7 +23,8 @@ import msgspec
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken
-from chitu.messages import (
+from chitu.net.sockets import check_address
+from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
     CoordinationMessage,
@@ -35,10 +36,9 @@ from chitu.messages import (
     Leave,
     LoadReport,
 )
-from chitu.metrics import CoordinationMetrics
-from chitu.net.sockets import check_address
+from chitu.router.metrics import CoordinationMetrics
+from chitu.router.unlike import why_unlike
 from chitu.types import Role, instance_name
-from chitu.unlike import why_unlike
 
 log = logging.getLogger(__name__)
 

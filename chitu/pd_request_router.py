@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from chitu.attempts import Attempts
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import (
@@ -30,8 +29,8 @@ from chitu.errors import (
     TooManyRequests,
     from_code,
 )
-from chitu.generation import Attempt, GenerateRequest, Generation
-from chitu.messages import (
+from chitu.net.aio import Outbox
+from chitu.protocol import (
     ClusterView,
     Heartbeat,
     InstanceInfo,
@@ -39,12 +38,14 @@ from chitu.messages import (
     TokenBatch,
     token_codec,
 )
-from chitu.metrics import TIME_BOUNDS_S, RouterMetrics
-from chitu.net.aio import Outbox
-from chitu.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
-from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
-from chitu.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
-from chitu.token_numbers import TokenNumbers
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.attempts import Attempts
+from chitu.router.generation import Attempt, GenerateRequest, Generation
+from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
+from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
+from chitu.router.request_journal import KEPT_RECORDS
+from chitu.router.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
+from chitu.router.token_numbers import TokenNumbers
 
 log = logging.getLogger(__name__)
 

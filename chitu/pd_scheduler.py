@@ -17,22 +17,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from chitu.decode_manager import DecodeManager
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan
 from chitu.errors import Internal
-from chitu.instance_load import InstanceLoad, LoadSources
+from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.instance_load import InstanceLoad, LoadSources
+from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.request_arrivals import RequestArrivals
+from chitu.instance.request_ends import EndRules, RequestEnds
+from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
+from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, WorkerGone
+from chitu.instance.scheduling.prefill import Chunk
+from chitu.instance.scheduling.resources import Resources
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.step_faults import Step, StepFaults
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
-from chitu.lifecycle import SequenceState
-from chitu.messages import LoadReport, PrefillTimes, SchedulerMessage
-from chitu.prefill_manager import PrefillManager
-from chitu.request_arrivals import RequestArrivals
-from chitu.request_ends import EndRules, RequestEnds
-from chitu.scheduler_parts import PDSchedulerParts as PDSchedulerParts
-from chitu.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, WorkerGone
-from chitu.scheduling.prefill import Chunk
-from chitu.scheduling.resources import Resources
-from chitu.scheduling.sequence import Sequence
-from chitu.step_faults import Step, StepFaults
+from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
+from chitu.protocol.states import SequenceState
 from chitu.types import Ready, Role
 
 logger = logging.getLogger(__name__)

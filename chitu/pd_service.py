@@ -25,11 +25,17 @@ from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, Internal, RankTaken
-from chitu.failure_reports import FailureReports
+from chitu.instance.comm import CommCallbacks, CommLoop
+from chitu.instance.failure_reports import FailureReports
+from chitu.instance.token_manager import TokenManager, TokenPort
 from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.messages import (
+from chitu.net.process_deaths import pid_namespace, start_ticks
+from chitu.net.sockets import connect
+from chitu.net.threads import ServiceThread, Waker
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.protocol import (
     ClusterView,
     Drain,
     Heartbeat,
@@ -40,12 +46,6 @@ from chitu.messages import (
     SchedulerMessage,
     encode,
 )
-from chitu.net.process_deaths import pid_namespace, start_ticks
-from chitu.net.sockets import connect
-from chitu.net.threads import ServiceThread, Waker
-from chitu.pd_comm import CommCallbacks, CommLoop
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.token_manager import TokenManager, TokenPort
 from chitu.types import Incarnation, Role, instance_name
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ import torch
 from chitu.assets import TINY_MODEL_DIR
 from chitu.engine.loader import load_model
 from chitu.kv_cache.pool import KVPool
-from chitu.messages import KVLayout
 from chitu.models.config import read_model_spec
 from chitu.ops.interface import Batch, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import KVLayout
 from chitu.tokenizer import Tokenizer
 from chitu.workloads.tiny import facts_for, recall
 

@@ -36,14 +36,13 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from chitu.chat.answer import EventParser
-    from chitu.chat.client import RouterClient
+    from chitu.client.answer import EventParser
+    from chitu.client.client import RouterClient
     from chitu.config.load import api_key
     from chitu.errors import ChituError
     from chitu.kv_cache.aux_row import aux_row_bytes
-    from chitu.messages import KVLayout
-    from chitu.request_journal import RequestSnapshot
-    from chitu.serve.cluster_snapshot import ClusterSnapshot
+    from chitu.protocol import KVLayout
+    from chitu.protocol.snapshot import ClusterSnapshot, RequestSnapshot
 except ImportError as missing:  # another Python than the project's
     own = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "python"
     if own.is_file() and os.path.abspath(sys.executable) != str(own):

@@ -27,7 +27,7 @@ import msgspec
 from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.report import DEFAULT_DIR, commit, machine
 from chitu.bench.soak_samples import Sample, findings, row_of, usage_of
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.local import LocalCluster

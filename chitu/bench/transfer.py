@@ -39,8 +39,8 @@ from chitu.bench.transfer_link import (
 from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.transport import CopyList
-from chitu.messages import RankMemory
+from chitu.kv_transfer.transports.transport import CopyList
+from chitu.protocol import RankMemory
 
 PROMPT_PAGES = 64
 BLOCKS = [1 << power for power in range(12, 27, 2)]

@@ -14,14 +14,14 @@ import msgspec
 from chitu.bench.staged_link import StagedLink, serve_line
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.staging.area import StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
 from chitu.kv_transfer.staging.cost import TransferCost, price_of
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
-from chitu.messages import KVLayout, RankMemory, encode
+from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
+from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.protocol import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000)
 NUM_PAGES, NUM_AUX_SLOTS = 128, 2

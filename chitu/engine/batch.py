@@ -15,8 +15,8 @@ import torch
 from chitu.engine.executor import Admit, AppendPages, PrefillChunk
 from chitu.engine.upload import upload, upload_tensor
 from chitu.errors import Internal
-from chitu.messages import unpack_i32
 from chitu.ops.interface import Batch, Span, tiles_of
+from chitu.protocol import unpack_i32
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from chitu.messages import SamplingParams
+from chitu.protocol import SamplingParams
 from chitu.types import Ready
 
 
@@ -104,7 +104,7 @@ class StepResult(msgspec.Struct, array_like=True):
     slots: list[int]
     tokens: list[int]
     logprobs: dict[int, bytes] = {}
-    """By place in `tokens`, ascending: of slots admitted with `SamplingParams.logprobs` (`messages/logprobs.py`)."""
+    """By place in `tokens`, ascending: of slots admitted with `SamplingParams.logprobs` (`protocol/logprobs.py`)."""
 
 
 class LayerCallback(Protocol):

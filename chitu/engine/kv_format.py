@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
-from chitu.messages import FP8_E4M3, fp8_head_bytes
 from chitu.models.config import ModelSpec
 from chitu.ops.fp8_pages import ALIGNMENT_BYTES
+from chitu.protocol import FP8_E4M3, fp8_head_bytes
 
 MIN_CAPABILITY = (8, 9)
 """Of a GPU that has e4m3: Ada and Hopper are the first."""

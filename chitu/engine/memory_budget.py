@@ -14,8 +14,8 @@ from chitu.config.devices import CPU, dtype_on, gpu_index, is_gpu
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
-from chitu.messages import FP8_E4M3, ITEM_BYTES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, KVLayout
 from chitu.models.config import ModelSpec
+from chitu.protocol import FP8_E4M3, ITEM_BYTES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, KVLayout
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
 """A pool taken from `memory_fraction` on CPU; more only where `cache.num_pages` asks for it."""

@@ -30,8 +30,8 @@ from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
-from chitu.messages import SamplingParams
 from chitu.models.config import ModelSpec
+from chitu.protocol import SamplingParams
 from chitu.types import Ready
 
 

@@ -35,8 +35,8 @@ from chitu.engine.sampling_layout import (
 )
 from chitu.engine.upload import upload
 from chitu.errors import Internal
-from chitu.messages import SamplingParams
 from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, UNIT
+from chitu.protocol import SamplingParams
 
 if TYPE_CHECKING:
     from chitu.ops.kernels.sampling import SamplingKernels

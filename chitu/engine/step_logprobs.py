@@ -47,7 +47,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def packed_lines(lines_MC: Tensor, counts: Sequence[int]) -> list[bytes]:
-    """Lines on the host, each with so many of its most likely tokens, as `messages/logprobs.py` has them."""
+    """Lines on the host, each with so many of its most likely tokens, as `protocol/logprobs.py` has them."""
     numbers = lines_MC.numpy().astype("<i4")
     return [line[: 1 + 2 * count].tobytes() for line, count in zip(numbers, counts, strict=True)]
 

@@ -18,7 +18,7 @@ import torch
 from chitu.engine.executor import MAX_UNREAD_STEPS, DoneStep, StepHandle, StepResult
 from chitu.engine.step_logprobs import Lines, packed_lines
 from chitu.errors import Internal
-from chitu.messages import MAX_LOGPROBS
+from chitu.protocol import MAX_LOGPROBS
 
 
 class Mark(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chitu.engine.executor import Admit, Executor, FirstToken, PrefillChunk, StepPlan, StepResult
-from chitu.messages import SamplingParams, pack_i32
+from chitu.protocol import SamplingParams, pack_i32
 
 WARMUP_PROMPT_TOKENS = 256
 MAX_PROMPTS_TOKENS = 1 << 17

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.errors import ConfigError
-from chitu.messages import KVLayout
+from chitu.protocol import KVLayout
 
 if TYPE_CHECKING:
     from chitu.kv_cache.device_checksum import DevicePageSums

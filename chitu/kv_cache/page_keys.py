@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from chitu.messages import KVLayout, encode
+from chitu.protocol import KVLayout, encode
 
 KEY_BYTES = 16
 TOKEN_BYTES = 4

@@ -25,8 +25,8 @@ from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
-from chitu.messages import FP8_E4M3, KVLayout
 from chitu.ops import fp8_pages
+from chitu.protocol import FP8_E4M3, KVLayout
 
 ALIGNMENT_BYTES = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,10 +21,10 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.errors import BootstrapTimeout, ChituError, IncompatibleLayout, TransferFailed
-from chitu.messages import RouteEntry
 from chitu.net.bearer import is_bearer
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import header
+from chitu.protocol import RouteEntry
 from chitu.types import Role, instance_name
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import BadFrame, Integrity
-from chitu.messages import KVLayout, KVSums, pack_i32, unpack_i32
+from chitu.protocol import KVLayout, KVSums, pack_i32, unpack_i32
 
 Int64s = NDArray[np.int64]
 VerifyKV = Literal["off", "sample", "all"]

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from chitu.errors import ChituError
-from chitu.messages import NO_TIMES, ClusterView, PrefillTimes
+from chitu.protocol import NO_TIMES, ClusterView, PrefillTimes
 from chitu.types import Ready
 
 

@@ -13,17 +13,17 @@ from chitu.clock import Clock
 from chitu.errors import ChituError, ConfigError
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.checksums import PageSums, head_copies
-from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import CommSide, PeerLink, TransferEvent, Wake
-from chitu.kv_transfer.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import AuxRows, KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
-from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.register_memory import register_memory, ways_of
+from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import Staging
-from chitu.kv_transfer.transport import Transport
-from chitu.messages import RankMemory, RouteEntry, TransportSession
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import RankMemory, RouteEntry, TransportSession
 from chitu.types import Role
 
 __all__ = ["KVManager", "KVManagerConfig"]

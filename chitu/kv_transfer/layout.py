@@ -14,7 +14,7 @@ from typing import Protocol
 
 from chitu.config.tensor_parallel import kv_heads_per_rank
 from chitu.errors import BadFrame, IncompatibleLayout
-from chitu.messages import KVLayout, RankMemory, StagingMemory, TransportSession
+from chitu.protocol import KVLayout, RankMemory, StagingMemory, TransportSession
 
 ADDRESS_LIMIT = 1 << 63
 """Addresses are handled as int64; no user space address reaches this."""

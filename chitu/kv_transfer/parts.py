@@ -16,12 +16,12 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import ChituError
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
-from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.staging.area import Staging
-from chitu.kv_transfer.transport import Transport
-from chitu.messages import NO_TIMES, KVLayout, PrefillTimes, RankMemory, TransportSession, Wire, encode
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import NO_TIMES, KVLayout, PrefillTimes, RankMemory, TransportSession, Wire, encode
 
 TICK_INTERVAL_S = 0.02
 """A role looks at its deadlines at most so often, however often the comm thread turns."""

@@ -15,8 +15,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chitu.messages import ClusterView, InstanceInfo
 from chitu.net.process_deaths import pid_namespace
+from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role
 
 PidAlive = Callable[[int], bool]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from chitu.errors import BadFrame, ProtocolError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transport import CopyList, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, WriteError
 
 Int64s = NDArray[np.int64]
 

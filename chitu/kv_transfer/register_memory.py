@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.transport import Transport
-from chitu.messages import TransportSession
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import TransportSession
 
 logger = logging.getLogger(__name__)
 

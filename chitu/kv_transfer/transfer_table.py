@@ -1,4 +1,4 @@
-"""Room -> state, for either role. `apply(room, event)` is the only writer; the tables of `chitu.lifecycle` decide.
+"""Room -> state, for either role. `apply(room, event)` is the only writer; the tables of `protocol/states.py` decide.
 
 Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
 Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from chitu.clock import Clock
-from chitu.lifecycle import NO_CLOCK, Deadline, waited_text
+from chitu.protocol.states import NO_CLOCK, Deadline, waited_text
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)

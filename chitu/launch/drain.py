@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import api_key, cluster_key
 from chitu.config.topology import is_loopback
 from chitu.launch.run_dir import cluster_key_at
 from chitu.net.curve import derive
-from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 POLL_S = 0.2
 

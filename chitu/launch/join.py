@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
@@ -28,7 +28,7 @@ from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
-from chitu.serve.cluster_snapshot import InstanceSnapshot
+from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
 
 CONNECT_TIMEOUT_S = 5.0

@@ -13,9 +13,9 @@ import zmq
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import router_host
 from chitu.config.schema import Topology
-from chitu.messages import Leave, encode
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
+from chitu.protocol import Leave, encode
 
 LINGER_MS = 500
 

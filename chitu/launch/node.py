@@ -34,8 +34,8 @@ from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor
-from chitu.messages import Leave
 from chitu.net.process_deaths import pid_namespace
+from chitu.protocol import Leave
 
 POLL_S = 0.1
 READY_POLL_S = 0.25

@@ -11,10 +11,10 @@ import random
 from typing import Any
 
 from chitu.assets import TINY_MODEL_NAME
-from chitu.chat.answer import Answer
-from chitu.chat.client import RouterClient
-from chitu.chat.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
-from chitu.chat.trace import find_trace, trace_lines
+from chitu.client.answer import Answer
+from chitu.client.client import RouterClient
+from chitu.client.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
+from chitu.client.trace import find_trace, trace_lines
 from chitu.errors import ChituError, Internal
 from chitu.launch.local import LocalCluster
 

@@ -1,7 +1,8 @@
 """How KV will travel between P and D, decided and said before anything starts. Pure.
 
 Called by `launch/placement.py`. `mooncake_protocol: auto` becomes what this node has; nodes are taken for alike, as
-with devices (docs/adr/0009). Whether a transport reaches a peer they find out when they meet (`kv_transfer/select.py`).
+with devices (docs/adr/0009). Whether a transport reaches a peer they find out when they meet
+(`kv_transfer/transports/select.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from chitu.messages.cluster import SCALE_BYTES
+from chitu.protocol.cluster import SCALE_BYTES
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT_BYTES = 16

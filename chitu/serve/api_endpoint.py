@@ -22,22 +22,22 @@ from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import RouterConfig, Topology
 from chitu.config.topology import with_router_ports
 from chitu.errors import ConfigError, NoInstance
+from chitu.http.access import Access
+from chitu.http.admin_routes import add_admin_routes
+from chitu.http.app import RouterApp
+from chitu.http.body_threads import BodyThreads
+from chitu.http.cluster_snapshot import SnapshotSource
+from chitu.http.cluster_source import ClusterSource
+from chitu.http.cold_routes import make_cold_app
+from chitu.http.generate import GenerationRoutes
+from chitu.http.served_model import ServedModel
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
-from chitu.request_dispatch import ReplyAddress
-from chitu.routing import InstanceKey, make_selector
-from chitu.serve.access import Access
-from chitu.serve.admin_routes import add_admin_routes
-from chitu.serve.app import RouterApp
-from chitu.serve.body_threads import BodyThreads
-from chitu.serve.cluster_snapshot import SnapshotSource
-from chitu.serve.cluster_source import ClusterSource
-from chitu.serve.cold_routes import make_cold_app
-from chitu.serve.generate import GenerationRoutes
+from chitu.router.request_dispatch import ReplyAddress
+from chitu.router.routing import InstanceKey, make_selector
 from chitu.serve.lifetime import TICK_S, Ending
-from chitu.serve.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 

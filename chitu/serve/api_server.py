@@ -28,17 +28,17 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import listening_host, warn_of_faults, warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
+from chitu.http.limits import HTTPLimits
+from chitu.http.served_model import ServedModel
+from chitu.http.server import HTTPServer, listen
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
 from chitu.serve.api_endpoint import ApiEndpoint, settle_memory
-from chitu.serve.cluster_source import OwnCluster
 from chitu.serve.coordinator import Coordinator
-from chitu.serve.http_limits import HTTPLimits
-from chitu.serve.http_server import HTTPServer, listen
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
-from chitu.serve.served_model import ServedModel
+from chitu.serve.own_cluster import OwnCluster
 
 log = logging.getLogger(__name__)
 

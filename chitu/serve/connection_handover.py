@@ -18,7 +18,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from chitu.serve.http_server import HTTPServer, Listener
+from chitu.http.server import HTTPServer, Listener
 
 log = logging.getLogger(__name__)
 

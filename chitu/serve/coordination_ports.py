@@ -14,7 +14,11 @@ import msgspec
 import zmq
 
 from chitu.errors import BadFrame
-from chitu.messages import (
+from chitu.net.aio import FrameReader
+from chitu.net.process_deaths import ProcessDeaths, ProcessName
+from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
+from chitu.pd_coordination import PDCoordination
+from chitu.protocol import (
     ClusterView,
     CoordinationReply,
     Drain,
@@ -25,11 +29,7 @@ from chitu.messages import (
     encode,
     stats_codec,
 )
-from chitu.metrics import CoordinationMetrics
-from chitu.net.aio import FrameReader
-from chitu.net.process_deaths import ProcessDeaths, ProcessName
-from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
-from chitu.pd_coordination import PDCoordination
+from chitu.router.metrics import CoordinationMetrics
 from chitu.types import Role
 
 log = logging.getLogger(__name__)

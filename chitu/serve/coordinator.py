@@ -21,15 +21,17 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
 from chitu.config.topology import listening_host, with_router_ports
 from chitu.errors import ChituError
-from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed, Wire
-from chitu.metrics import RouterMetrics, add_up
+from chitu.http.cluster_source import WorkerReport
+from chitu.http.server import listen
 from chitu.net.curve import derive, make_context
-from chitu.request_journal import KEPT_RECORDS, RequestSnapshot
-from chitu.serve.cluster_source import WorkerReport, drain_instance, flush_caches
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, RequestFailed, Wire
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.metrics import RouterMetrics, add_up
+from chitu.router.request_journal import KEPT_RECORDS
 from chitu.serve.connection_handover import ConnectionGate
-from chitu.serve.http_server import listen
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
+from chitu.serve.own_cluster import drain_instance, flush_caches
 from chitu.serve.worker_feed import (
     DrainAsked,
     DrainReply,

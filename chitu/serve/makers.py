@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
-from chitu.kv_transfer.select import open_transports
 from chitu.kv_transfer.staging.build import StagedPool, StagingParts, build_staging
-from chitu.kv_transfer.transport import Transport
+from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.types import Role
 

@@ -15,13 +15,13 @@ import zmq
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
+from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
-from chitu.messages import ClusterView, Heartbeat, InstanceInfo, RequestFailed
-from chitu.metrics import CoordinationMetrics
 from chitu.net.curve import ClusterSecrets
 from chitu.pd_coordination import CoordinationEvents, PDCoordination
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, RequestFailed
+from chitu.router.metrics import CoordinationMetrics
 from chitu.serve.coordination_ports import CoordinationPorts
-from chitu.serve.http_server import HTTPServer, listen
 from chitu.types import Role, new_incarnation
 
 

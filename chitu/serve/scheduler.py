@@ -34,29 +34,29 @@ from chitu.config.topology import (
 )
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError
+from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.page_keys import layout_fingerprint
 from chitu.kv_transfer.bootstrap import BootstrapClient
-from chitu.kv_transfer.fan_out import FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.build import StagingParts
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.log import setup_logging
-from chitu.messages import RankMemory
 from chitu.net.curve import derive
 from chitu.net.threads import Waker
-from chitu.pd_comm import CommLoop, RouterAddress
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
+from chitu.protocol import RankMemory
 from chitu.serve.makers import Makers, RankPool
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
+    from chitu.instance.ranks import Greeting
     from chitu.kv_cache.pool import KVPool
-    from chitu.serve.ranks import Greeting
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _serve(topology: Topology, instance: Instance, makers: Makers, yields: bool)
             f"--nproc-per-node={instance.config.tp_size}"
         )
     if ranks.rank != MAIN_RANK:
-        from chitu.serve.ranks import follow
+        from chitu.instance.ranks import follow
 
         return follow(topology, instance, ranks.rank)
     progress = ProgressWriter()
@@ -177,7 +177,7 @@ def build_engine(
     if engine.group is not None:
         from chitu.engine.model_runner import ModelRunner
         from chitu.engine.tp_executor import TensorParallelExecutor
-        from chitu.serve.ranks import Greeting, greet, watch_others
+        from chitu.instance.ranks import Greeting, greet, watch_others
 
         threads = topology.dp_config.router.pd_disaggregation.transfer_threads
         if instance.role is Role.PREFILL:

@@ -24,19 +24,19 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.schema import Topology
 from chitu.config.topology import router_ports
 from chitu.errors import ChituError, Internal, from_code
+from chitu.http.cluster_source import Draining, Loads, RouterRecord, report_of
+from chitu.http.limits import HTTPLimits
+from chitu.http.served_model import ServedModel
+from chitu.http.server import HTTPServer
 from chitu.launch.process import die_with_parent
 from chitu.log import setup_logging
-from chitu.messages import ClusterView, Heartbeat, LoadReport, RequestFailed
-from chitu.metrics import CoordinationMetrics
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import ClusterView, Heartbeat, LoadReport, RequestFailed
+from chitu.router.metrics import CoordinationMetrics
 from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, share_of
-from chitu.serve.cluster_source import Draining, Loads, RouterRecord, report_of
 from chitu.serve.connection_handover import ConnectionIntake
-from chitu.serve.http_limits import HTTPLimits
-from chitu.serve.http_server import HTTPServer
 from chitu.serve.lifetime import Ending, keep_ticking
-from chitu.serve.served_model import ServedModel
 from chitu.serve.worker_feed import (
     ConnectionsClosed,
     DrainAsked,

@@ -3,7 +3,7 @@
 A socket pair per API process, made by the coordinator and inherited: nobody else can reach it, and the end of either
 process is the end of the stream. Messages are MessagePack with a length of 4 bytes (little-endian) before them, in
 order, and both ends run the same code. What is said of the cluster (`ClusterView`, `Heartbeat`, `RequestFailed`) is the
-message of `chitu.messages` as it is. `Feed` belongs to the loop thread on both sides; it never blocks.
+message of `chitu.protocol` as it is. `Feed` belongs to the loop thread on both sides; it never blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Generic, TypeVar, Union, cast
 
 from chitu.config.schema import Topology
 from chitu.errors import ProtocolError
-from chitu.messages import ClusterView, Codec, Heartbeat, InstanceInfo, RequestFailed, Wire, encode
-from chitu.metrics import CoordinationMetrics
-from chitu.serve.cluster_source import WorkerReport
+from chitu.http.cluster_source import WorkerReport
+from chitu.protocol import ClusterView, Codec, Heartbeat, InstanceInfo, RequestFailed, Wire, encode
+from chitu.router.metrics import CoordinationMetrics
 
 log = logging.getLogger(__name__)
 

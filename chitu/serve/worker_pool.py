@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from chitu.config.schema import Topology
 from chitu.errors import ConfigError
+from chitu.http.cluster_source import WorkerReport
 from chitu.launch.process import describe_exit
-from chitu.messages import Wire
-from chitu.serve.cluster_source import WorkerReport
+from chitu.protocol import Wire
 from chitu.serve.connection_handover import ConnectionGate, give
 from chitu.serve.worker_feed import (
     ConnectionsClosed,

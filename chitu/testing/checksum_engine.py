@@ -32,7 +32,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
-from chitu.messages import KVLayout
+from chitu.protocol import KVLayout
 from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _Slot, kv_of
 from chitu.types import Ready
 

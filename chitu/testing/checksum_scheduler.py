@@ -24,9 +24,9 @@ from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.staging import plan_staging
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
-from chitu.kv_transfer import select
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.kv_transfer.transports import select
+from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
 from chitu.launch.progress import ProgressWriter
 from chitu.models.config import read_model_spec

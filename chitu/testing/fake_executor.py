@@ -31,7 +31,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import Internal
-from chitu.messages import SamplingParams, pack_logprobs, unpack_i32
+from chitu.protocol import SamplingParams, pack_logprobs, unpack_i32
 
 NUM_REGIONS = 4
 RECORD_BYTES = 16

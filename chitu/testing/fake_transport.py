@@ -21,8 +21,8 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.plan import first_outside
-from chitu.kv_transfer.transport import CopyList, PeerHandle, WriteError
-from chitu.messages import RankMemory, TransportSession
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
+from chitu.protocol import RankMemory, TransportSession
 
 NAME = "fake"
 

@@ -25,7 +25,12 @@ import msgspec
 import zmq
 
 from chitu.config.load import cluster_key
-from chitu.messages import (
+from chitu.instance.received_requests import ReceivedRequests
+from chitu.instance.token_manager import TokenManager
+from chitu.net.curve import derive, make_context
+from chitu.net.process_deaths import pid_namespace, start_ticks
+from chitu.net.sockets import bind, connect
+from chitu.protocol import (
     PROTOCOL_VERSION,
     CancelRequest,
     DecodeRequest,
@@ -49,12 +54,7 @@ from chitu.messages import (
     unpack_i32,
     view_codec,
 )
-from chitu.net.curve import derive, make_context
-from chitu.net.process_deaths import pid_namespace, start_ticks
-from chitu.net.sockets import bind, connect
-from chitu.received_requests import ReceivedRequests
 from chitu.testing.fake_executor import fake_logprobs
-from chitu.token_manager import TokenManager
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
 STARTED = "sockets bound at"

@@ -11,10 +11,10 @@ from gpu_batches import PAGE, batch_on
 from gpu_errors import relative_error
 
 from chitu.engine.sampler import Sampler
-from chitu.messages import SamplingParams, fp8_head_bytes
 from chitu.ops.fp8_pages import values_of
 from chitu.ops.interface import Batch, HeadSpec, LatentHeads, RotaryTable, Routes, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import SamplingParams, fp8_head_bytes
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

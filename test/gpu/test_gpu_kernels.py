@@ -10,10 +10,10 @@ import torch
 from gpu_batches import PAGE, batch_on
 from gpu_errors import relative_error
 
-from chitu.messages import fp8_head_bytes
 from chitu.ops.fp8_pages import scales_of, take_pages, values_of
 from chitu.ops.interface import HeadSpec, RotaryTable
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import fp8_head_bytes
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

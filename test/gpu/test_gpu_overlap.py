@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 from chitu.engine.executor import AppendPages, FirstToken, PrefillChunk, StepPlan
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording
-from chitu.messages import SamplingParams
 from chitu.ops.triton_ops import TritonOps
+from chitu.protocol import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,15 @@ from pin_twin import SecondMappings
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.cuda_ipc.driver import CudaDriver, PinDriver
 from chitu.kv_transfer.staging.area import StagingArea, area_of
 from chitu.kv_transfer.staging.copier import DeviceCopier
 from chitu.kv_transfer.staging.host_area import HostArena
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
+from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver, PinDriver
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.messages import KVLayout
 from chitu.ops.kernels.blocks import BlockCopier
+from chitu.protocol import KVLayout
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
 SEGMENT_BYTES = 1 << 20

@@ -19,13 +19,13 @@ from typing import Literal
 
 from chaos_proxy import Wires
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.messages import LoadReport, SamplingParams
 from chitu.net.curve import derive
-from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.protocol import LoadReport, SamplingParams
+from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
 from chitu.testing.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
-from chitu.messages import view_codec
 from chitu.net.curve import ClusterSecrets
+from chitu.protocol import view_codec
 from chitu.types import instance_name
 
 REAL_HOST = "127.0.0.1"

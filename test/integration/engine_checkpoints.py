@@ -15,9 +15,9 @@ from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner, TokenSampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
-from chitu.messages import KVLayout, SamplingParams, pack_i32
 from chitu.models.config import model_hash, read_model_spec
 from chitu.ops.interface import Ops
+from chitu.protocol import KVLayout, SamplingParams, pack_i32
 
 PAGE_SIZE = 16
 VOCAB_SIZE = 500

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from chitu.errors import ChituError
+from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.limits import HTTPLimits
+from chitu.http.server import HTTPServer, listen
 from chitu.net.http import Receive, Scope, Send
-from chitu.serve.exchange import EXCHANGE, Exchange
-from chitu.serve.http_limits import HTTPLimits
-from chitu.serve.http_server import HTTPServer, listen
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY = 100_000

@@ -18,8 +18,8 @@ from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.area import StagingArea
 from chitu.kv_transfer.staging.copier import DeviceCopier
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
-from chitu.kv_transfer.transport import Transport
-from chitu.messages import encode
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import encode
 
 SEGMENT_BYTES, NUM_SEGMENTS = 1 << 20, 4
 

@@ -8,12 +8,12 @@ from pin_twin import DeviceBlocks, SecondMappings
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
-from chitu.kv_transfer.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.staging.area import Staging, StagingArea
 from chitu.kv_transfer.staging.build import StagedPool, StagingParts
 from chitu.kv_transfer.staging.copier import DeviceCopier
 from chitu.kv_transfer.staging.host_area import HostArena
-from chitu.kv_transfer.transport import Transport
+from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
+from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.serve.makers import Makers
 from chitu.serve.scheduler import end_process, main

@@ -11,7 +11,7 @@ from typing import Any
 from chitu.config.topology import Instance, Topology
 from chitu.engine.executor import Executor, ExecutorInfo, LayerCallback, StepHandle, StepPlan
 from chitu.launch.progress import ProgressWriter
-from chitu.messages import unpack_i32
+from chitu.protocol import unpack_i32
 from chitu.serve.makers import Makers, build_real_rank
 from chitu.serve.scheduler import end_process, main
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from chaos_cluster import PATIENCE_S, right_tokens, short_ask, wait_for
 from network import Network
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.plan import ROUTER, plan

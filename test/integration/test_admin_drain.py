@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.topology import with_router_ports
 from chitu.launch.make_model import make_model
 from chitu.testing.router_process import RouterUnderTest, wait_until

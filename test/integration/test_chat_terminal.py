@@ -21,13 +21,13 @@ import httpx
 import pytest
 from completions import WITHOUT_TORCHRUN, wait_until
 
-from chitu.chat.client import RouterClient
-from chitu.chat.trace import byte_text
+from chitu.client.client import RouterClient
+from chitu.client.trace import byte_text
 from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.request_journal import RequestSnapshot
+from chitu.protocol.snapshot import RequestSnapshot
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "a-secret"

@@ -10,7 +10,7 @@ from engine_checkpoints import VOCAB_SIZE, Engine, chunks_of, make_prompt, write
 
 from chitu.engine.executor import FirstToken, PrefillChunk, StepPlan
 from chitu.engine.sampler import Sampler
-from chitu.messages import SamplingParams
+from chitu.protocol import SamplingParams
 
 COUNT = 20
 EOS = (2, 3)

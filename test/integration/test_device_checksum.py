@@ -8,7 +8,7 @@ import torch
 from chitu.kv_cache.checksum import HostPageSums, page_sums_of
 from chitu.kv_cache.device_checksum import DevicePageSums
 from chitu.kv_cache.pool import KVPool
-from chitu.messages import KVLayout
+from chitu.protocol import KVLayout
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -15,8 +15,8 @@ from chitu.errors import Integrity
 from chitu.kv_cache.device_rows import DeviceRows
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.messages import KVLayout
 from chitu.ops.cuda_device import on_stream
+from chitu.protocol import KVLayout
 from chitu.types import new_room
 
 LAYOUT = KVLayout("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)

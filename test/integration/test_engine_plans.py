@@ -18,7 +18,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ConfigError, Internal
-from chitu.messages import pack_i32
+from chitu.protocol import pack_i32
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from engine_checkpoints import GREEDY, Engine, chunks_of, generate, make_prompt,
 from chitu.engine.executor import Admit, FirstToken, Offload, Restore, StepPlan
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.kv_cache.checksum import page_sums_of
-from chitu.messages import pack_i32
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import pack_i32
 from chitu.testing.reference_ops import ReferenceOps
 
 FP8 = {"kv_dtype": "fp8_e4m3"}

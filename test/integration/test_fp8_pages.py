@@ -20,11 +20,11 @@ from chitu.engine.kv_format import kv_dtype_of
 from chitu.errors import ConfigError, IncompatibleLayout
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import check_compatible
-from chitu.messages import KVLayout, fp8_head_bytes
 from chitu.ops.fp8_pages import E4M3, put_rows, quantised, scales_of, take_pages, values_of
 from chitu.ops.interface import Batch, HeadSpec, LatentHeads, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import KVLayout, fp8_head_bytes
 from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()

@@ -19,7 +19,8 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.messages import (
+from chitu.net.curve import derive, make_context
+from chitu.protocol import (
     PROTOCOL_VERSION,
     AbortAck,
     AbortTransfer,
@@ -54,7 +55,6 @@ from chitu.messages import (
     encode,
     pack_i32,
 )
-from chitu.net.curve import derive, make_context
 from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"

@@ -36,10 +36,10 @@ from schemathesis.specs.openapi.checks import (
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
+from chitu.http.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
-from chitu.serve.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
 

@@ -9,9 +9,9 @@ import time
 import pytest
 from http_server_alone import MAX_BODY, PATIENT, WAIT_S, Client, Echo, get, run, serving, until
 
+from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.limits import HTTPLimits
 from chitu.net.http import Receive, Scope, Send
-from chitu.serve.exchange import EXCHANGE, Exchange
-from chitu.serve.http_limits import HTTPLimits
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import msgspec
 import openai
 import pytest
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.launch.make_model import make_model
-from chitu.messages import KVLayout, RouteEntry
-from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.protocol import KVLayout, RouteEntry
+from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role
 

@@ -17,7 +17,7 @@ from completions import WITHOUT_TORCHRUN
 from network import Network
 from serve_process import ServeProcess, wait_until
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model

@@ -12,8 +12,8 @@ from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Rest
 from chitu.engine.loader import load_model
 from chitu.errors import UnsupportedModel
 from chitu.kv_cache.checksum import page_sums_of
-from chitu.messages import pack_i32
 from chitu.models.config import read_model_spec
+from chitu.protocol import pack_i32
 from chitu.testing.reference_ops import ReferenceOps
 
 

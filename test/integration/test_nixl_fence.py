@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from chitu.kv_transfer.nixl.transfer_engine import MODULES, NixlTransport
-from chitu.messages import RankMemory, TransportSession
+from chitu.kv_transfer.transports.nixl.transfer_engine import MODULES, NixlTransport
+from chitu.protocol import RankMemory, TransportSession
 
 
 class Agent:

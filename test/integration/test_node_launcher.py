@@ -14,10 +14,10 @@ import pytest
 import zmq
 from serve_process import ServeProcess, wait_until
 
-from chitu.messages import Leave, coordination_codec
 from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.sockets import bind
+from chitu.protocol import Leave, coordination_codec
 from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"

@@ -16,11 +16,11 @@ from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.engine.step_tokens import StepTokens
 from chitu.errors import Internal
-from chitu.messages import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.protocol import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
 from chitu.testing.clock import FakeClock
-from chitu.token_manager import TokenManager
 
 NUM_PAGES = 14
 NUM_SLOTS = 4

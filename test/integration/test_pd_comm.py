@@ -10,7 +10,10 @@ import pytest
 import zmq
 
 from chitu.clock import RealClock
-from chitu.messages import (
+from chitu.instance.comm import CommCallbacks, CommLoop, RouterAddress
+from chitu.net.sockets import bind, connect
+from chitu.net.threads import ServiceThread, Waker
+from chitu.protocol import (
     PROTOCOL_VERSION,
     CancelRequest,
     ClusterView,
@@ -25,9 +28,6 @@ from chitu.messages import (
     coordination_codec,
     encode,
 )
-from chitu.net.sockets import bind, connect
-from chitu.net.threads import ServiceThread, Waker
-from chitu.pd_comm import CommCallbacks, CommLoop, RouterAddress
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

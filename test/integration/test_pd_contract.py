@@ -16,7 +16,7 @@ from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, wait_unt
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from completions import WITHOUT_TORCHRUN
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.request_journal import RequestSnapshot
+from chitu.protocol.snapshot import RequestSnapshot
 
 pytestmark = pytest.mark.timeout(420)
 """Nine processes start on what may be two cores."""

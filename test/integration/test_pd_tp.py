@@ -30,7 +30,7 @@ from chitu.config.load import load_topology
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.serve.cluster_snapshot import ClusterSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot
 
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import with_router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.serve.cluster_snapshot import ClusterSnapshot, WorkerSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, WorkerSnapshot
 from chitu.testing.router_process import RouterUnderTest
 
 WORKERS = 3

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chitu.engine import sampling_ops
 from chitu.engine.sampler import Sampler
 from chitu.errors import Internal
-from chitu.messages import SamplingParams
+from chitu.protocol import SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 97

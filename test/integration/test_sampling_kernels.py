@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chitu.engine import sampling_ops
 from chitu.engine.sampler import Sampler
-from chitu.messages import SamplingParams
+from chitu.protocol import SamplingParams
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

@@ -30,8 +30,8 @@ from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.tp_executor import TensorParallelExecutor, for_followers
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
-from chitu.messages import KVLayout, pack_i32
 from chitu.models.config import read_model_spec
+from chitu.protocol import KVLayout, pack_i32
 
 LENGTHS = (1, 16, 37, 150)
 

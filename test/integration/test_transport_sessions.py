@@ -11,8 +11,8 @@ from transport_process import new_pool, new_transport
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
-from chitu.messages import TransportSession
+from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.protocol import TransportSession
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from network import Network
 from transport_peers import BETWEEN_HOSTS, Receiver, Trouble, Writer
 from transport_process import break_connections, page_crcs
 
-from chitu.kv_transfer.transport import WriteError
+from chitu.kv_transfer.transports.transport import WriteError
 
 pytestmark = pytest.mark.parametrize("writer", BETWEEN_HOSTS, indirect=True, scope="module")
 SLOW_BYTES_S = 5000

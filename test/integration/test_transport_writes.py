@@ -18,7 +18,7 @@ from transport_process import LAYOUT, NUM_PAGES, page_crcs, region
 
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transport import CopyList, OrderedTransport, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
 from chitu.types import Ready, new_room
 
 pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, wait_until
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
 from chitu.config.topology import find_instance, instances, on_one_host, router_ports

@@ -24,9 +24,9 @@ from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, region
 
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.launch.process import die_with_parent
-from chitu.messages import RankMemory
+from chitu.protocol import RankMemory
 
 PROGRAM = Path(__file__).with_name("transport_process.py")
 LAYERS = range(LAYOUT.num_layers)

@@ -34,14 +34,14 @@ from chitu.errors import Integrity
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.select import open_transports
-from chitu.kv_transfer.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.transport import Transport
+from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
+from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
+from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.process import die_with_parent
-from chitu.messages import KVLayout, RankMemory, encode
+from chitu.protocol import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
 NUM_PAGES, NUM_AUX_SLOTS = 2000, 4

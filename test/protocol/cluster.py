@@ -23,7 +23,7 @@ from pd_node import PAGE_BYTES, mixed
 from pd_world import Frame
 
 from chitu.errors import ChituError
-from chitu.messages import RequestPortMessage
+from chitu.protocol import RequestPortMessage
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role

@@ -29,20 +29,20 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ChituError
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.transfer_queue import Batch
-from chitu.lifecycle import ReceiverState, SenderState, SequenceState
-from chitu.messages import ClusterView, InstanceInfo, SchedulerMessage
+from chitu.kv_transfer.sender.transfer_queue import Batch
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.scheduling.sequence import Sequence
+from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
+from chitu.protocol.states import ReceiverState, SenderState, SequenceState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.testing.fake_transport import FakeFabric, FakeTransport
-from chitu.token_manager import TokenManager
 from chitu.types import Role, instance_name
 
 INFO = ExecutorInfo(num_slots=5, max_model_len=64, vocab_size=1000, num_layers=NUM_LAYERS, eos_token_ids=(2,))

@@ -11,7 +11,7 @@ from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
 from pd_node import PAGE_BYTES, mixed
 
 from chitu.errors import ChituError
-from chitu.messages import (
+from chitu.protocol import (
     CancelRequest,
     ClusterView,
     DecodeRequest,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pd_node import NUM_PAGES, PAGE_BYTES
 
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.transports.transport import CopyList
 from chitu.types import Role
 
 if TYPE_CHECKING:

@@ -22,17 +22,17 @@ from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums
-from chitu.kv_transfer.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.events import KVChunk, TransferEventKind
-from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
 from chitu.kv_transfer.staging.cost import Price
-from chitu.kv_transfer.transport import CopyList, Transport
-from chitu.messages import InstanceInfo, KVLayout
+from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
+from chitu.kv_transfer.transports.transport import CopyList, Transport
+from chitu.protocol import InstanceInfo, KVLayout
 from chitu.testing.fake_transport import FakeTransport
 from chitu.types import Ready, Role, instance_name
 

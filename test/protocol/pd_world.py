@@ -14,11 +14,11 @@ from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.prefill_sender import PrefillSender
+from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import TransferWay
-from chitu.kv_transfer.transport import CopyList
-from chitu.lifecycle import SegmentState
-from chitu.messages import ClusterView, TransferStatus, peer_codec
+from chitu.kv_transfer.transports.transport import CopyList
+from chitu.protocol import ClusterView, TransferStatus, peer_codec
+from chitu.protocol.states import SegmentState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 from chitu.types import Role, new_room

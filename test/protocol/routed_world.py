@@ -15,9 +15,10 @@ from pd_node import mixed
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance
-from chitu.failure_reports import FailureReports
-from chitu.generation import GenerateRequest, Generation
-from chitu.messages import (
+from chitu.instance.failure_reports import FailureReports
+from chitu.instance.received_requests import ReceivedRequests
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import (
     ClusterView,
     Heartbeat,
     InstanceInfo,
@@ -31,9 +32,8 @@ from chitu.messages import (
     scheduler_codec,
     token_codec,
 )
-from chitu.pd_request_router import PDRequestRouter
-from chitu.received_requests import ReceivedRequests
-from chitu.routing import InstanceKey, make_selector
+from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.routing import InstanceKey, make_selector
 from chitu.testing.fake_executor import expected_tokens
 from chitu.types import Role
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.kv_transfer.layout import rank_memory
-from chitu.messages import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout
+from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout
 from chitu.testing.fake_transport import FakeFabric, FakeTransport
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 4, 2, 12

@@ -11,8 +11,7 @@ from cluster_world import Asked, ClusterWorld
 from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
-from chitu.lifecycle import ReceiverState, SequenceState
-from chitu.messages import (
+from chitu.protocol import (
     AbortAck,
     AbortTransfer,
     AuxReady,
@@ -24,7 +23,8 @@ from chitu.messages import (
     encode,
     peer_codec,
 )
-from chitu.messages.wire import Wire
+from chitu.protocol.states import ReceiverState, SequenceState
+from chitu.protocol.wire import Wire
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 

@@ -17,7 +17,8 @@ from pd_world import Pair, busy_segments
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.lifecycle import (
+from chitu.protocol import AbortTransfer, AuxReady, Staged, TransferStatus, encode, peer_codec
+from chitu.protocol.states import (
     RECEIVER_DEADLINES,
     SENDER_DEADLINES,
     Deadline,
@@ -26,7 +27,6 @@ from chitu.lifecycle import (
     SenderState,
     SequenceState,
 )
-from chitu.messages import AbortTransfer, AuxReady, Staged, TransferStatus, encode, peer_codec
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 

@@ -11,8 +11,7 @@ from pd_world import Frame, Pair, World, busy_segments
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, PrefillLost, TransferFailed, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.lifecycle import ReceiverState, SegmentState, SenderState
-from chitu.messages import (
+from chitu.protocol import (
     AbortAck,
     AbortTransfer,
     KVArgsRegisterInfo,
@@ -22,6 +21,7 @@ from chitu.messages import (
     encode,
     peer_codec,
 )
+from chitu.protocol.states import ReceiverState, SegmentState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 

@@ -12,12 +12,12 @@ from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_PAGES, Ranks, la
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
-from chitu.kv_transfer.head_plan import head_copy
 from chitu.kv_transfer.layout import check_compatible
 from chitu.kv_transfer.plan import PageSlice, plan_page_copies
-from chitu.kv_transfer.registration import check_registration
-from chitu.kv_transfer.shard_writer import PageMove, open_shards
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.sender.registration import check_registration
+from chitu.kv_transfer.tensor_parallel.head_plan import head_copy
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.transports.transport import CopyList
 from chitu.testing.fake_transport import FakeFabric
 
 

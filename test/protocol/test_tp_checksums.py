@@ -12,11 +12,11 @@ from shard_pools import NUM_LAYERS, RankPool, Ranks, layout_of
 from chitu.errors import ConfigError, Integrity, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
-from chitu.kv_transfer.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.shard_follower import ShardFollower
-from chitu.kv_transfer.shard_writer import PageMove, open_shards
-from chitu.messages import KVLayout
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
+from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
+from chitu.protocol import KVLayout
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 

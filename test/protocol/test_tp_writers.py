@@ -17,10 +17,10 @@ import pytest
 from shard_pools import Ranks, layout_of
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.fan_out import FannedWriter, FanOut, lane_address, make_lane_folder
-from chitu.kv_transfer.shard_follower import ShardFollower
-from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards
-from chitu.kv_transfer.transport import WriteError
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedWriter, FanOut, lane_address, make_lane_folder
+from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, ShardWriter, open_shards
+from chitu.kv_transfer.transports.transport import WriteError
 from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 
 MOVE = PageMove(0, 2, [3, 1, 2], [8, 9, 4])

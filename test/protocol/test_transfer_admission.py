@@ -14,8 +14,8 @@ from chitu.errors import (
 )
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.lifecycle import KVPoll, SenderState
-from chitu.messages import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
+from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
+from chitu.protocol.states import KVPoll, SenderState
 from chitu.types import Role
 
 

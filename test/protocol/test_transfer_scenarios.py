@@ -18,7 +18,7 @@ from chitu.errors import (
     TransferTimeout,
 )
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.lifecycle import ReceiverState, SenderState
+from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import new_room
 

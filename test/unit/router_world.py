@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
-from chitu.generation import GenerateRequest, Generation
-from chitu.messages import (
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import (
     CancelRequest,
     ClusterView,
     Finish,
@@ -20,8 +20,8 @@ from chitu.messages import (
     pack_i32,
     scheduler_codec,
 )
-from chitu.pd_request_router import PDRequestRouter
-from chitu.routing import InstanceKey, make_selector
+from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.routing import InstanceKey, make_selector
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

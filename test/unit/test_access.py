@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, RateLimited, Unauthorized
+from chitu.http.access import Access
 from chitu.net.curve import derive
 from chitu.net.http import error_headers
 from chitu.net.rate_limit import RateLimiter
-from chitu.serve.access import Access
 from chitu.testing.clock import FakeClock
 
 SECRETS = derive("a key of more than sixteen characters")

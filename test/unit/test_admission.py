@@ -9,10 +9,10 @@ from test_router_requests import World, pair
 
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
 from chitu.errors import Overloaded
-from chitu.messages import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport
 from chitu.net.http import error_headers
-from chitu.routing import Admission, Candidates, InstanceKey, instance_key
-from chitu.routing.admission import QueueEstimate
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport
+from chitu.router.routing import Admission, Candidates, InstanceKey, instance_key
+from chitu.router.routing.admission import QueueEstimate
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

@@ -13,8 +13,8 @@ from test_pd_scheduler import Instance, prompt_of, room_of
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.errors import Overloaded
-from chitu.messages import ClusterView, InstanceInfo, KVLayout, SamplingParams, UnifiedRequest, pack_i32
-from chitu.routing import Admission, Candidates, instance_key
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, SamplingParams, UnifiedRequest, pack_i32
+from chitu.router.routing import Admission, Candidates, instance_key
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

@@ -12,7 +12,7 @@ import pytest
 
 from chitu.errors import BootstrapTimeout, IncompatibleLayout
 from chitu.kv_transfer.bootstrap import MAX_BODY_BYTES, BootstrapClient, BootstrapServer, RouteError
-from chitu.messages import KVLayout, RouteEntry
+from chitu.protocol import KVLayout, RouteEntry
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.chat.answer import Answer, AnswerReader, EventParser, Usage
-from chitu.chat.client import RouterClient
-from chitu.chat.conversation import (
+from chitu.client.answer import Answer, AnswerReader, EventParser, Usage
+from chitu.client.client import RouterClient
+from chitu.client.conversation import (
     ChatOptions,
     Conversation,
     is_right,
@@ -22,7 +22,7 @@ from chitu.chat.conversation import (
     shortened,
     verdict,
 )
-from chitu.chat.trace import (
+from chitu.client.trace import (
     CLUSTER_COLUMNS,
     byte_text,
     cluster_line,
@@ -32,10 +32,9 @@ from chitu.chat.trace import (
     trace_lines,
 )
 from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.messages import LoadReport, PrefillTimes, StageTimes
-from chitu.request_journal import RequestSnapshot
-from chitu.serve import sse
-from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.http import sse
+from chitu.protocol import LoadReport, PrefillTimes, StageTimes
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
 
 # -------------------------------------------------------------------------------------------------------------- events
 

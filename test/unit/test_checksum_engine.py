@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chitu.engine.executor import Admit, ExecutorInfo, FirstToken, Offload, PrefillChunk, Restore, StepPlan
-from chitu.messages import SamplingParams, pack_i32
+from chitu.protocol import SamplingParams, pack_i32
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.testing.fake_executor import expected_tokens
 

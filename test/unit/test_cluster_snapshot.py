@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chitu.config.load import load_topology
-from chitu.messages import ClusterView, InstanceInfo, KVLayout
-from chitu.serve.cluster_snapshot import transport_in_use
+from chitu.http.cluster_snapshot import transport_in_use
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role
 
 LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32", vocab_size=100)

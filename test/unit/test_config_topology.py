@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chitu.chat.client import RouterClient
+from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.load import load_topology, packaged_topologies
 from chitu.config.schema import Topology

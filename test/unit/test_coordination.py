@@ -9,7 +9,8 @@ import pytest
 
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity
-from chitu.messages import (
+from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
+from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
     Drain,
@@ -21,7 +22,6 @@ from chitu.messages import (
     Leave,
     LoadReport,
 )
-from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chitu.failure_reports import KEPT, REPEATS, FailureReports
-from chitu.messages import RequestFailed
+from chitu.instance.failure_reports import KEPT, REPEATS, FailureReports
+from chitu.protocol import RequestFailed
 from chitu.types import Role
 
 

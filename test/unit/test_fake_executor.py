@@ -18,7 +18,7 @@ from chitu.engine.executor import (
     Restore,
     StepPlan,
 )
-from chitu.messages import SamplingParams, pack_i32
+from chitu.protocol import SamplingParams, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
 
 INFO = ExecutorInfo(num_slots=4, max_model_len=64, vocab_size=70, num_layers=3, eos_token_ids=(2, 3))

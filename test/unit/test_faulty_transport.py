@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from chitu.config.load import load_topology
 from chitu.config.schema import FaultConfig, PDDisaggregationConfig
 from chitu.config.topology import warn_of_faults
-from chitu.kv_transfer.faulty.transfer_engine import FaultyTransport, split_at_pages
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.select import open_transports
-from chitu.kv_transfer.transport import CopyList, Transport, WriteError
-from chitu.messages import RankMemory
+from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport, split_at_pages
+from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.transport import CopyList, Transport, WriteError
+from chitu.protocol import RankMemory
 from chitu.testing.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
 
 LAYERS, NUM_PAGES, PAGE_BYTES, AUX_BYTES, AUX_SLOTS = 3, 12, 48, 40, 2

@@ -16,13 +16,13 @@ import pytest
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
+from chitu.http.body_threads import HUGE_BODY_BYTES, BodyThreads
+from chitu.http.exchange import Exchange
+from chitu.http.jobs import Job, JobParser
+from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
-from chitu.serve.body_threads import HUGE_BODY_BYTES, BodyThreads
-from chitu.serve.exchange import Exchange
-from chitu.serve.jobs import Job, JobParser
-from chitu.serve.request_bodies import LARGE_BODY_BYTES
-from chitu.serve.served_model import ServedModel
 
 MAX_LEN = 64
 

@@ -9,7 +9,7 @@ from chitu.config.schema import AUTO_DEVICES
 from chitu.config.topology import instances, problems
 from chitu.errors import ConfigError
 from chitu.launch.join import MAX_RANK, grown, next_rank
-from chitu.serve.cluster_snapshot import InstanceSnapshot
+from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role
 
 ROLES = {role.letter: str(role) for role in Role}

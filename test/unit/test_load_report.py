@@ -9,7 +9,9 @@ from test_pd_scheduler import INFO, DSide, Instance, PSide, Wire, prompt_of, roo
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.messages import (
+from chitu.instance.token_manager import TokenManager
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.protocol import (
     CancelRequest,
     DecodeRequest,
     LoadReport,
@@ -18,10 +20,8 @@ from chitu.messages import (
     UnifiedRequest,
     pack_i32,
 )
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
-from chitu.token_manager import TokenManager
 
 
 def check(load: LoadReport) -> None:

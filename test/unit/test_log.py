@@ -16,7 +16,7 @@ from chitu.types import new_room, room_text
 
 
 def record(level: int, message: str, *args: object, exc_info: object = None) -> logging.LogRecord:
-    return logging.LogRecord("chitu.attempts", level, __file__, 1, message, args, exc_info)  # type: ignore[arg-type]
+    return logging.LogRecord("chitu.router.attempts", level, __file__, 1, message, args, exc_info)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_line_is_what_logging_would_have_made_of_the_format(line: logging.LogR
     formatter = _Formatter("router")
     expected = logging.Formatter(formatter._fmt, formatter.datefmt).format(line)
     assert formatter.format(line) == expected
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} router [IWD] chitu\.attempts: .+", expected)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} router [IWD] chitu\.router\.attempts: .+", expected)
 
 
 def test_an_exception_comes_with_its_traceback() -> None:
@@ -39,7 +39,7 @@ def test_an_exception_comes_with_its_traceback() -> None:
         raise ValueError("odd")
     except ValueError:
         text = _Formatter("P0").format(record(logging.ERROR, "it died", exc_info=sys.exc_info()))
-    assert " P0 E chitu.attempts: it died\nTraceback" in text and text.endswith("ValueError: odd")
+    assert " P0 E chitu.router.attempts: it died\nTraceback" in text and text.endswith("ValueError: odd")
 
 
 class FullDisk(io.StringIO):

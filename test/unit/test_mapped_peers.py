@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.kv_transfer.mapped_peers import MappedPeers
-from chitu.kv_transfer.transport import WriteError
+from chitu.kv_transfer.transports.mapped_peers import MappedPeers
+from chitu.kv_transfer.transports.transport import WriteError
 
 
 class Process:

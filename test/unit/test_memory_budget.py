@@ -18,8 +18,8 @@ from chitu.engine.memory_budget import (
     share_of_device,
 )
 from chitu.errors import ConfigError
-from chitu.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from chitu.models.config import read_model_spec
+from chitu.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from chitu.types import Role
 
 CARD = DeviceMemory(total_bytes=80 * GIB, free_bytes=60 * GIB, own_bytes=16 * GIB)

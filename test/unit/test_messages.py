@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from chitu.errors import BadFrame, UnknownKind
-from chitu.messages import (
+from chitu.protocol import (
     AbortAck,
     AbortTransfer,
     AuxReady,

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
-from chitu.generation import GenerateRequest
-from chitu.messages import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
-from chitu.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
-from chitu.serve.cluster_snapshot import InstanceSnapshot
-from chitu.serve.metrics_text import MetricsReport, render_metrics
+from chitu.http.metrics_text import MetricsReport, render_metrics
+from chitu.protocol import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
+from chitu.protocol.snapshot import InstanceSnapshot
+from chitu.router.generation import GenerateRequest
+from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
 from chitu.types import Role
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

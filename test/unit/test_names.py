@@ -25,7 +25,7 @@ PATHS = [
     "chitu/kv_transfer/kv_manager.py",
     "chitu/kv_transfer/bootstrap.py",
     "chitu/kv_transfer/metadata_buffers.py",
-    "chitu/kv_transfer/mooncake/transfer_engine.py",
+    "chitu/kv_transfer/transports/mooncake/transfer_engine.py",
     "chitu/config/pd_disagg_1p1d_multi_node.yaml",
     "chitu/config/pd_disagg_2p2d_multi_node.yaml",
     "chitu/config/pd_disagg_2p3d_multi_node.yaml",
@@ -47,10 +47,10 @@ NAMES = [
     ("chitu.kv_transfer.kv_manager", "KVManager"),
     ("chitu.kv_transfer.metadata_buffers", "MetadataBuffers.allocate"),
     ("chitu.kv_transfer.metadata_buffers", "MetadataBuffers.free"),
-    ("chitu.lifecycle", "KVPoll"),
+    ("chitu.protocol.states", "KVPoll"),
     ("chitu.types", "_to_uuid"),
-    ("chitu.messages", "KVArgsRegisterInfo"),
-    ("chitu.messages", "TransferInfo"),
+    ("chitu.protocol", "KVArgsRegisterInfo"),
+    ("chitu.protocol", "TransferInfo"),
 ]
 
 KEYS = [

@@ -7,9 +7,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.serve.choice import ChoiceDecoder
-from chitu.serve.sampling_fields import OutputOptions
-from chitu.serve.sse import ChatFormat, CompletionFormat, FinishedChoice, Usage
+from chitu.http.choice import ChoiceDecoder
+from chitu.http.sampling_fields import OutputOptions
+from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, Usage
 from chitu.tokenizer import StopScanner
 
 EOS = 256

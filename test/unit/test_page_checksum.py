@@ -20,7 +20,7 @@ from chitu.kv_transfer.checksums import (
     head_copies,
     read_sums,
 )
-from chitu.messages import KVLayout, KVSums
+from chitu.protocol import KVLayout, KVSums
 
 LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 3, 4, 8, 4, 10
 ALL = range(LAYERS)

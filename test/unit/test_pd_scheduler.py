@@ -15,8 +15,11 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
+from chitu.instance.request_arrivals import wrong_sampling
+from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
-from chitu.messages import (
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.protocol import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -30,12 +33,9 @@ from chitu.messages import (
     token_codec,
     unpack_logprobs,
 )
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.request_arrivals import wrong_sampling
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 from chitu.testing.late_executor import LateExecutor
-from chitu.token_manager import TokenManager
 from chitu.types import Ready
 
 PAGE_SIZE = 4

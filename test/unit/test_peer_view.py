@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from chitu.kv_transfer.peer_view import KEPT_ABSENT, PeerView
-from chitu.messages import ClusterView, InstanceInfo, KVLayout
 from chitu.net.process_deaths import pid_namespace
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role
 
 LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.messages import ClusterView, InstanceInfo, KVLayout
 from chitu.net.process_deaths import pid_namespace
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role
 
 LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100, tp_size=3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Capacity
 from chitu.kv_cache.page_keys import PageKeys
-from chitu.messages import pack_i32
+from chitu.protocol import pack_i32
 
 NUM_PAGES, PAGE_SIZE = 10, 2
 Content = tuple[str, tuple[int, ...]]

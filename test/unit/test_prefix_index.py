@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chitu.errors import Internal
 from chitu.kv_cache.page_keys import KEY_BYTES, PageKeys, layout_fingerprint
 from chitu.kv_cache.prefix_index import PrefixIndex
-from chitu.messages import KVLayout, pack_i32
+from chitu.protocol import KVLayout, pack_i32
 
 NUM_PAGES = 12
 LAYOUT = KVLayout("hash", 2, 2, 8, 4, "float32", 100)

@@ -14,7 +14,7 @@ from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, pro
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.kv_transfer.events import KVChunk
-from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 GREEDY = SamplingParams(6, temperature=0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.messages import RequestsReceived
-from chitu.received_requests import MAX_GAPS, MAX_LINKS, ReceivedRequests
+from chitu.instance.received_requests import MAX_GAPS, MAX_LINKS, ReceivedRequests
+from chitu.protocol import RequestsReceived
 
 LINK, OTHER = 70, 71
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from chitu.errors import InvalidRequest
-from chitu.messages import MAX_LOGIT_BIAS
-from chitu.serve.request_bodies import (
+from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
     MAX_MESSAGES,
@@ -28,8 +27,9 @@ from chitu.serve.request_bodies import (
     detokenize_decoder,
     tokenize_decoder,
 )
-from chitu.serve.request_checks import chat_messages, completion_prompts
-from chitu.serve.sampling_fields import output_options, sampling_params
+from chitu.http.request_checks import chat_messages, completion_prompts
+from chitu.http.sampling_fields import output_options, sampling_params
+from chitu.protocol import MAX_LOGIT_BIAS
 from chitu.tokenizer import StopScanner
 
 USER = {"role": "user", "content": "a"}

@@ -8,9 +8,9 @@ from router_world import ONE_TRY, Client, World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, RetryConfig
 from chitu.errors import RequestLost, Unreachable
-from chitu.messages import Heartbeat, LoadReport, SamplingParams, TokenBatch
 from chitu.net.http import error_headers
-from chitu.retry import MAX_CUTS, MAX_DEATHS, Failure
+from chitu.protocol import Heartbeat, LoadReport, SamplingParams, TokenBatch
+from chitu.router.retry import MAX_CUTS, MAX_DEATHS, Failure
 from chitu.types import Role
 
 MANY = RetryConfig(max_attempts=99)

@@ -8,8 +8,7 @@ import pytest
 from router_world import ONE_TRY, World, pair
 
 from chitu.errors import InvalidRequest, NoInstance, TooManyRequests
-from chitu.generation import Generation
-from chitu.messages import (
+from chitu.protocol import (
     CancelRequest,
     DecodeRequest,
     Finish,
@@ -21,7 +20,8 @@ from chitu.messages import (
     UnifiedRequest,
     encode,
 )
-from chitu.request_journal import KEPT_RECORDS
+from chitu.router.generation import Generation
+from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role
 
 

@@ -8,10 +8,10 @@ import pytest
 from router_world import ONE_TRY, Client, World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, RetryConfig
-from chitu.deadline_wheel import DeadlineWheel
 from chitu.errors import NoInstance
-from chitu.messages import SamplingParams, TokenBatch, pack_i32
-from chitu.routing import Breakers, InstanceKey
+from chitu.protocol import SamplingParams, TokenBatch, pack_i32
+from chitu.router.deadline_wheel import DeadlineWheel
+from chitu.router.routing import Breakers, InstanceKey
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

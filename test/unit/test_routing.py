@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
-from chitu.messages import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
-from chitu.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
-from chitu.routing.prefix_affinity import SLACK_REQUESTS
-from chitu.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixIndex, prefix_names
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.router.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
+from chitu.router.routing.prefix_affinity import SLACK_REQUESTS
+from chitu.router.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixIndex, prefix_names
 from chitu.types import Role
 
 PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")

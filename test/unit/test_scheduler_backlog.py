@@ -5,8 +5,8 @@ from __future__ import annotations
 from test_pd_scheduler import DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
-from chitu.messages import DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.scheduling.backlog import BacklogMeter
+from chitu.instance.scheduling.backlog import BacklogMeter
+from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.clock import FakeClock
 
 BOUND = SchedulerConfig(max_running_requests=8, max_batched_tokens=16, chunk_size=16, max_waiting_requests=3)

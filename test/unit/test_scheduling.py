@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
-from chitu.decode_manager import DecodeManager
 from chitu.engine.executor import StepPlan
-from chitu.messages import SamplingParams, pack_i32
-from chitu.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
-from chitu.scheduling.prefill import select_chunks, speculation_to_undo
-from chitu.scheduling.resources import Resources
-from chitu.scheduling.sequence import Sequence
+from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
+from chitu.instance.scheduling.prefill import select_chunks, speculation_to_undo
+from chitu.instance.scheduling.resources import Resources
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.protocol import SamplingParams, pack_i32
 from chitu.testing.clock import FakeClock
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from router_world import World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, DeadlineConfig
-from chitu.messages import (
+from chitu.instance.received_requests import ReceivedRequests
+from chitu.protocol import (
     CancelRequest,
     Heartbeat,
     InstanceInfo,
@@ -19,9 +20,8 @@ from chitu.messages import (
     RequestMark,
     RequestsReceived,
 )
-from chitu.received_requests import ReceivedRequests
-from chitu.routing import instance_key
-from chitu.sent_requests import SentRequests
+from chitu.router.routing import instance_key
+from chitu.router.sent_requests import SentRequests
 from chitu.types import Role
 
 INTERVAL_S, PATIENCE_S = 0.5, 3.0

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue, cut, merged
 from chitu.kv_transfer.staging.granted import GrantedSegments, Group
 from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
-from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk, TransferQueue, cut, merged
-from chitu.messages import Staged
+from chitu.protocol import Staged
 
 POOL = SimpleNamespace(
     **{"arena_base": 1000, "arena_bytes": 500, "region_bases": (1000, 1100, 1200, 1300), "page_bytes": 10},

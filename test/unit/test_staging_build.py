@@ -16,7 +16,7 @@ from chitu.kv_transfer.staging.area import Staging, StagingArea
 from chitu.kv_transfer.staging.build import StagingParts, build_staging
 from chitu.kv_transfer.staging.copier import HostCopier
 from chitu.kv_transfer.staging.host_area import HostArena
-from chitu.messages import TransportSession
+from chitu.protocol import TransportSession
 from chitu.testing.checksum_engine import ChecksumPool, checksum_layout
 from chitu.types import Role
 

@@ -10,7 +10,7 @@ import pytest
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.staging.area import StagingArea
 from chitu.kv_transfer.staging.copier import DeviceCopier, HostCopier
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.transports.transport import CopyList
 
 
 class Later:

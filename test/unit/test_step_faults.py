@@ -22,7 +22,7 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
 from chitu.testing.late_executor import LateExecutor, LateStep
 

@@ -14,14 +14,14 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
-from chitu.lifecycle import SequenceState
-from chitu.messages import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.pd_service import SilenceWatch
+from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol.states import SequenceState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 from chitu.testing.late_executor import LateExecutor
-from chitu.token_manager import TokenManager
 
 stops = st.integers(0, 11)
 """At which token a request's stop id comes; from 8 on it has none."""

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_openai_output import EOS, ByteDetokenizer, decoder
 
 from chitu.errors import BadFrame, Internal
-from chitu.messages import pack_logprobs, unpack_logprobs
-from chitu.serve.token_logprobs import (
+from chitu.http.token_logprobs import (
     LOWEST,
     ChatLogprobs,
     ChatTexts,
@@ -20,6 +19,7 @@ from chitu.serve.token_logprobs import (
     CompletionLogprobs,
     CompletionTexts,
 )
+from chitu.protocol import pack_logprobs, unpack_logprobs
 
 
 def bytes_of(token: int) -> bytes | None:

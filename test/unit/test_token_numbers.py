@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from router_world import World, two_pairs
 
 from chitu.config.schema import BreakerConfig
-from chitu.messages import ClusterView, Finish, TokenBatch, token_codec
-from chitu.routing import InstanceKey
-from chitu.token_manager import BEAT_S, TokenManager
-from chitu.token_numbers import TokenNumbers
+from chitu.instance.token_manager import BEAT_S, TokenManager
+from chitu.protocol import ClusterView, Finish, TokenBatch, token_codec
+from chitu.router.routing import InstanceKey
+from chitu.router.token_numbers import TokenNumbers
 from chitu.types import Role
 
 ROOM, OTHER = b"r" * 16, b"o" * 16

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible, check_rank_memory, rank_memory
 from chitu.kv_transfer.plan import join, layer_regions, plan_aux_copy, plan_page_copies, require_inside
-from chitu.kv_transfer.transport import CopyList, WriteError
-from chitu.messages import KVLayout, RankMemory, TransportSession
+from chitu.kv_transfer.transports.transport import CopyList, WriteError
+from chitu.protocol import KVLayout, RankMemory, TransportSession
 
 LAYOUT = KVLayout("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
 

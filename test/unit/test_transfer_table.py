@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from chitu.kv_transfer.transfer_queue import Batch, TransferKVChunk, TransferQueue
+from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
-from chitu.lifecycle import (
+from chitu.protocol.states import (
     RECEIVER_AWAITS,
     RECEIVER_DEADLINES,
     RECEIVER_TRANSITIONS,

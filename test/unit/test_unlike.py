@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from chitu.messages import InstanceInfo, KVLayout
+from chitu.protocol import InstanceInfo, KVLayout
+from chitu.router.unlike import why_unlike
 from chitu.types import Role
-from chitu.unlike import why_unlike
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
 SHM = "shm@boot:pid:[1]:0"

@@ -12,9 +12,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from chitu.messages import KVLayout
-from chitu.request_journal import RequestSnapshot
-from chitu.serve.cluster_snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.protocol import KVLayout
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
 
 LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
 

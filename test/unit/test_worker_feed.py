@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.config.schema import RouterConfig, Topology
-from chitu.messages import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, RequestFailed, Wire, encode
-from chitu.metrics import CoordinationMetrics, RouterMetrics
-from chitu.request_journal import RequestSnapshot
+from chitu.http.cluster_source import WorkerReport
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, RequestFailed, Wire, encode
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.serve.api_endpoint import share_of
-from chitu.serve.cluster_source import WorkerReport
 from chitu.serve.connection_handover import ConnectionGate, give
 from chitu.serve.coordinator import EndedWorkers
 from chitu.serve.worker_feed import (

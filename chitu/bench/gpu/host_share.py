@@ -12,9 +12,9 @@ from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.model_runner import ModelRunner
 from chitu.errors import ChituError, Internal
-from chitu.messages import SamplingParams, UnifiedRequest, pack_i32
+from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.token_manager import TokenManager
+from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
 CHUNK_TOKENS = 2048

@@ -26,11 +26,11 @@ from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
-from chitu.messages import KVLayout, SamplingParams, pack_i32
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weight_files
 from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
 from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
+from chitu.protocol import KVLayout, SamplingParams, pack_i32
 
 DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
 PREFILL_AIM = 0.60

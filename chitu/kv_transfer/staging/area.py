@@ -16,7 +16,7 @@ from typing import Literal
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.copier import PieceCopier
 from chitu.kv_transfer.staging.cost import Price
-from chitu.messages import StagingMemory
+from chitu.protocol import StagingMemory
 
 TransferWay = Literal["auto", "direct", "staged"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chitu.messages import RankMemory, TransportSession
+from chitu.protocol import RankMemory, TransportSession
 
 MEMORY = "memory"
 """Attribute of a session that reaches not the pool, but `STAGING` alone, or `NOTHING` (P's: nobody writes there)."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from chitu.errors import BadFrame, ChituError, Integrity
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox
-from chitu.kv_transfer.prefill_directory import PrefillDirectory
-from chitu.kv_transfer.receive_rooms import ReceiveEntry, ReceiveRooms
+from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
+from chitu.kv_transfer.receiver.receive_rooms import ReceiveEntry, ReceiveRooms
 from chitu.kv_transfer.staging.area import StagingArea
 from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.staging.packing import unit_bytes
-from chitu.lifecycle import ReceiverEvent, ReceiverState
-from chitu.messages import Scattered, Staged, unpack_i32
+from chitu.protocol import Scattered, Staged, unpack_i32
+from chitu.protocol.states import ReceiverEvent, ReceiverState
 
 OPEN_STATES = frozenset({ReceiverState.WAITING, ReceiverState.LOGITS})
 """The room's pages wait for KV."""

@@ -15,9 +15,9 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.plan import Int64s
-from chitu.kv_transfer.shm.copy_engine import CopyEngine, CopyFault
-from chitu.kv_transfer.transport import CopyList, PeerHandle, Transport
-from chitu.messages import RankMemory
+from chitu.kv_transfer.transports.shm.copy_engine import CopyEngine, CopyFault
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.protocol import RankMemory
 from chitu.types import Ready
 
 

@@ -1,7 +1,7 @@
 """P's credits at one D: which of the segments that D granted are free, written, waiting for D, or not to be touched.
 
 One for each registered D, kept over reconnects (D's numbers and segments are those of its incarnation). Owned by
-`Stager`, under the sender's lock; nothing here blocks. The table is `lifecycle.SEGMENT_TRANSITIONS`. Invariants: no two
+`Stager`, under the sender's lock; nothing here blocks. The table is `states.SEGMENT_TRANSITIONS`. Invariants: no two
 groups are in one segment; a segment whose write may still land, or that D may still read, is not written; numbers of
 groups grow and are never used twice.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from chitu.kv_transfer.transfer_queue import TransferKVChunk
+from chitu.kv_transfer.sender.transfer_queue import TransferKVChunk
 from chitu.kv_transfer.transfer_table import NEVER_S
-from chitu.lifecycle import SEGMENT_TRANSITIONS, SegmentEvent, SegmentState
-from chitu.messages import Staged
+from chitu.protocol import Staged
+from chitu.protocol.states import SEGMENT_TRANSITIONS, SegmentEvent, SegmentState
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,7 +14,7 @@ import os
 import threading
 
 from chitu.errors import ConfigError
-from chitu.kv_transfer.cuda_ipc.driver import PinDriver
+from chitu.kv_transfer.transports.cuda_ipc.driver import PinDriver
 
 PAGE_BYTES = 4096
 

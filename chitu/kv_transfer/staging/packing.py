@@ -14,7 +14,7 @@ import numpy as np
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.plan import as_array, checked_pages, layer_regions, merge_runs
-from chitu.kv_transfer.transport import CopyList
+from chitu.kv_transfer.transports.transport import CopyList
 
 
 def unit_bytes(memory: PagedMemory, regions_per_layer: int) -> int:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from chitu.errors import ChituError
 from chitu.kv_transfer.job_thread import JobThread
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
-from chitu.kv_transfer.prefill_directory import PrefillDirectory
-from chitu.kv_transfer.receive_rooms import ReceiveRoom, ReceiveRooms
+from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
+from chitu.kv_transfer.receiver.receive_rooms import ReceiveRoom, ReceiveRooms
 from chitu.kv_transfer.staging.arrivals import Scatter, StagedArrivals, StagedGroup
 from chitu.kv_transfer.staging.scatterer import Scatterer
-from chitu.messages import Staged
+from chitu.protocol import Staged
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.shard_writer import Link, PageMove, wait_for
 from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.staging.copier import gathers, reaches_pages
 from chitu.kv_transfer.staging.cost import TransferCost, price_of
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row
-from chitu.kv_transfer.transport import CopyList, OrderedTransport, WriteError
-from chitu.messages import StagingMemory
+from chitu.kv_transfer.tensor_parallel.shard_writer import Link, PageMove, wait_for
+from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
+from chitu.protocol import StagingMemory
 from chitu.types import Ready
 
 

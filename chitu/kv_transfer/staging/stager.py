@@ -18,13 +18,13 @@ from chitu.clock import Clock
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
 from chitu.kv_transfer.plan import merge_runs
-from chitu.kv_transfer.registration import DecodePeer
-from chitu.kv_transfer.send_rooms import SendRoom
+from chitu.kv_transfer.sender.registration import DecodePeer
+from chitu.kv_transfer.sender.send_rooms import SendRoom
+from chitu.kv_transfer.sender.transfer_queue import Batch, TransferQueue, cut, merged
 from chitu.kv_transfer.staging.granted import Group, Segment
 from chitu.kv_transfer.staging.packing import unit_bytes
 from chitu.kv_transfer.staging.staged_writer import StagedWriter
-from chitu.kv_transfer.transfer_queue import Batch, TransferQueue, cut, merged
-from chitu.messages import Scattered, Staged
+from chitu.protocol import Scattered, Staged
 
 NO_SEGMENT = -1
 

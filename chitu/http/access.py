@@ -1,0 +1,95 @@
+"""Who may ask for what on the API port: API keys, the cluster's token, rates. Loop thread; decides, answers nothing.
+
+Open to all are the page, `/health` and `/livez`. Where `api_keys` are configured everything else wants one of them. An
+operator's calls (`/admin/...`) want the cluster's token where the cluster has a key, since API keys are for its users;
+without a cluster key an API key, and with neither they must come from this machine and from no web page. The token is
+taken wherever an API key is. Secrets are compared in constant time.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from chitu.clock import Clock
+from chitu.config.schema import RouterConfig
+from chitu.errors import Forbidden, RateLimited, Unauthorized
+from chitu.http.limits import PROBE_PATHS
+from chitu.net.bearer import bearer, is_bearer
+from chitu.net.curve import ClusterSecrets
+from chitu.net.http import Scope, header
+from chitu.net.rate_limit import RateLimiter
+
+OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
+"""Asked by probes and browsers, which have no key."""
+OPEN_FOLDER = "/web/"
+"""The page's files, which are in every copy of the project."""
+ADMIN_FOLDER = "/admin/"
+API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
+TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
+"""What is said to those who bring nothing, and something wrong."""
+IPV6_NETWORK_BYTES = 8
+"""A client has a whole /64 of addresses."""
+
+
+class Access:
+    def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, clock: Clock) -> None:
+        self._token = [secrets.token.encode()] if secrets is not None else []
+        self._api_keys = [key.encode() for key in config.api_keys]
+        per_s, burst = config.admission.requests_per_s, config.admission.burst
+        self._limiter: RateLimiter[bytes] | None = RateLimiter(clock, per_s, burst) if per_s else None
+
+    def require(self, scope: Scope) -> None:
+        """Unauthorized or Forbidden where the request may not be answered."""
+        path: str = scope["path"]
+        if path.startswith(ADMIN_FOLDER):
+            self._require_operator(scope, header(scope, b"authorization"))
+        elif self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
+            _require(header(scope, b"authorization"), [*self._api_keys, *self._token], *API_KEY)
+
+    def count(self, scope: Scope) -> None:
+        """RateLimited where the client asks for more generations than its share. Call after `require`."""
+        if self._limiter is None:
+            return  # who asks is read out of an address, which costs as much as the request's JSON
+        wait_s = self._limiter.take(self._client(scope))
+        if wait_s:
+            raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
+
+    def _require_operator(self, scope: Scope, authorization: bytes | None) -> None:
+        if self._token:
+            _require(authorization, self._token, *TOKEN)
+        elif self._api_keys:
+            _require(authorization, self._api_keys, *API_KEY)
+        elif header(scope, b"origin") is not None or not _is_local(scope):
+            raise Forbidden(
+                "without cluster_key or api_keys, admin calls are taken from this machine alone, and not from web pages"
+            )
+
+    def _client(self, scope: Scope) -> bytes:
+        """Whom a rate belongs to: the API key where keys are asked for, else the address."""
+        if self._api_keys:
+            return bearer(header(scope, b"authorization")) or b""
+        address = _address(scope)
+        if address is None:
+            return b""
+        return address.packed if address.version == 4 else address.packed[:IPV6_NETWORK_BYTES]
+
+
+def _require(authorization: bytes | None, known: list[bytes], missing: str, wrong: str) -> None:
+    if bearer(authorization) is None:
+        raise Unauthorized(missing)
+    if not is_bearer(authorization, known):
+        raise Unauthorized(wrong)
+
+
+def _address(scope: Scope) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    client = scope.get("client")
+    try:
+        address = ipaddress.ip_address(client[0]) if client else None
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _is_local(scope: Scope) -> bool:
+    address = _address(scope)
+    return address is not None and address.is_loopback

@@ -1,0 +1,55 @@
+"""What an operator tells and asks the router: `POST /admin/drain` and `/admin/cache/flush`, `GET /admin/topology`.
+
+Part of the FastAPI application of the routes that are not hot; called on the router's loop. Where API keys are
+configured it needs one, like every other route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI, Response
+from pydantic import BaseModel
+
+from chitu.config.schema import Topology
+from chitu.http.cluster_source import ClusterSource
+
+
+class DrainBody(BaseModel):
+    instance: str
+    """`P0`, `D1`, `U0`."""
+    force: bool = False
+    """Also where no request could be served afterwards."""
+
+
+class DrainReply(BaseModel):
+    instance: str
+    incarnation: str
+    """Decimal. Who asks on can tell this process from one that takes its place."""
+    status: str
+
+
+def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[], Topology]) -> None:
+    """`topology`: what an instance needs to know to join."""
+
+    @app.post("/admin/drain")
+    async def drain(body: DrainBody) -> DrainReply:
+        """Send an instance nothing new. It finishes what it runs, leaves the cluster and ends its process with 0.
+        Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
+        draining = await cluster.drain(body.instance, body.force)
+        return DrainReply(instance=draining.name, incarnation=str(draining.incarnation), status="draining")
+
+    @app.post("/admin/cache/flush")
+    async def flush_caches() -> dict[str, str]:
+        """Every instance forgets the prefixes that it has cached; running requests keep what they use, and nobody
+        else finds it. Told with the cluster view, which is repeated, so none misses it: within a heartbeat or so
+        `pages_cached` in `GET /cluster` is 0 where nothing runs."""
+        await cluster.flush_caches()
+        return {"status": "flushing"}
+
+    @app.get("/admin/topology")
+    async def topology_with_ports() -> Response:
+        """The topology that runs, with the router's actual ports and without keys: `chitu join` starts an instance of
+        it."""
+        return Response(msgspec.json.encode(topology()), media_type="application/json")

@@ -1,0 +1,72 @@
+"""The ASGI application of the API port: request ids, access, hot routes beside the FastAPI ones. Loop thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+
+from chitu.errors import ChituError, Internal
+from chitu.http.access import Access
+from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.net.http import ClientGone, Receive, Scope, Send, error_body, header
+
+log = logging.getLogger(__name__)
+
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
+
+COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
+"""Cold routes that cost about as much here as a hot one."""
+ENDLESS_PATHS = frozenset({"/cluster/events"})
+"""Their answers never end, so there is none without its body."""
+_SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
+
+
+class MethodNotAllowed(ChituError):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class RouterApp:
+    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, access: Access, max_body_bytes: int) -> None:
+        """`hot`: POST routes by path, called with the request id, each counted by `access`. `cold` answers everything
+        else, and gets its bodies whole: `max_body_bytes` at most."""
+        self._hot = hot
+        self._cold = cold
+        self._access = access
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = header(scope, b"x-request-id")
+        request_id = given.decode("ascii") if given is not None and _SAFE_ID.match(given) else os.urandom(16).hex()
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.headers = [(b"x-request-id", request_id.encode("ascii"))]
+        try:
+            path = scope["path"]
+            self._access.require(scope)
+            route = self._hot.get(path)
+            if route is None:
+                if scope["method"] == "HEAD" and path not in ENDLESS_PATHS:
+                    scope = {**scope, "method": "GET"}  # of its answer the exchange, which knows, leaves out the body
+                if path in COUNTED_PATHS:
+                    self._access.count(scope)
+                await exchange.whole(self._max_body_bytes)
+                await self._cold(scope, receive, send)
+            elif scope["method"] == "POST":
+                self._access.count(scope)
+                await route(exchange, scope, request_id)
+            else:
+                error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
+                exchange.answer(405, error_body(error), [(b"allow", b"POST")])
+        except ClientGone:
+            pass
+        except ChituError as error:
+            exchange.fail(error)
+        except Exception:
+            log.exception("request %s: a handler failed", request_id)
+            if not exchange.is_started:
+                exchange.fail(Internal("the server failed to handle this request"))
+            elif not exchange.is_complete:
+                raise

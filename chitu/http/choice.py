@@ -1,0 +1,105 @@
+"""Tokens of one choice -> text: incremental detokenising, stop strings, the hidden stop token. Pure; loop thread.
+
+Invariant: the deltas concatenate to the text that the same tokens give at once, multi-byte characters and stop strings
+included; `token_ids` are exactly the tokens up to and with the one that ended the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from chitu.http.sampling_fields import OutputOptions
+
+
+class Detokenizer(Protocol):
+    def push(self, token_ids: Sequence[int], /) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Scanner(Protocol):
+    def push(self, delta: str, /) -> tuple[str, bool]: ...
+
+    def finish(self) -> str: ...
+
+
+class Delta(NamedTuple):
+    text: str
+    token_ids: list[int]
+
+
+class ChoiceDecoder:
+    """One per choice. Feed tokens in order; after `finish_reason` is set, nothing more is taken."""
+
+    __slots__ = ("_detokenizer", "_held", "_include_stop", "_scanner", "_stop_ids", "finish_reason", "num_tokens")
+
+    def __init__(
+        self, detokenizer: Detokenizer, scanner: Scanner | None, options: OutputOptions, stop_ids: frozenset[int]
+    ) -> None:
+        """`stop_ids`: eos and the request's stop ids: the one that ends the choice is not part of its text."""
+        self._detokenizer = detokenizer
+        self._scanner = scanner
+        self._include_stop = options.include_stop
+        self._stop_ids = stop_ids
+        self._held: list[int] = []
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+
+    def feed(self, tokens: list[int], reason: str | None) -> list[Delta]:
+        """Deltas of these tokens, one per token that shows text. With `reason` (D's) or a stop string the last delta
+        ends the choice: it is always there then, empty or not, and `finish_reason` is set."""
+        deltas: list[Delta] = []
+        held, push, scanner = self._held, self._detokenizer.push, self._scanner
+        hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
+        before = self.num_tokens
+        self.num_tokens += len(tokens)
+        for place, token in enumerate(tokens[:-1] if hidden else tokens, 1):
+            held.append(token)
+            text = push((token,))
+            if scanner is not None and text:
+                text, hit = scanner.push(text)
+                if hit:
+                    self.num_tokens = before + place
+                    self.finish_reason = "stop"
+                    deltas.append(Delta(text, held))
+                    self._held = []
+                    return deltas
+            if text:
+                deltas.append(Delta(text, held))
+                held = self._held = []
+        if hidden:
+            held.append(tokens[-1])
+        if reason is not None:
+            self._end(deltas, reason)
+        return deltas
+
+    def whole(self, tokens: list[int], reason: str) -> tuple[str, list[int]]:
+        """All tokens of a finished choice at once: its text and the tokens up to its end."""
+        if self._scanner is not None:
+            deltas = self.feed(tokens, reason)
+            return "".join(d.text for d in deltas), [token for d in deltas for token in d.token_ids]
+        self.num_tokens += len(tokens)
+        self.finish_reason = reason
+        shown = tokens[:-1] if tokens and self._is_hidden(tokens[-1], reason) else tokens
+        return self._detokenizer.push(shown) + self._detokenizer.finish(), tokens
+
+    def _is_hidden(self, token: int, reason: str | None) -> bool:
+        return reason == "stop" and token in self._stop_ids and not self._include_stop
+
+    def _end(self, deltas: list[Delta], reason: str) -> None:
+        self.finish_reason = reason
+        text = self._detokenizer.finish()
+        if self._scanner is not None:
+            text, hit = self._scanner.push(text) if text else ("", False)
+            if hit:
+                self.finish_reason = "stop"
+            else:
+                text += self._scanner.finish()
+        if deltas:
+            # The end travels with the last token's text: one event fewer.
+            newest = deltas.pop()
+            deltas.append(Delta(newest.text + text, newest.token_ids + self._held))
+        else:
+            deltas.append(Delta(text, self._held))
+        self._held = []

@@ -1,0 +1,123 @@
+"""Builds the snapshots of the cluster (`protocol/snapshot.py`) from what the router knows. On the loop thread."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from chitu.clock import Clock
+from chitu.config.devices import is_gpu
+from chitu.config.schema import Topology
+from chitu.config.topology import instances, is_loopback
+from chitu.http.cluster_source import ClusterSource, RouterRecord
+from chitu.http.served_model import ServedModel
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import ClusterView, InstanceInfo, LoadReport
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, RequestSnapshot, WorkerSnapshot
+from chitu.router.request_journal import KEPT_RECORDS
+from chitu.types import Role, instance_name
+
+Change = tuple[int, int]
+"""Equal values: nothing happened in between but heartbeats."""
+
+
+class SnapshotSource:
+    """Builds the snapshot; for streams at most once per `MIN_AGE_S` however many read it."""
+
+    MIN_AGE_S = 0.1
+
+    def __init__(
+        self,
+        topology: Topology,
+        model: ServedModel,
+        router: PDRequestRouter,
+        cluster: ClusterSource,
+        clock: Clock,
+        version: str,
+    ) -> None:
+        self._topology = topology
+        self._model = model
+        self._router = router
+        self._cluster = cluster
+        self._clock = clock
+        self._version = version
+        self._shared: tuple[bytes, Change] = b"", (-1, -1)
+        self._shared_at_s = -math.inf
+        self.is_closed = False
+        """The process is ending: streams end too."""
+
+    @property
+    def model_name(self) -> str:
+        return self._model.name
+
+    async def fresh(self) -> bytes:
+        """JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
+        return msgspec.json.encode(await self.snapshot())
+
+    async def shared(self) -> tuple[bytes, Change]:
+        """JSON of a snapshot that is at most `MIN_AGE_S` old, and a change that it shows."""
+        now_s = self._clock.monotonic()
+        if now_s - self._shared_at_s >= self.MIN_AGE_S:
+            change = await self.change()
+            self._shared = await self.fresh(), change
+            self._shared_at_s = now_s
+        return self._shared
+
+    async def change(self) -> Change:
+        """What has happened, up to a moment ago."""
+        return await self._cluster.version(), self._cluster.view.version
+
+    async def snapshot(self) -> ClusterSnapshot:
+        record = await self._cluster.record()
+        limits = self._model.limits(self._router.candidates)
+        return ClusterSnapshot(
+            model=self._model.name,
+            version=self._version,
+            max_model_len=limits.max_model_len if limits is not None else None,
+            page_size=self._topology.cache.page_size,
+            transport=transport_in_use(self._topology, self._cluster.view),
+            time_s=self._clock.monotonic(),
+            router_incarnation=str(self._cluster.view.router_incarnation),
+            in_flight=record.in_flight,
+            instances=self.instances(),
+            requests=_requests(record),
+            workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers if w.index >= 0),
+        )
+
+    def instances(self) -> tuple[InstanceSnapshot, ...]:
+        """Of the topology, and whoever joined beyond it."""
+        members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
+        loads = self._cluster.loads()
+        hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
+        order = {role: position for position, role in enumerate(Role)}
+        keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
+        return tuple(_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+
+
+def transport_in_use(topology: Topology, view: ClusterView) -> str:
+    """`auto` prefers memory that both ends map, on one machine, and takes Mooncake between machines."""
+    router = topology.dp_config.router
+    configured = router.pd_disaggregation.transport
+    at = [(info.role, "localhost" if is_loopback(info.host) else info.host) for info in view.instances]
+    pairs = {p == d for role, p in at if role is Role.PREFILL for other, d in at if other is Role.DECODE}
+    if configured != "auto" or not pairs:
+        return configured
+    is_cuda = any(is_gpu(device) for item in instances(topology) for device in item.config.devices)
+    names = {True: "cuda_ipc" if is_cuda else "shm", False: "mooncake"}
+    return " and ".join(names[is_local] for is_local in sorted(pairs, reverse=True))
+
+
+def _requests(record: RouterRecord) -> tuple[RequestSnapshot, ...]:
+    """The newest of all API processes. They share a machine and so its clock."""
+    ended = sorted((r for worker in record.workers for r in worker.ended), key=lambda r: r.ended_at_s or 0.0)
+    running = sorted((r for worker in record.workers for r in worker.running), key=lambda r: r.created_at_s)
+    return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])
+
+
+def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load: LoadReport | None) -> InstanceSnapshot:
+    name, role = instance_name(*key), str(key[0])
+    if info is None:
+        return InstanceSnapshot(name, role, "down", host, 0, "", None)
+    status: InstanceStatus = "draining" if info.draining else "up"
+    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.layout)

@@ -1,0 +1,99 @@
+"""What an API process can know of the whole router: the cluster view, the loads, and every API process's own record.
+
+`ClusterSource` is what the routes that show or change the cluster are made with. `serve/own_cluster.py` is the one of a
+router that is one process: everything is at hand. With `router.workers` it is `serve/worker.py:RemoteCluster`, which
+asks the process that coordinates; that one asks all others, so an answer is as new as the question, whoever gives it.
+Loop thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import ClusterView, LoadReport, Wire
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.metrics import CoordinationMetrics, RouterMetrics
+from chitu.types import Role
+
+Loads = Mapping[tuple[Role, int], LoadReport]
+
+
+class WorkerReport(Wire, frozen=True, tag="worker_report"):
+    """One API process as it is now."""
+
+    index: int
+    """0, 1, ...; -1: of all those that have ended."""
+    pid: int
+    in_flight: int
+    version: int
+    """Of its journal: grows with every start, first token and end of a request."""
+    running: tuple[RequestSnapshot, ...]
+    ended: tuple[RequestSnapshot, ...]
+    """The last ones, oldest first."""
+    metrics: RouterMetrics
+    number: int = 0
+    """Of the question that it answers; 0: sent unasked."""
+
+
+@dataclass(slots=True, frozen=True)
+class RouterRecord:
+    """The router as a whole: what its API processes know together, and what the membership counts."""
+
+    workers: tuple[WorkerReport, ...]
+    coordination: CoordinationMetrics
+
+    @property
+    def num_workers(self) -> int:
+        return sum(worker.index >= 0 for worker in self.workers)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(worker.in_flight for worker in self.workers)
+
+
+@dataclass(slots=True, frozen=True)
+class Draining:
+    """An instance that was told to finish and leave."""
+
+    name: str
+    incarnation: int
+
+
+class ClusterSource(Protocol):
+    @property
+    def view(self) -> ClusterView: ...
+
+    def loads(self) -> Loads:
+        """The last report of each member."""
+
+    def ports(self) -> Mapping[str, int]:
+        """Those of the membership, by short key name."""
+
+    async def version(self) -> int:
+        """Grows with whatever happens to any request."""
+
+    async def record(self) -> RouterRecord: ...
+
+    async def drain(self, instance: str, force: bool) -> Draining:
+        """See `drain_instance`."""
+
+    async def flush_caches(self) -> None:
+        """Every instance forgets the prefixes that it has cached, within a heartbeat or so."""
+
+
+def report_of(router: PDRequestRouter, index: int, number: int = 0) -> WorkerReport:
+    """What this process knows of its own requests."""
+    return WorkerReport(
+        index=index,
+        pid=os.getpid(),
+        in_flight=router.in_flight,
+        version=router.journal.version,
+        running=tuple(router.running()),
+        ended=tuple(router.journal.ended),
+        metrics=router.metrics(),
+        number=number,
+    )

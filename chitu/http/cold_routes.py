@@ -1,0 +1,198 @@
+"""The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API
+documentation, and through `web_routes` the page.
+
+Called on the router's loop, with bodies that are read already and within their bound. The two generation routes are
+answered beside it (`generate.py`) and only appear in its OpenAPI document. Every error is OpenAI's error object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from chitu.errors import ChituError, Internal, InvalidRequest
+from chitu.http.body_threads import BodyThreads
+from chitu.http.cluster_snapshot import SnapshotSource
+from chitu.http.cluster_source import ClusterSource
+from chitu.http.exchange import EXCHANGE
+from chitu.http.metrics_text import MetricsReport, render_metrics
+from chitu.http.openapi_document import openapi_document
+from chitu.http.request_bodies import MAX_TOKENS, decode_body, detokenize_decoder, tokenize_decoder
+from chitu.http.request_checks import chat_messages
+from chitu.http.served_model import ServedModel
+from chitu.http.web_routes import add_web_routes
+from chitu.net.http import error_headers, error_object
+from chitu.pd_request_router import PDRequestRouter
+from chitu.types import Role, instance_name
+
+
+def _error_response(error: ChituError) -> JSONResponse:
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return JSONResponse(error_object(error), error.http_status, headers)
+
+
+class _HTTPError(ChituError):
+    """A status that the framework decided on (404, 405)."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.http_status = status  # type: ignore[misc]
+        self.code = code  # type: ignore[misc]
+
+
+def make_cold_app(
+    model: ServedModel,
+    router: PDRequestRouter,
+    cluster: ClusterSource,
+    source: SnapshotSource,
+    threads: BodyThreads,
+    version: str,
+) -> FastAPI:
+    app = FastAPI(title="chitu", version=version, redoc_url=None)
+    _add_error_handlers(app)
+    _add_model_routes(app, model, router)
+    _add_tokenizer_routes(app, model, router, threads)
+    _add_health_routes(app, router, cluster)
+    _add_metrics_route(app, cluster, source)
+    add_web_routes(app, source)
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ChituError)
+    async def chitu_error(request: Request, error: ChituError) -> Response:
+        return _error_response(error)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return _error_response(Internal("the server failed to handle this request"))  # who called us logs it
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        return _error_response(InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        method, path = request.method, request.url.path
+        if error.status_code == 404:
+            response = _error_response(_HTTPError(404, f"there is no {path}", "not_found"))
+        elif error.status_code == 405:
+            response = _error_response(_HTTPError(405, f"{path} does not take {method}", "method_not_allowed"))
+        else:
+            response = _error_response(_HTTPError(error.status_code, str(error.detail), "invalid_request"))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+
+def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter) -> None:
+    def card() -> dict[str, Any]:
+        limits = model.limits(router.candidates)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "chitu",
+            "root": model.path,
+            "max_model_len": limits.max_model_len if limits is not None else None,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        model.require_name(name)
+        return card()
+
+
+def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter, threads: BodyThreads) -> None:
+    async def answer(request: Request, work: Callable[[bytes], Any]) -> Response:
+        """`work` makes the answer of the body. Its JSON is made there too: it can be as large."""
+        raw = await request.body()
+        body = await threads.run(request.scope[EXCHANGE], len(raw), lambda: msgspec.json.encode(work(raw)))
+        return Response(body, media_type="application/json")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        limits = model.limits(router.candidates)
+        max_len = limits.max_model_len if limits is not None else None
+
+        def work(raw: bytes) -> dict[str, Any]:
+            body = decode_body(tokenize_decoder, raw)
+            model.require_name(body.model)
+            if (body.prompt is None) == (body.messages is None):
+                raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+            if body.prompt is not None:
+                text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
+            else:
+                text = model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
+                param, add_special_tokens = "messages", bool(body.add_special_tokens)
+            if model.tokenizer.exceeds(text, max(max_len or 0, MAX_TOKENS), bytes_per_token=1):
+                raise InvalidRequest(f"{param}: at most {max(max_len or 0, MAX_TOKENS)} tokens are counted", param)
+            ids = model.tokenizer.encode(text, add_special_tokens)
+            return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+
+        return await answer(request, work)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        vocab_size = model.vocab_size(router.candidates)
+
+        def work(raw: bytes) -> dict[str, Any]:
+            body = decode_body(detokenize_decoder, raw)
+            model.require_name(body.model)
+            for token in body.tokens:
+                if not 0 <= token < vocab_size:
+                    raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
+            return {"prompt": model.tokenizer.decode_in_pieces(body.tokens, body.skip_special_tokens)}
+
+        return await answer(request, work)
+
+
+def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSource) -> None:
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 where a request can be served now; the death of one instance among several changes nothing."""
+        record = await cluster.record()
+        candidates = router.candidates
+        body = {
+            "status": "ok" if candidates.usable else "unavailable",
+            "reason": candidates.why_unusable(),
+            "in_flight": record.in_flight,
+            "instances": [
+                {
+                    "name": instance_name(i.role, i.engine_rank),
+                    "role": str(i.role),
+                    "incarnation": i.incarnation,
+                    "draining": i.draining,
+                }
+                for i in cluster.view.instances
+            ],
+            "ready": {str(role): any(i.role is role for i in candidates.serving) for role in Role},
+        }
+        return JSONResponse(body, 200 if candidates.usable else 503)
+
+
+def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSource) -> None:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        record = await cluster.record()
+        counted = [worker.metrics for worker in record.workers]
+        report = MetricsReport(app.version, record.num_workers, counted, record.coordination, source.instances())
+        body, content_type = render_metrics(report, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})

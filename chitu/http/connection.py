@@ -1,0 +1,392 @@
+"""HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may take (`HTTPLimits`):
+connections, size and time of a request's head, time of its body, time without reading an answer. Made by `HTTPServer`.
+Loop thread.
+
+One request is answered at a time; those that a client sends ahead wait, and nothing more is read meanwhile. Memory a
+connection can hold: its head (bounded), of a body `FREE_BODY_BYTES` and what the server's `BodyBudget` has for it, and
+of an answer what the transport buffers (the sender waits there) plus what the request itself has ready.
+
+A connection ends with its last answer. Where the client may still be sending then, our side alone is closed and what
+comes is thrown away for a while: a kernel that is told to close with bytes unread resets the connection, and the client
+loses the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from uvicorn.server import ServerState
+
+from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, SlowRequest
+from chitu.http.exchange import CONTINUE, EXCHANGE, Exchange
+from chitu.http.limits import (
+    LINGER_BYTES,
+    PROBE_CONNECTIONS,
+    PROBE_HEAD_S,
+    PROBE_PATHS,
+    BodyBudget,
+    HTTPLimits,
+)
+from chitu.http.parser import Head, RequestParser
+from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers
+
+log = logging.getLogger(__name__)
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TCP_CLOSE = 7
+"""A socket's state in TCP_INFO once the other side has reset it."""
+FIRST_LOOK_S, LAST_LOOK_S = 0.05, 5.0
+"""When to look whether a client that has ended its side is still there: after the first, then ever more rarely."""
+
+
+class Serving:
+    """What the connections of one server share."""
+
+    def __init__(self, app: App, limits: HTTPLimits, state: ServerState) -> None:
+        """`state`: uvicorn's connections and tasks, and the headers of every answer, which it renews each second."""
+        self.app = app
+        self.limits = limits
+        self.state = state
+        self.connections = cast("set[Connection]", state.connections)
+        self.bodies = BodyBudget(limits.max_total_body_bytes)
+        self.late: dict[Connection, None] = {}
+        """Those beyond the bound, oldest first."""
+
+    def default_headers(self) -> Headers:
+        """Of every answer."""
+        return self.state.default_headers
+
+
+class _Phase(enum.Enum):
+    """What the connection waits for; each but the last has a deadline."""
+
+    NEW = enum.auto()
+    IDLE = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    LINGER = enum.auto()
+    ANSWER = enum.auto()
+
+
+class Connection(asyncio.Protocol):
+    """A request that comes whole, as nearly all do, starts no timer."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Serving, on_closed: Callable[[], None] | None = None) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._requests = RequestParser(server.limits, self._on_head, self._on_body, self._on_end)
+        self.default_headers = server.default_headers
+        self.is_gone = False
+        self.on_gone: Callable[[], None] | None = None
+        """Of the request that runs."""
+        self._reading: Exchange | None = None
+        """Whose body is not complete."""
+        self._running: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        """Sent ahead; may have the one that is read as its last."""
+        self._dropped_bytes = 0
+        self._has_ended = False
+        """The client has closed its side, and waits for answers."""
+        self._is_lingering = False
+        self._refusal: ChituError | None = None
+        """What is said behind all answers."""
+        self._timed: tuple[_Phase, int] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._is_paused = False
+        self.is_write_paused = False
+        self._can_write = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------------------------ connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        names = (transport.get_extra_info(name) for name in ("peername", "sockname"))
+        self._addresses = tuple((str(name[0]), int(name[1])) if name else None for name in names)
+        server = self._server
+        if len(server.connections) - len(server.late) >= self._limits.max_connections:
+            server.late[self] = None
+            if len(server.late) > PROBE_CONNECTIONS:
+                next(iter(server.late))._give_way()
+        server.connections.add(self)
+        self._rearm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_gone = True
+        for timer in (self._deadline, self._write_deadline, self._look):
+            if timer is not None:
+                timer.cancel()
+        self._server.connections.discard(self)
+        self._server.late.pop(self, None)
+        self._can_write.set()
+        if self._running is not None:
+            self._running.on_gone()
+            self._running = None
+        for exchange in self._waiting:
+            exchange.release_body()
+        self._waiting.clear()
+        del self._requests  # which knows this connection
+        if self.on_gone is not None:
+            self.on_gone()
+        if self._on_closed is not None:
+            self._on_closed()
+
+    def shutdown(self) -> None:
+        """Close, after the answer that is under way."""
+        self._requests.close()
+        if self._running is None:
+            self.transport.close()
+        else:
+            self._running.keep_alive = False
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. It may have left altogether: then whatever is sent to it makes its kernel
+        reset the connection. So one that waits for a first byte gets a `100 Continue`, which every client of HTTP/1.1
+        discards (RFC 9110, 15.2.1)."""
+        if self._running is None:
+            return False  # closes
+        if not self._has_ended:
+            self._has_ended = True
+            self._requests.close()
+            (self._waiting[-1] if self._waiting else self._running).keep_alive = False
+            if self._reading is not None:
+                self._reading.break_off(InvalidRequest("the connection ended before the body did"))
+            elif not self._running.is_started and self._running.scope["http_version"] == "1.1":
+                self.transport.write(CONTINUE)
+            self._look_later(FIRST_LOOK_S)
+        return True
+
+    def _look_later(self, seconds: float) -> None:
+        self._look = self._loop.call_later(seconds, self._look_for_client, seconds)
+
+    def _look_for_client(self, waited_s: float) -> None:
+        """Nothing is read any more that would tell."""
+        sock: socket.socket = self.transport.get_extra_info("socket")
+        if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+            self.transport.abort()
+        else:
+            self._look_later(min(2 * waited_s, LAST_LOOK_S))
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def data_received(self, data: bytes) -> None:
+        if self._requests.is_over:
+            self._drop(len(data))
+            return
+        try:
+            self._requests.feed(data)
+        except ChituError as error:
+            self._refuse(error)
+        self.update_reading()
+        self._rearm()
+
+    def _on_head(self, head: Head) -> None:
+        scope, server = head.scope, self._server
+        is_late = self in server.late
+        if is_late and scope["path"] not in PROBE_PATHS:
+            raise self._no_room()
+        scope["client"], scope["server"] = self._addresses
+        keeps_alive = head.keeps_alive and not is_late
+        exchange = scope[EXCHANGE] = Exchange(self, scope, server.bodies, keeps_alive, head.expects_continue)
+        self._reading, self._dropped_bytes = exchange, 0
+        if self._running is None:
+            self._start(exchange)
+        else:
+            self._waiting.append(exchange)
+
+    def _on_body(self, data: bytes) -> None:
+        if self._reading is not None and not self._reading.on_body(data):
+            self._drop(len(data))
+
+    def _on_end(self) -> None:
+        exchange, self._reading = self._reading, None
+        if exchange is not None:
+            exchange.on_body_end()
+            if not exchange.keep_alive:
+                self._requests.close()
+
+    def update_reading(self) -> None:
+        """Read on, or not, as those who take requests and bodies keep up."""
+        reading, is_over = self._reading, self._requests.is_over
+        should_pause = not is_over and (bool(self._waiting) or (reading is not None and reading.is_unread))
+        if should_pause is not self._is_paused and not self.transport.is_closing():
+            self._is_paused = should_pause
+            if should_pause:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
+
+    def _drop(self, num_bytes: int) -> None:
+        self._dropped_bytes += num_bytes
+        if self._dropped_bytes > LINGER_BYTES:
+            self.transport.abort()
+
+    def _no_room(self) -> Capacity:
+        return Capacity(f"{self._limits.max_connections} connections are open already")
+
+    # ------------------------------------------------------------------------------------------------------- deadlines
+
+    def _rearm(self) -> None:
+        """One timer, for what the connection waits for now."""
+        if self._is_lingering:
+            phase = _Phase.LINGER
+        elif self._reading is not None:
+            phase = _Phase.BODY
+        elif self._requests.is_in_head:
+            phase = _Phase.HEAD
+        elif self._running is not None:
+            phase = _Phase.ANSWER
+        else:
+            phase = _Phase.IDLE if self._requests.num_begun else _Phase.NEW
+        timed = (phase, self._requests.num_begun)
+        if timed == self._timed:
+            return
+        self._timed = timed
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if phase is not _Phase.ANSWER:
+            seconds = self._seconds(phase)
+            self._deadline = self._loop.call_later(seconds, self._too_slow, phase, seconds)
+
+    def _seconds(self, phase: _Phase) -> float:
+        limits = self._limits
+        if phase in (_Phase.NEW, _Phase.HEAD):
+            return min(PROBE_HEAD_S, limits.head_s) if self in self._server.late else limits.head_s
+        return {_Phase.IDLE: limits.keep_alive_s, _Phase.BODY: limits.body_s, _Phase.LINGER: limits.linger_s}[phase]
+
+    def _too_slow(self, phase: _Phase, seconds: float) -> None:
+        self._timed = self._deadline = None
+        if self._is_paused:  # it is not the client who lets this wait
+            self._rearm()
+        elif phase is _Phase.LINGER and self.transport.get_write_buffer_size():
+            self._rearm()  # it reads, if slowly; `write_s` bounds that
+        elif phase is _Phase.LINGER:
+            self.transport.abort()
+        elif phase is _Phase.BODY and self._reading is not None:
+            self._refuse(SlowRequest(f"the body was not complete after {seconds:g} s"))
+        elif phase is _Phase.HEAD:
+            self._refuse(SlowRequest(f"the head was not complete after {seconds:g} s"))
+        elif self in self._server.late:
+            self._refuse(self._no_room())
+        else:
+            self.transport.close()
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    def _start(self, exchange: Exchange) -> None:
+        self._running = exchange
+        tasks = self._server.state.tasks
+        task = self._loop.create_task(self._serve(exchange))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        try:
+            await self._server.app(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            log.exception("a request failed")
+        finally:
+            exchange.release_body()
+            if not self.is_gone:
+                self.update_reading()
+            del exchange.scope[EXCHANGE]  # so that both die by counting
+            if not exchange.is_complete and not self.is_gone:
+                if exchange.is_started:
+                    self.transport.close()
+                else:
+                    exchange.fail(exchange.refusal or Internal("the server failed to handle this request"))
+
+    def on_answered(self, exchange: Exchange) -> None:
+        """The answer of the running request was written."""
+        self._running = None
+        if not exchange.keep_alive:
+            self._end()
+        elif self._waiting:
+            self._start(self._waiting.popleft())
+        elif self._refusal is not None:
+            self._say_refusal(self._refusal)
+        self.update_reading()
+        self._rearm()
+
+    def _refuse(self, error: ChituError) -> None:
+        """Nothing more is taken: of the request whose body is read, or, behind the answers to what came before, of what
+        is none."""
+        self._requests.close()
+        if self._reading is None:
+            self._refusal = error
+            if self._running is None:
+                self._say_refusal(error)
+        else:
+            self._reading.break_off(error)
+            if self._running is None:
+                self._end()  # its answer was given before
+
+    def _say_refusal(self, error: ChituError) -> None:
+        body = error_body(error)
+        lines = [b"HTTP/1.1 %d Refused" % error.http_status, b"content-type: application/json"]
+        lines += [name + b": " + value for name, value in error_headers(error)]
+        lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
+        self.transport.write(b"\r\n".join(lines))
+        self._end()
+
+    def _end(self) -> None:
+        """The last answer was written."""
+        self._requests.close()
+        for exchange in self._waiting:
+            exchange.release_body()
+        self._waiting.clear()
+        is_unread = self._refusal is not None or self._reading is not None or self._is_paused
+        if is_unread and not self._has_ended and not self.transport.is_closing():
+            self._is_lingering = True
+            self.update_reading()
+            self.transport.write_eof()
+            self._rearm()
+        else:
+            self.transport.close()
+
+    def _give_way(self) -> None:
+        """To a newer one, beyond the bound on connections."""
+        del self._server.late[self]
+        self._server.connections.discard(self)
+        if self._running is None and self._refusal is None:
+            self._say_refusal(self._no_room())
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    async def drained(self) -> None:
+        """Returns when more can be written, or the client is gone."""
+        if self.is_write_paused and not self.is_gone:
+            await self._can_write.wait()
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self._can_write.clear()
+        if self._write_deadline is None:
+            self._write_deadline = self._loop.call_later(self._limits.write_s, self._not_read)
+
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        self._can_write.set()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _not_read(self) -> None:
+        log.warning("%s does not read its answer: cut off after %g s", self._addresses[0], self._limits.write_s)
+        self.transport.abort()

@@ -1,0 +1,305 @@
+"""One request and its answer on a connection: what a hot route reads and writes, and ASGI's `receive` and `send` for
+the routes of a framework. The one place where answers are framed.
+
+Made by `Connection` for every request, found in its scope as `EXCHANGE`. ASGI passes a dict to a coroutine for each
+part of an answer and looks at every header again; a generation writes its parts to the transport as they are. Loop
+thread.
+
+Invariants: an answer starts once and is completed once; nothing is written for a client that is gone; a client of
+HTTP/1.0 gets no chunks. The bytes of a body are in the server's `BodyBudget` from their arrival until `release_body`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from chitu.errors import Capacity, ChituError, PayloadTooLarge
+from chitu.http.limits import FREE_BODY_BYTES, BodyBudget
+from chitu.net.http import ClientGone, Headers, Message, Scope, error_body, error_headers, header
+
+if TYPE_CHECKING:
+    from chitu.http.connection import Connection
+
+EXCHANGE = "chitu.exchange"
+"""Key of the `Exchange` in an HTTP scope."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+WITHOUT_BODY = (204, 304)
+
+STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+
+class Exchange:
+    __slots__ = (
+        "_body",
+        "_budget",
+        "_expects_continue",
+        "_held_bytes",
+        "_is_chunked",
+        "_is_wanted",
+        "_left_bytes",
+        "_num_received",
+        "_takes_body",
+        "_waiter",
+        "_was_given",
+        "connection",
+        "headers",
+        "is_complete",
+        "is_started",
+        "keep_alive",
+        "more_body",
+        "refusal",
+        "scope",
+    )
+
+    def __init__(
+        self, connection: Connection, scope: Scope, budget: BodyBudget, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self.connection = connection
+        self.scope = scope
+        self.headers: Headers = []
+        """Of every answer that is given here."""
+        self.keep_alive = keep_alive
+        """More requests may follow on the connection."""
+        self.is_started = self.is_complete = False
+        """Of the answer."""
+        self.more_body = True
+        """The client has not sent all of the body."""
+        self.refusal: ChituError | None = None
+        """Why the rest of the body is not taken."""
+        self._budget = budget
+        self._body = bytearray()
+        """What came and was not handed on."""
+        self._num_received = self._held_bytes = 0
+        self._expects_continue = expects_continue
+        self._takes_body = True
+        self._is_wanted = self._was_given = False
+        """Somebody waits for the body; ASGI's reader has all of it."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_chunked = False
+        self._left_bytes: int | None = None
+        """Of the announced length of the answer."""
+
+    # ------------------------------------------------------------------------------------------------ from the parser
+
+    def on_body(self, data: bytes) -> bool:
+        """A part of the body; False where it was thrown away."""
+        if not self._takes_body:
+            return False
+        self._num_received += len(data)
+        more_bytes = self._num_received - FREE_BODY_BYTES - self._held_bytes
+        if more_bytes > 0:
+            if not self._budget.take(more_bytes):
+                limit_bytes = self._budget.limit_bytes
+                self.break_off(
+                    Capacity(f"bodies of {limit_bytes} bytes are held at once (router.max_total_body_bytes)")
+                )
+                return False
+            self._held_bytes += more_bytes
+        self._body += data
+        self._wake()
+        return True
+
+    def on_body_end(self) -> None:
+        self.more_body = False
+        self._wake()
+
+    def break_off(self, error: ChituError) -> None:
+        """The rest of the body will not come, or is not taken: whoever reads it gets the error."""
+        self.refusal = error
+        self.keep_alive = False
+        self.release_body()
+        self._wake()
+
+    def on_gone(self) -> None:
+        """The client is."""
+        self._wake()
+
+    @property
+    def is_unread(self) -> bool:
+        """More came than anybody asked for."""
+        return self._takes_body and not self._is_wanted and len(self._body) > FREE_BODY_BYTES
+
+    # --------------------------------------------------------------------------------------------------------- request
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body. PayloadTooLarge (without reading it, where its length is announced), Capacity, SlowRequest,
+        InvalidRequest; ClientGone where it never ends."""
+        await self.whole(max_bytes)
+        body, self._body = bytes(self._body), bytearray()
+        return body
+
+    async def whole(self, max_bytes: int) -> None:
+        """The same, with the body left to `receive`."""
+        if self.more_body:
+            announced = header(self.scope, b"content-length")
+            if announced is not None and announced.isdigit() and int(announced) > max_bytes:
+                self.release_body()
+                raise _too_large(int(announced), max_bytes)
+        while True:
+            if self.connection.is_gone:
+                raise ClientGone
+            if self.refusal is not None:
+                raise self.refusal
+            if self._num_received > max_bytes:
+                self.release_body()
+                raise _too_large(self._num_received, max_bytes)
+            if not self.more_body:
+                return
+            await self._change()
+
+    def release_body(self) -> None:
+        """Whoever read the body is done with it. What still comes of it is thrown away."""
+        self._takes_body = False
+        self._body = bytearray()
+        self._budget.give(self._held_bytes)
+        self._held_bytes = 0
+
+    async def receive(self) -> Message:
+        """ASGI's."""
+        while not (self.connection.is_gone or self.is_complete):
+            if self.refusal is not None:
+                self.fail(self.refusal)
+            elif self._body or not (self.more_body or self._was_given):
+                self._was_given = not self.more_body
+                part, self._body = bytes(self._body), bytearray()
+                return {"type": "http.request", "body": part, "more_body": self.more_body}
+            else:
+                await self._change()
+        return {"type": "http.disconnect"}
+
+    @property
+    def is_client_gone(self) -> bool:
+        return self.connection.is_gone
+
+    def call_when_gone(self, on_gone: Callable[[], None] | None) -> None:
+        """What to do when the client leaves before its answer is complete; None: nothing any more."""
+        self.connection.on_gone = on_gone
+
+    async def _change(self) -> None:
+        """Returns after more of the body came, or something ended."""
+        if self._expects_continue:
+            self._expects_continue = False
+            if not self.is_started:
+                self.connection.transport.write(CONTINUE)
+        self._is_wanted = True
+        self.connection.update_reading()
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---------------------------------------------------------------------------------------------------------- answer
+
+    def answer(self, status: int, body: bytes, more: Headers | None = None) -> None:
+        """A complete JSON answer."""
+        if self.connection.is_gone:
+            return
+        if self.is_started:
+            raise RuntimeError("an answer was begun already")
+        head = self._head(status, more or [])
+        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
+        if self.scope["method"] != "HEAD":
+            head.append(body)
+        self.connection.transport.write(b"".join(head))
+        self._complete()
+
+    def fail(self, error: ChituError) -> None:
+        """The error as OpenAI's object."""
+        self.answer(error.http_status, error_body(error), error_headers(error))
+
+    @property
+    def is_full(self) -> bool:
+        """The client reads slower than it is written to: `await drained()` before more."""
+        return self.connection.is_write_paused
+
+    async def drained(self) -> None:
+        """Returns when more can be written, or the client is gone."""
+        await self.connection.drained()
+
+    def stream(self, data: bytes, is_last: bool) -> None:
+        """A part of an event stream; its head leaves with the first one."""
+        if self.connection.is_gone:
+            return
+        if self.is_started:
+            parts: list[bytes] = []
+        else:
+            parts = self._head(200, [])
+            parts.append(
+                b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+                b"x-accel-buffering: no\r\n"
+            )
+            self._append_chunking(parts)
+        self._write(parts, data, is_last)
+
+    async def send(self, message: Message) -> None:
+        """ASGI's. What an application says after its body was refused is not heard."""
+        if self.is_full:
+            await self.drained()
+        if self.connection.is_gone or (self.refusal is not None and self.is_complete):
+            return
+        if self.is_complete or self.is_started == (message["type"] == "http.response.start"):
+            raise RuntimeError(f"{message['type']} out of turn")
+        if self.is_started:
+            data = message.get("body", b"") if self.scope["method"] != "HEAD" else b""
+            self._write([], data, is_last=not message.get("more_body", False))
+            return
+        status, headers = message["status"], [*message.get("headers", [])]
+        if any(b"\r" in text or b"\n" in text for pair in headers for text in pair):
+            raise RuntimeError("a header of the answer has more than one line")
+        parts = self._head(status, headers)
+        length = next((value for name, value in headers if name.lower() == b"content-length"), None)
+        if self.scope["method"] == "HEAD" or status in WITHOUT_BODY:
+            parts.append(b"\r\n")
+        elif length is not None:
+            self._left_bytes = int(length)
+            parts.append(b"\r\n")
+        else:
+            self._append_chunking(parts)
+        self.connection.transport.write(b"".join(parts))
+
+    def _head(self, status: int, more: Headers) -> list[bytes]:
+        """Without its last empty line."""
+        self.is_started = True
+        lines = [STATUS_LINE[status]]
+        for name, value in (*self.connection.default_headers(), *self.headers, *more):
+            lines += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        return lines
+
+    def _append_chunking(self, lines: list[bytes]) -> None:
+        """How the end of an answer without a length is known; before HTTP/1.1 by the connection's end, which is due
+        then as `keep_alive` says."""
+        self._is_chunked = self.scope["http_version"] == "1.1"
+        lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
+
+    def _write(self, parts: list[bytes], data: bytes, is_last: bool) -> None:
+        if self._left_bytes is not None:
+            self._left_bytes -= len(data)
+            if self._left_bytes < 0 or (is_last and self._left_bytes):
+                raise RuntimeError("an answer has another length than it announced")
+        if not self._is_chunked:
+            parts.append(data)
+        else:
+            if data:
+                parts.append(b"%x\r\n%b\r\n" % (len(data), data))
+            if is_last:
+                parts.append(b"0\r\n\r\n")
+        self.connection.transport.write(b"".join(parts))
+        if is_last:
+            self._complete()
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._wake()
+        self.connection.on_answered(self)
+
+
+def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"a body of {num_bytes} bytes; at most {max_bytes} are taken (router.max_body_bytes)")

@@ -1,0 +1,287 @@
+"""The hot routes: `/v1/completions` and `/v1/chat/completions` as plain ASGI on the router's loop.
+
+A request costs one task (of its connection), a token neither task nor queue. The writer of a stream is woken once per
+loop turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone,
+cancellation) cancels the generations that still run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from chitu.errors import ChituError, NoInstance, RequestCancelled
+from chitu.http.body_threads import BodyThreads
+from chitu.http.choice import ChoiceDecoder
+from chitu.http.exchange import Exchange
+from chitu.http.jobs import Job, JobParser, Prompt, client_timeout_s
+from chitu.http.sampling_fields import OutputOptions, with_seed
+from chitu.http.served_model import ServedModel
+from chitu.http.sse import (
+    DONE,
+    ChatFormat,
+    CompletionFormat,
+    FinishedChoice,
+    ResponseFormat,
+    Usage,
+    error_event,
+)
+from chitu.http.token_logprobs import ChoiceLogprobs
+from chitu.net.http import ClientGone, Scope
+from chitu.pd_request_router import PDRequestRouter
+from chitu.router.generation import GenerateRequest, Generation
+from chitu.tokenizer import StopScanner
+
+CHOICES_A_TURN = 16
+"""Of one request, sent on their way before others have a turn of the loop."""
+
+
+class Wakeup:
+    """A one-waiter event that costs nothing while it is set already."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns after the next `set` (or at once after one that nobody waited for), and clears it."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._is_set = False
+
+
+@dataclass(slots=True)
+class Choice:
+    generation: Generation
+    decoder: ChoiceDecoder
+    prompt: Prompt
+    logprobs: ChoiceLogprobs | None = None
+    """None where they were not asked for."""
+    is_open: bool = False
+    """Its first event was written."""
+
+
+class GenerationRoutes:
+    """Handlers of the two routes."""
+
+    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, max_body_bytes: int) -> None:
+        self._model = model
+        self._router = router
+        self._parser = JobParser(model, router, threads)
+        self._max_body_bytes = max_body_bytes
+        self.draining = False
+        """True: the process is ending and takes nothing new."""
+
+    def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
+        return self._answer(exchange, scope, request_id, self._parser.completion, CompletionFormat)
+
+    def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
+        return self._answer(exchange, scope, request_id, self._parser.chat, ChatFormat)
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        scope: Scope,
+        request_id: str,
+        parse: Callable[[bytes, Exchange], Awaitable[Job]],
+        make_format: type[CompletionFormat] | type[ChatFormat],
+    ) -> None:
+        choices: list[Choice] = []
+        wakeup = Wakeup()
+        try:
+            raw = await exchange.body(self._max_body_bytes)
+            if self.draining:
+                raise self._router.rejected(NoInstance("the server is shutting down"))
+            self._router.require_admission()  # before the costly part: a rejection must be fast under any load
+            timeout_s = client_timeout_s(scope)
+            job = await parse(raw, exchange)
+            del raw
+            exchange.release_body()
+            job.timeout_s = timeout_s
+            if exchange.is_client_gone:
+                raise ClientGone
+            exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
+            await self._start(job, request_id, wakeup, choices, exchange, make_format is ChatFormat)
+            form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
+            if job.options.stream:
+                await self._stream(exchange, job, choices, wakeup, form)
+            else:
+                await self._collect(exchange, job, choices, wakeup, form)
+        except (ClientGone, RequestCancelled):
+            pass
+        except ChituError as error:
+            exchange.fail(error)
+        finally:
+            exchange.call_when_gone(None)
+            for choice in choices:
+                self._router.cancel(choice.generation)
+
+    def _on_gone(self, choices: list[Choice], wakeup: Wakeup) -> None:
+        for choice in choices:
+            self._router.cancel(choice.generation)
+        wakeup.set()
+
+    # -------------------------------------------------------------------------------------------------------- choices
+
+    async def _start(
+        self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice], exchange: Exchange, is_chat: bool
+    ) -> None:
+        """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them.
+        Others have their turn in between."""
+        options, model = job.options, self._model
+        total = len(job.prompts) * options.n
+        if total > 1:  # of one `add_request` asks the same
+            num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
+            self._router.require_room_for(total, num_tokens)
+        per_token = options.stream or bool(options.stops) or options.logprobs
+        for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
+            stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
+            ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
+            for i in range(options.n):
+                label = request_id if total == 1 else f"{request_id}-{len(choices)}"
+                if len(choices) % CHOICES_A_TURN == CHOICES_A_TURN - 1:
+                    await asyncio.sleep(0)
+                    if exchange.is_client_gone:
+                        raise ClientGone
+                request = GenerateRequest(
+                    *(label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
+                    timeout_s=job.timeout_s,
+                    cache_salt=job.cache_salt,
+                )
+                generation = self._router.add_request(request, wakeup.set)
+                decoder = ChoiceDecoder(
+                    model.tokenizer.detokenizer(options.skip_special_tokens),
+                    StopScanner(options.stops, options.include_stop) if options.stops else None,
+                    options,
+                    stop_ids,
+                )
+                choices.append(
+                    Choice(
+                        generation,
+                        decoder,
+                        prompt,
+                        model.choice_logprobs(is_chat, options.skip_special_tokens) if options.logprobs else None,
+                    )
+                )
+
+    def _usage(self, job: Job, choices: list[Choice]) -> Usage:
+        prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
+        # The choices of a prompt share it: it counts once, as the first of them found it.
+        cached = [choice.generation.cached_tokens for choice in choices[:: job.options.n]]
+        known = [tokens for tokens in cached if tokens is not None]
+        cached_tokens = sum(known) if len(known) == len(cached) else None
+        return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
+
+    # ------------------------------------------------------------------------------------------------------- answering
+
+    async def _collect(
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
+    ) -> None:
+        options = job.options
+        texts = [""] * len(choices)
+        ids: list[list[int]] = [[] for _ in choices]
+        open_choices = list(enumerate(choices))
+        while open_choices:
+            await wakeup.wait()
+            for i, choice in open_choices:
+                generation, decoder = choice.generation, choice.decoder
+                if generation.error is not None:
+                    raise generation.error
+                reason = generation.finish.reason if generation.finish is not None else None
+                if choice.logprobs is not None:
+                    choice.logprobs.push(generation.take_logprobs())
+                if reason is not None and not decoder.num_tokens:
+                    texts[i], ids[i] = decoder.whole(generation.take(), reason)
+                    if choice.logprobs is not None:
+                        choice.logprobs.write(ids[i])
+                elif generation.tokens or reason is not None:
+                    for delta in decoder.feed(generation.take(), reason):
+                        texts[i] += delta.text
+                        ids[i] += delta.token_ids
+                        if choice.logprobs is not None:
+                            choice.logprobs.write(delta.token_ids)
+                    if decoder.finish_reason is not None:
+                        self._router.cancel(generation, is_complete=True)
+            open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
+        finished = [
+            FinishedChoice(
+                choice.prompt.echo + text,
+                choice.decoder.finish_reason or "stop",
+                token_ids if options.return_token_ids else None,
+                choice.logprobs.take() if choice.logprobs is not None else b"null",
+            )
+            for choice, text, token_ids in zip(choices, texts, ids, strict=True)
+        ]
+        exchange.answer(200, form.full(finished, self._usage(job, choices)))
+
+    async def _stream(
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
+    ) -> None:
+        """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
+        open_choices = list(enumerate(choices))
+        while open_choices:
+            await wakeup.wait()
+            events: list[bytes] = []
+            failure: ChituError | None = None
+            for i, choice in open_choices:
+                if choice.generation.error is not None:
+                    failure = choice.generation.error
+                    break
+                self._append_events(events, i, choice, form, job.options)
+            if failure is not None:
+                if not exchange.is_started:
+                    raise failure
+                events.append(error_event(failure))
+                open_choices = []
+            else:
+                open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
+                if not open_choices:
+                    if job.options.include_usage:
+                        events.append(form.usage(self._usage(job, choices)))
+                    events.append(DONE)
+            if not events:
+                continue
+            if exchange.is_full:
+                await exchange.drained()
+            exchange.stream(b"".join(events), is_last=not open_choices)
+
+    def _append_events(
+        self, events: list[bytes], index: int, choice: Choice, form: ResponseFormat, options: OutputOptions
+    ) -> None:
+        generation, decoder = choice.generation, choice.decoder
+        reason = generation.finish.reason if generation.finish is not None else None
+        if not generation.tokens and reason is None:
+            return
+        logprobs = choice.logprobs
+        if logprobs is not None:
+            logprobs.push(generation.take_logprobs())
+        deltas = decoder.feed(generation.take(), reason)
+        if not deltas:
+            return
+        with_ids = options.return_token_ids
+        if not choice.is_open:
+            choice.is_open = True
+            events.append(form.opening(index))
+            if choice.prompt.echo:
+                events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None))
+        ending = deltas.pop() if decoder.finish_reason is not None else None
+        for text, token_ids in deltas:
+            numbers = None if logprobs is None else logprobs.of(token_ids)
+            events.append(form.delta(index, text, token_ids if with_ids else None, numbers))
+        if ending is not None and decoder.finish_reason is not None:
+            ids = ending.token_ids if with_ids else None
+            numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
+            events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
+            self._router.cancel(generation, is_complete=True)

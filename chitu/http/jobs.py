@@ -1,0 +1,162 @@
+"""From a body's bytes to a `Job`: prompts as token ids, each with its sampling, and what to do with the tokens.
+
+Called by the generation routes on the loop thread; a large body is worked on in a thread, which is awaited
+(`body_threads.py`). Every error is one for the client, raised before anything of the request was sent on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from chitu.errors import ChituError, InvalidRequest, NoInstance
+from chitu.http.body_threads import BodyThreads
+from chitu.http.exchange import Exchange
+from chitu.http.request_bodies import MAX_PROMPTS, GenerationBody, chat_decoder, completion_decoder, decode_body
+from chitu.http.request_checks import chat_messages, check_chat, check_completion, completion_prompts
+from chitu.http.sampling_fields import (
+    DEFAULT_COMPLETION_TOKENS,
+    OutputOptions,
+    output_options,
+    sampling_params,
+    wanted_tokens,
+)
+from chitu.http.served_model import ModelLimits, ServedModel, output_limit
+from chitu.net.http import ClientGone, Scope, header
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import SamplingParams, pack_i32
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: bytes
+    """int32 LE."""
+    num_tokens: int
+    echo: str
+    """Its text where the answer repeats it; else empty."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A parsed request: prompts times n choices."""
+
+    prompts: list[Prompt]
+    samplings: list[SamplingParams]
+    """One per prompt."""
+    options: OutputOptions
+    timeout_s: float | None = None
+    """The client's own."""
+    cache_salt: str = ""
+
+
+def client_timeout_s(scope: Scope) -> float | None:
+    """The header X-Request-Timeout: how many seconds the client waits for the whole answer. InvalidRequest where it is
+    no positive decimal number."""
+    given = header(scope, b"x-request-timeout")
+    if given is None:
+        return None
+    try:
+        timeout_s = math.nan if b"_" in given else float(given)  # Python takes 1_0 for ten
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        text = given[:40].decode("latin-1")
+        raise InvalidRequest(f"X-Request-Timeout: {text!r} is no positive number of seconds", "X-Request-Timeout")
+    return timeout_s
+
+
+@dataclass(slots=True, frozen=True)
+class _Frame:
+    """What a body is parsed within."""
+
+    limits: ModelLimits | None
+    unusable: ChituError | None
+    """Why there are no limits: nothing serves."""
+    exchange: Exchange
+
+    def require_limits(self) -> ModelLimits:
+        if self.limits is None:
+            raise self.unusable or NoInstance("no instance serves")
+        return self.limits
+
+    def require_client(self) -> None:
+        if self.exchange.is_client_gone:
+            raise ClientGone
+
+
+class JobParser:
+    """For one model; the limits are those of the instances that serve at the moment."""
+
+    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads) -> None:
+        self._model = model
+        self._router = router
+        self._threads = threads
+
+    async def completion(self, raw: bytes, exchange: Exchange) -> Job:
+        """A body of `/v1/completions`."""
+        return await self._parse(raw, exchange, self._completion)
+
+    async def chat(self, raw: bytes, exchange: Exchange) -> Job:
+        """A body of `/v1/chat/completions`."""
+        return await self._parse(raw, exchange, self._chat)
+
+    async def _parse(self, raw: bytes, exchange: Exchange, parse: Callable[[bytes, _Frame], Job]) -> Job:
+        candidates = self._router.candidates
+        limits = self._model.limits(candidates)
+        unusable = NoInstance(candidates.why_unusable()) if limits is None else None
+        frame = _Frame(limits, unusable, exchange)
+        try:
+            return await self._threads.run(exchange, len(raw), lambda: parse(raw, frame))
+        except NoInstance as error:
+            raise self._router.rejected(error) from None
+
+    # ------------------------------------------------------------------------------------ on the loop or in a thread
+
+    def _completion(self, raw: bytes, frame: _Frame) -> Job:
+        body = decode_body(completion_decoder, raw)
+        self._model.require_name(body.model)
+        check_completion(body)
+        given = completion_prompts(body)
+        return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS)
+
+    def _chat(self, raw: bytes, frame: _Frame) -> Job:
+        body = decode_body(chat_decoder, raw)
+        self._model.require_name(body.model)
+        check_chat(body)
+        text = self._model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
+        return self._job(body, [text], bool(body.add_special_tokens), frame, None)
+
+    def _job(
+        self,
+        body: GenerationBody,
+        given: Sequence[str] | Sequence[list[int]],
+        add_special_tokens: bool,
+        frame: _Frame,
+        default_tokens: int | None,
+    ) -> Job:
+        options = output_options(body)
+        wanted = wanted_tokens(body)
+        limits = frame.require_limits()
+        if len(given) * options.n > MAX_PROMPTS:
+            raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
+        # The prompt of a chat is made of its messages.
+        param = "messages" if default_tokens is None else "prompt"
+        prompts: list[Prompt] = []
+        samplings = []
+        shared: SamplingParams | None = None
+        for entry in given:
+            frame.require_client()
+            text = entry if isinstance(entry, str) else None
+            ids = self._model.encode(entry, add_special_tokens, limits) if isinstance(entry, str) else entry
+            if not ids:
+                raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
+            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
+            self._model.require_known(ids, limits, param, text is not None)
+            if shared is None or shared.max_tokens != max_tokens:
+                shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos)
+            samplings.append(shared)
+            if text is None and options.echo:
+                text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
+            prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
+        return Job(prompts, samplings, options, cache_salt=body.cache_salt or "")

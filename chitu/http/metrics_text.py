@@ -1,0 +1,249 @@
+"""`/metrics` of the router, in the text formats of Prometheus and OpenMetrics. Pure; loop thread.
+
+Called by the route in `cold_routes.py` with what the API processes counted, what the membership knows and the newest
+load report of each instance. No instance listens for scrapes: its numbers come with its heartbeats. `docs/metrics.md`
+has a row for every family made here, and a test compares the two. Labels are bounded: names of instances, states and
+codes of closed lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, get_args
+
+from prometheus_client import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from chitu.errors import ServiceError
+from chitu.http.metric_families import PER_INSTANCE, by_instance, by_key, counter, gauge, histogram, histograms, one
+from chitu.protocol import LoadReport
+from chitu.protocol.snapshot import InstanceSnapshot
+from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
+from chitu.router.routing.breaker import BreakerState
+from chitu.types import Role
+
+OPENMETRICS = "application/openmetrics-text"
+
+
+class MetricsReport(NamedTuple):
+    """All that a scrape shows."""
+
+    version: str
+    """Of chitu."""
+    num_workers: int
+    """API processes now."""
+    workers: list[RouterMetrics]
+    """What each of them counted, and those that have ended."""
+    coordination: CoordinationMetrics
+    instances: tuple[InstanceSnapshot, ...]
+    """Of the topology, and whoever joined beyond it."""
+
+
+class _Families(Collector):
+    def __init__(self, report: MetricsReport) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        report = self._report
+        total = add_up(report.workers)
+        yield gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
+        yield gauge("chitu_router_workers", "API processes that the numbers are of", one(report.num_workers))
+        yield from _requests(total)
+        yield from _ports(total, report.coordination)
+        yield from _stages(total)
+        yield from _membership(total, report.coordination, report.instances)
+        yield from _loads(report.instances)
+
+
+def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]:
+    """Body and content type: OpenMetrics where the `Accept` header names it, else Prometheus text."""
+    # Not the client's own words: the library fails at a version that is no number.
+    wanted = OPENMETRICS if OPENMETRICS in accept else ""
+    encode, content_type = choose_encoder(wanted)
+    return encode(_Families(report)), content_type
+
+
+def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
+    """Codes of all errors that are ours, not the client's."""
+    codes = {code for child in cls.__subclasses__() for code in _service_codes(child)}
+    return codes | {cls.code} if "code" in cls.__dict__ else codes
+
+
+# -------------------------------------------------------------------------------------------------- the router's share
+
+
+def _requests(total: RouterMetrics) -> Iterator[Metric]:
+    codes = _service_codes()
+    yield counter("chitu_requests", "Requests accepted; each choice of each prompt is one", one(total.requests))
+    yield gauge(
+        "chitu_requests_in_flight",
+        "Requests running: prefill until the first token, then decode",
+        by_key(total.in_flight, ("prefill", "decode")),
+        ("state",),
+    )
+    yield counter(
+        "chitu_requests_finished",
+        "Requests that ended well; a stop string counts as stop",
+        by_key(total.finished, ("stop", "length")),
+        ("reason",),
+    )
+    yield counter(
+        "chitu_requests_failed",
+        "Accepted requests whose client got an error",
+        by_key(total.failed, codes),
+        ("code",),
+    )
+    yield counter("chitu_requests_cancelled", "Requests whose client left", one(total.cancelled))
+    yield counter("chitu_requests_rejected", "Requests refused on arrival", by_key(total.rejected, codes), ("code",))
+    yield counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
+    yield counter(
+        "chitu_retries",
+        "Failed attempts that another followed, by the code of the failure",
+        by_key(total.retries, codes),
+        ("code",),
+    )
+    yield counter(
+        "chitu_recomputes", "Retries after the first token: a request went on elsewhere", one(total.continuations)
+    )
+    yield counter(
+        "chitu_recomputed_tokens",
+        "Prompt and output tokens that recomputes prefilled again",
+        one(total.recomputed_tokens),
+    )
+    yield counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", one(total.prompt_tokens))
+    yield counter("chitu_output_tokens", "Tokens received for requests", one(total.tokens - total.stale_tokens))
+    yield counter("chitu_stale_tokens", "Tokens that came for requests that were over", one(total.stale_tokens))
+    yield histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
+    yield histogram(
+        "chitu_inter_token_latency_seconds", "From a token to the next one of its request", total.inter_token
+    )
+    yield histogram(
+        "chitu_request_duration_seconds", "From acceptance to the end of requests that ended well", total.e2e
+    )
+
+
+def _ports(total: RouterMetrics, coordination: CoordinationMetrics) -> Iterator[Metric]:
+    yield histogram("chitu_router_loop_lag_seconds", "How late a timer of the router's loop came", total.loop_lag)
+    bad = {"token": total.bad_token_messages, **coordination.bad_frames}
+    yield counter("chitu_router_bad_frames", "Messages that could not be read", by_key(bad), ("port",))
+    yield counter(
+        "chitu_router_unknown_heartbeats",
+        "Heartbeats of processes that are not members",
+        one(coordination.unknown_heartbeats),
+    )
+
+
+def _stages(total: RouterMetrics) -> Iterator[Metric]:
+    """Where finished requests spent their time, as the instances tell with the end."""
+    for name, text, times in (
+        ("chitu_prefill_queue_seconds", "P: from arrival to the first chunk", total.queue),
+        ("chitu_prefill_compute_seconds", "P: from the first chunk to the logits", total.prefill),
+        ("chitu_kv_transfer_seconds", "P: from the logits to the last byte in D's memory", total.transfer),
+        ("chitu_decode_admission_seconds", "D: from arrival to the announcement of its pages", total.admission),
+    ):
+        yield histograms(name, text, times)
+
+
+# ----------------------------------------------------------------------------------------------- the instances' share
+
+
+def _membership(
+    total: RouterMetrics, coordination: CoordinationMetrics, instances: tuple[InstanceSnapshot, ...]
+) -> Iterator[Metric]:
+    names = {instance.name: 0 for instance in instances}
+    up = {instance.name: float(instance.status != "down") for instance in instances}
+    draining = {instance.name: float(instance.status == "draining") for instance in instances}
+    for name, text, numbers in (
+        ("chitu_instance_up", "1: a member; 0: of the topology, but not there", up),
+        ("chitu_instance_draining", "1: takes nothing new and will leave", draining),
+        ("chitu_instance_age_seconds", "Since it joined", coordination.ages_s),
+        ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
+    ):
+        yield gauge(name, text, by_instance(numbers), PER_INSTANCE)
+    for name, text, counts in (
+        ("chitu_instance_leases_expired", "Leases that ended because no heartbeat came", coordination.expired_leases),
+        ("chitu_instance_deaths", "Processes that ended without a goodbye", coordination.deaths),
+        ("chitu_instance_breaker_openings", "How often its circuit breakers opened", total.breaker_openings),
+    ):
+        yield counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
+    yield gauge(
+        "chitu_instance_breaker",
+        "API processes whose circuit breaker of the instance is in that state",
+        [
+            ((*labels, state), count)
+            for name, states in sorted(total.breakers.items())
+            for labels, _ in by_instance({name: 0})
+            for (state,), count in by_key(states, get_args(BreakerState))
+        ],
+        (*PER_INSTANCE, "state"),
+    )
+
+
+def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
+    """Load reports, up to a heartbeat old. Counters begin anew with the process of the instance."""
+    loads = [((i.role, i.name), i.load) for i in instances if i.load is not None]
+    for name, text, label, parts_of in (
+        ("chitu_instance_requests", "Requests by the queue that they are in", "queue", _queues),
+        ("chitu_instance_pages", "KV pages; the states add up to all of them", "state", _pages),
+        ("chitu_instance_aux_slots", "Slots for logits rows", "state", _aux_slots),
+    ):
+        samples = [
+            ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
+        ]
+        yield gauge(name, text, samples, (*PER_INSTANCE, label))
+    waiting = [(labels, load.waiting_tokens) for labels, load in loads]
+    yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
+    quarantined = [(labels, load.segments_quarantined) for labels, load in loads]
+    text = "Segments of D that a failed write of this P may still hit"
+    yield gauge("chitu_instance_quarantined_segments", text, quarantined, PER_INSTANCE)
+    suspended = [(labels, len(load.suspended)) for labels, load in loads]
+    text = "D that this P does not write to until a failed write has settled"
+    yield gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
+    for name, text, field in (
+        ("chitu_instance_steps", "Forward passes", "steps"),
+        ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
+        ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
+        ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
+        ("chitu_instance_staged_bytes", "Of these, those that P sent through segments", "bytes_staged"),
+        ("chitu_instance_cached_tokens", "Prompt tokens found in cached pages, and not computed", "cached_tokens"),
+        ("chitu_instance_evicted_pages", "Cached pages that were given to other requests", "evictions"),
+        ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
+        ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
+        ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
+    ):
+        yield counter(name, text, [(labels, getattr(load, field)) for labels, load in loads], PER_INSTANCE)
+
+
+def _queues(role: str, load: LoadReport) -> dict[str, int]:
+    if role == Role.PREFILL:
+        return {
+            "bootstrap": load.unannounced,
+            "waiting": load.waiting - load.unannounced,
+            "running": load.running,
+            "inflight": load.transferring,
+            "closing": load.closing,
+        }
+    if role == Role.DECODE:
+        return {
+            "prealloc": load.waiting,
+            "transfer": load.transferring - load.landed,
+            "waiting": load.landed,
+            "running": load.running,
+            "retracted": load.retracted,
+            "closing": load.closing,
+        }
+    return {"waiting": load.waiting, "running": load.running, "retracted": load.retracted}
+
+
+def _pages(role: str, load: LoadReport) -> dict[str, int]:
+    return {
+        "free": load.pages_free,
+        "used": load.pages_used,
+        "quarantined": load.pages_quarantined,
+        "cached": load.pages_cached,
+    }
+
+
+def _aux_slots(role: str, load: LoadReport) -> dict[str, int]:
+    return {"free": load.aux_free, "used": load.aux_total - load.aux_free}

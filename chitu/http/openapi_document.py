@@ -1,0 +1,215 @@
+"""The OpenAPI document: FastAPI's, and what FastAPI cannot know. Pure; made once, when it is first asked for.
+
+The generation routes are answered beside FastAPI, bodies are read by msgspec, and every error is OpenAI's error object.
+The status codes are all that a route can answer with: test_http_fuzz.py holds the server to them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from chitu.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chitu.http.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
+from chitu.protocol.snapshot import ClusterSnapshot
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    error: ErrorDetail
+
+
+class UsageReply(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobsReply(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsReply | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With `return_token_ids`."""
+
+
+class CompletionReply(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageReply
+
+
+class ChatReplyMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class TopLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+    top_logprobs: list[TopLogprobReply]
+
+
+class ChatLogprobsReply(msgspec.Struct):
+    content: list[TokenLogprobReply]
+    refusal: None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatReplyMessage
+    logprobs: ChatLogprobsReply | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    """Of a request; null while no instance serves."""
+    tokens: list[int]
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+MEANINGS = {
+    400: "The request is wrong; `param` names the field",
+    401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
+    403: "Operator's calls are not taken from there",
+    404: "There is no such model, instance or path",
+    408: "The request did not come in time",
+    409: "Without this instance nothing could be served; see `force`",
+    413: "The body is too large (`router.max_body_bytes`)",
+    429: "Too many requests, of all clients or of this one; see Retry-After",
+    431: "The headers are too large",
+    500: "A bug of the server",
+    503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
+    504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
+}
+ANYWHERE = (400, 401, 408, 413, 431, 500, 503)
+"""Given by the server itself, ahead of any route."""
+MORE: dict[str, tuple[int, ...]] = {
+    "/v1/completions": (404, 429, 504),
+    "/v1/chat/completions": (404, 429, 504),
+    "/v1/models/{name}": (404,),
+    "/tokenize": (404, 429),
+    "/detokenize": (404, 429),
+    "/cluster/events": (429,),
+    "/admin/drain": (403, 404, 409),
+    "/admin/cache/flush": (403,),
+    "/admin/topology": (403,),
+}
+"""Of one route."""
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+REPLIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionReply,
+    "/v1/chat/completions": ChatReply,
+    "/tokenize": TokenizeReply,
+    "/detokenize": DetokenizeReply,
+    "/cluster": ClusterSnapshot,
+}
+TEXT = {"schema": {"type": "string"}}
+STREAM: dict[str, Any] = {"text/event-stream": {}}
+"""Without a schema: tools disagree whether that would be of the text or of an event."""
+CONTENTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": STREAM,
+    "/v1/chat/completions": STREAM,
+    "/metrics": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
+}
+"""Of status 200, beside JSON or in its place."""
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """For `app.openapi`."""
+    if app.openapi_schema is None:
+        app.openapi_schema = _make(app)
+    return app.openapi_schema
+
+
+def _make(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    paths: dict[str, dict[str, Any]] = document["paths"]
+    paths["/v1/completions"] = {"post": {"summary": "Completion", "operationId": "create_completion"}}
+    paths["/v1/chat/completions"] = {"post": {"summary": "Chat completion", "operationId": "create_chat_completion"}}
+    for path, operations in paths.items():
+        for operation in operations.values():
+            _complete(path, operation)
+    structs = [ErrorReply, *BODIES.values(), *REPLIES.values()]
+    _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which is never sent
+        schemas.pop(name, None)
+    schemas.update(components)
+    for body, unsupported in (("CompletionBody", UNSUPPORTED), ("ChatBody", UNSUPPORTED + UNSUPPORTED_CHAT)):
+        for name, neutral in unsupported:
+            schemas[body]["properties"][name] = {"enum": [None, *neutral], "description": "Not supported yet"}
+    return document
+
+
+def _complete(path: str, operation: dict[str, Any]) -> None:
+    """Its body, its replies, and every status that it can have."""
+    if path in BODIES:
+        operation["requestBody"] = {"required": True, "content": _json(BODIES[path])}
+    responses: dict[str, Any] = operation.setdefault("responses", {})
+    responses.pop("422", None)
+    success = responses.setdefault("200", {"description": "OK"})
+    if path in REPLIES:
+        success["content"] = _json(REPLIES[path])
+    if path == "/cluster/events":
+        success["content"] = STREAM
+    else:
+        success.setdefault("content", {}).update(CONTENTS.get(path, {}))
+    for status in sorted({*ANYWHERE, *MORE.get(path, ())}):
+        responses[str(status)] = {"description": MEANINGS[status], "content": _json(ErrorReply)}
+    if path == "/health":
+        # No pair can serve: the same body as of 200 says why.
+        responses["503"] = {"description": "No request can be served now", "content": {"application/json": {}}}
+
+
+def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{struct.__name__}"}}}

@@ -1,0 +1,148 @@
+"""The requests in what a connection brings, by httptools (its public face alone). Pure: bytes in, calls out.
+
+The parser stops at a request that asks for another protocol, and leaves its body to that. None is spoken here, and such
+a wish is ignored (RFC 9110, 7.8); so the head is given to the parser again without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+
+from chitu.errors import ChituError, HeadersTooLarge, InvalidRequest
+from chitu.http.limits import HTTPLimits
+from chitu.net.http import Headers, Scope
+
+
+@dataclass(slots=True)
+class Head:
+    """A request without its body. `scope` is ASGI's, but for the addresses."""
+
+    scope: Scope
+    keeps_alive: bool
+    """More requests may follow."""
+    expects_continue: bool
+
+
+class RequestParser:
+    """`on_head` may raise a ChituError, which `feed` raises then. `on_end` follows every `on_head` once."""
+
+    def __init__(
+        self,
+        limits: HTTPLimits,
+        on_head: Callable[[Head], None],
+        on_body: Callable[[bytes], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._limits = limits
+        self._on_head = on_head
+        self._on_end = on_end
+        self.on_body = on_body  # called by the parser below
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self.is_over = False
+        """No request follows: set by the owner, and once `feed` has raised."""
+        self.num_begun = 0
+        """Requests whose first byte came."""
+        self.is_in_head = self._is_in_body = False
+        self._head_bytes = self._header_bytes = 0
+        """Of an incomplete head, counted as it comes; of its headers, counted as they are parsed."""
+        self._url = b""
+        self._headers: Headers = []
+        self._refusal: ChituError | None = None
+
+    def feed(self, data: bytes) -> None:
+        """HeadersTooLarge, InvalidRequest: what comes is no request, and nothing more is taken."""
+        self._parse(data)
+        if self.is_in_head:
+            self._head_bytes += len(data)  # the parser tells of a header only when it has all of it
+            if self._head_bytes > self._limits.max_head_bytes:
+                self.close()
+                raise self._too_large()
+
+    def close(self) -> None:
+        """Nothing is taken any more."""
+        self.is_over, self.is_in_head = True, False
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            self._parse(self._head_without_upgrade() + data[stop.args[0] :])
+        except httptools.HttpParserError:
+            if not self.is_over:  # else behind a request that said it is the last
+                self.close()
+                raise self._refusal or InvalidRequest("this is no HTTP request that the server understands") from None
+
+    def _head_without_upgrade(self) -> bytes:
+        parser = self._parser
+        line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), self._url, parser.get_http_version().encode())
+        kept = [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] != b"upgrade"]
+        return b"".join((line, *kept, b"\r\n"))
+
+    def _too_large(self) -> HeadersTooLarge:
+        limits = self._limits
+        return HeadersTooLarge(f"at most {limits.max_headers} headers and {limits.max_head_bytes} bytes are taken")
+
+    # ---------------------------------------------------------------------------------------- from the parser; what is
+    # raised in these comes out of `feed_data` as another exception
+
+    def _refuse(self, error: ChituError) -> ChituError:
+        self._refusal = error
+        return error
+
+    def on_message_begin(self) -> None:
+        if self.is_over:
+            raise InvalidRequest("behind the last request")
+        self.num_begun += 1
+        self.is_in_head, self._head_bytes, self._header_bytes = True, 0, 0
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if len(self._headers) >= self._limits.max_headers or self._header_bytes > self._limits.max_head_bytes:
+            raise self._refuse(self._too_large())
+        if self.is_in_head:  # else it is behind the chunks of a body
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        method = parser.get_method()
+        if method == b"CONNECT":
+            raise InvalidRequest("no tunnels")
+        if parser.should_upgrade():
+            return
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        version = parser.get_http_version()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": method.decode("ascii"),
+            "scheme": "http",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "root_path": "",
+            "headers": headers,
+            "state": {},
+        }
+        is_new = version == "1.1"
+        expects = is_new and any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+        self.is_in_head, self._is_in_body = False, True
+        try:
+            self._on_head(Head(scope, is_new and parser.should_keep_alive(), expects))
+        except ChituError as error:
+            raise self._refuse(error) from None
+
+    def on_message_complete(self) -> None:
+        if self._is_in_body:  # else: an upgrade
+            self._is_in_body = False
+            self._on_end()

@@ -1,0 +1,162 @@
+"""From the fields of a body to sampling parameters and to what HTTP does with the tokens: defaults and ranges. Pure.
+
+Called by `jobs.py`, on the loop or in a thread, once for each request. Every error names its field.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.request_bodies import MAX_N, ChatBody, CompletionBody, GenerationBody
+from chitu.protocol import MAX_LOGPROBS, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; chat has the rest of the context."""
+SEED_MASK = (1 << 63) - 1
+MAX_ID_DIGITS = 20
+"""Of a token id given as text."""
+
+
+@dataclass(slots=True)
+class OutputOptions:
+    """What the HTTP layer does with the tokens."""
+
+    n: int
+    stream: bool
+    include_usage: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    logprobs: bool = False
+    echo: bool = False
+
+
+def _ranged(value: float | None, default: float, low: float, high: float, name: str, open_low: bool = False) -> float:
+    if value is None:
+        return default
+    if not (low < value <= high if open_low else low <= value <= high):
+        bounds = f"{'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
+        raise InvalidRequest(f"{name} must be {bounds}, not {value:g}", name)
+    return value
+
+
+def _token_ids(values: list[int] | None, vocab_size: int, name: str) -> tuple[int, ...]:
+    if not values:
+        return ()
+    for token in values:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"{name}: {token} is no token id (0 to {vocab_size - 1})", name)
+    return tuple(dict.fromkeys(values))
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        # The length first: Python reads no integer of thousands of digits.
+        if not (len(key) < MAX_ID_DIGITS and key.isascii() and key.isdigit() and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:MAX_ID_DIGITS]!r} is no token id (0 to {vocab_size - 1})", "logit_bias"
+            )
+        result[int(key)] = _ranged(value, 0.0, -100, 100, "logit_bias")
+    return result
+
+
+def output_options(body: GenerationBody) -> OutputOptions:
+    """InvalidRequest where `n`, `stop` or `stream_options` are out of range."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n must be from 1 to {MAX_N}, not {n}", "n")
+    stream = bool(body.stream)
+    if body.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options is allowed only with stream: true", "stream_options")
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if "" in stops:
+        raise InvalidRequest("stop must not hold an empty string", "stop")
+    return OutputOptions(
+        n=n,
+        stream=stream,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        stops=stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=num_logprobs(body) is not None,
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+    )
+
+
+def sampling_params(
+    body: GenerationBody, max_tokens: int, vocab_size: int, more_eos: tuple[int, ...] = ()
+) -> SamplingParams:
+    """Every default resolved, every range checked. `max_tokens` was capped by the context already. `more_eos`: what
+    ends a text beside what D itself takes for eos."""
+    min_tokens = body.min_tokens or 0
+    if not 0 <= min_tokens <= max_tokens:
+        raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
+    top_k = body.top_k or 0
+    if top_k < -1:
+        raise InvalidRequest(f"top_k must be at least 1, or 0 or -1 for off, not {top_k}", "top_k")
+    seed = body.seed
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise InvalidRequest("seed must fit in 64 bits", "seed")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_ranged(body.temperature, 1.0, 0, 2, "temperature"),
+        top_k=min(max(top_k, 0), vocab_size),
+        top_p=_ranged(body.top_p, 1.0, 0, 1, "top_p", open_low=True),
+        min_p=_ranged(body.min_p, 0.0, 0, 1, "min_p"),
+        seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
+        presence_penalty=_ranged(body.presence_penalty, 0.0, -2, 2, "presence_penalty"),
+        frequency_penalty=_ranged(body.frequency_penalty, 0.0, -2, 2, "frequency_penalty"),
+        repetition_penalty=_ranged(body.repetition_penalty, 1.0, 0, 10, "repetition_penalty", open_low=True),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
+        stop_token_ids=_token_ids(
+            [*(body.stop_token_ids or ()), *(() if body.ignore_eos else more_eos)], vocab_size, "stop_token_ids"
+        ),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=num_logprobs(body),
+    )
+
+
+def num_logprobs(body: GenerationBody) -> int | None:
+    """Most likely tokens that come with each token; None where no logprobs are asked for. InvalidRequest out of range,
+    and for candidates without the logprobs that they belong to."""
+    if isinstance(body, CompletionBody):
+        name, count = "logprobs", body.logprobs
+        if count is None or count is False:
+            return None
+        if count is True:
+            raise InvalidRequest(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}", "logprobs")
+    else:
+        assert isinstance(body, ChatBody)
+        name, count = "top_logprobs", body.top_logprobs or 0
+        if not body.logprobs:
+            if count:
+                raise InvalidRequest("top_logprobs is allowed only with logprobs: true", "top_logprobs")
+            return None
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}", name)
+    return count
+
+
+def wanted_tokens(body: GenerationBody) -> int | None:
+    """`max_tokens` (chat: `max_completion_tokens` first) as the client gave it. InvalidRequest below 1."""
+    name, value = "max_tokens", body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, value = "max_completion_tokens", body.max_completion_tokens
+    if value is not None and value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, not {value}", name)
+    return value
+
+
+def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of choice `index` of n: seed + index."""
+    if index == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK)

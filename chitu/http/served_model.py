@@ -1,0 +1,122 @@
+"""The model as the HTTP layer sees it: names, tokenizer, limits. Torch-free.
+
+Loop thread, except `require_name`, `encode` and `require_known`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chitu.config.schema import ModelConfig
+from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from chitu.http.token_logprobs import ChatLogprobs, ChatTexts, ChoiceLogprobs, CompletionLogprobs, CompletionTexts
+from chitu.models.config import ModelSpec, read_model_spec
+from chitu.router.routing import Candidates
+from chitu.tokenizer import Tokenizer
+
+NAMED_CHARS = 100
+"""Of a client's text in an error."""
+
+
+@dataclass(slots=True, frozen=True)
+class ModelLimits:
+    max_model_len: int
+    """Prompt plus output tokens of one request: the least of what the serving instances and the config allow."""
+    vocab_size: int
+
+
+class ServedModel:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, spec: ModelSpec, created_s: int) -> None:
+        self.name = config.served_name or Path(config.path).name
+        self.path = config.path
+        self.tokenizer = tokenizer
+        known = [token for token in tokenizer.eos_token_ids if token < spec.vocab_size]
+        self.eos_ids = frozenset(spec.eos_token_ids).union(known)
+        """What ends a text, unless the client ignores it: eos of tokenizer, generation_config.json and config.json."""
+        self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
+        """Those of them that D does not know by itself, as it reads no tokenizer."""
+        self._completion_texts = CompletionTexts(tokenizer.token_bytes)
+        self._chat_texts = ChatTexts(tokenizer.token_bytes)
+        """Tables that fill as tokens occur, for logprobs."""
+        self._spec_vocab_size = spec.vocab_size
+        self.created_s = created_s
+        self._config_max_len = config.max_model_len
+        self._limits: tuple[Candidates, ModelLimits] | None = None
+
+    @classmethod
+    def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
+        """ConfigError where the folder is missing or not a model."""
+        return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
+
+    def require_name(self, name: str | None) -> None:
+        """ModelNotFound for a name that is neither the served one nor the path; None is the one model that there is."""
+        if name is not None and name != self.name and name != self.path:
+            raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
+
+    def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool) -> ChoiceLogprobs:
+        """Of a new choice, in the form of its route."""
+        if is_chat:
+            return ChatLogprobs(self._chat_texts)
+        return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
+
+    def limits(self, candidates: Candidates) -> ModelLimits | None:
+        """None while no instance can serve. Computed once per view."""
+        if self._limits is None or self._limits[0] is not candidates:
+            serving = candidates.serving
+            if not serving:
+                return None
+            max_len = min(instance.max_model_len for instance in serving)
+            if self._config_max_len is not None:
+                max_len = min(max_len, self._config_max_len)
+            self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
+        return self._limits[1]
+
+    def vocab_size(self, candidates: Candidates) -> int:
+        """Of the serving instances; the checkpoint's while there is none."""
+        limits = self.limits(candidates)
+        return limits.vocab_size if limits is not None else self._spec_vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
+        """Token ids. ContextLengthExceeded, before it is tokenised, where they are certainly more than a request may
+        have; the caller counts the others."""
+        if self.tokenizer.exceeds(text, limits.max_model_len):
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {limits.max_model_len} tokens and a prompt of {len(text)} "
+                "characters has more; shorten the prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
+        """InvalidRequest where the model has no embedding for one of the ids (not empty), whoever made them: tokenizers
+        may know tokens that were added behind the model's vocabulary."""
+        if is_text and self.tokenizer.vocab_size <= limits.vocab_size:
+            return
+        largest = max(ids)
+        if largest < limits.vocab_size and min(ids) >= 0:
+            return
+        known = f"from 0 to {limits.vocab_size - 1}"
+        if is_text:
+            token = self.tokenizer.decode([largest], skip_special_tokens=False)
+            raise InvalidRequest(f"{param}: the text has the token {token!r} ({largest}); the model has {known}", param)
+        raise InvalidRequest(f"{param}: token ids must be {known}", param)
+
+
+def output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:
+    """Tokens that a request may emit. `default` None: the rest of the context. ContextLengthExceeded where the prompt
+    leaves no room, or not the room that was asked for."""
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {max_model_len} tokens and the prompt alone has {prompt_tokens}; "
+            "shorten the prompt"
+        )
+    if wanted is not None:
+        if wanted > room:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {max_model_len} tokens, but {prompt_tokens + wanted} were "
+                f"asked for ({prompt_tokens} in the prompt, {wanted} to generate); shorten either"
+            )
+        return wanted
+    return room if default is None else min(default, room)

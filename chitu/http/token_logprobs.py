@@ -1,0 +1,147 @@
+"""Logprobs of a choice as OpenAI's two forms have them. Pure; loop thread.
+
+What came from D waits here until its text goes out, so a client gets both together. JSON is written token by token as
+it comes: an answer of many tokens and candidates is then no long turn of the loop at its end.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from chitu.errors import Internal
+from chitu.protocol import unpack_logprobs
+from chitu.tokenizer import Detokenizer
+
+LOWEST = -9999.0
+"""Of a token that cannot be; JSON has no infinity."""
+_json = msgspec.json.Encoder().encode
+
+
+def _shown(data: bytes | None, token_id: int, prefix: str) -> str:
+    """A token's text; of a part of a character its bytes as escapes."""
+    if data is None:
+        return f"token_id:{token_id}"
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
+
+
+class CompletionTexts(dict[int, bytes]):
+    """Token id -> its text as a JSON string."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = _json(_shown(self._bytes_of(token_id), token_id, "bytes:"))
+        return value
+
+
+class ChatTexts(dict[int, bytes]):
+    """Token id -> the fields `token` and `bytes` as JSON, with a comma behind them."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self._bytes_of(token_id)
+        shown = _json({"token": _shown(data, token_id, ""), "bytes": None if data is None else list(data)})
+        value = self[token_id] = shown[:-1] + b","
+        return value
+
+
+def _number(logprob: float) -> bytes:
+    return _json(max(logprob, LOWEST))
+
+
+class ChoiceLogprobs(abc.ABC):
+    """One per choice: `push` what came, `write` the tokens whose text goes out, `take` the JSON of what was written."""
+
+    def __init__(self) -> None:
+        self._waiting: list[bytes] = []
+        self._num_written = 0
+        """Of those waiting."""
+
+    def push(self, packed: list[bytes]) -> None:
+        """Of the tokens that came, in their order."""
+        del self._waiting[: self._num_written]
+        self._num_written = 0
+        self._waiting += packed
+
+    def write(self, token_ids: Sequence[int]) -> None:
+        """The next tokens of the choice. Internal where their logprobs did not come."""
+        end = self._num_written + len(token_ids)
+        if end > len(self._waiting):
+            raise Internal("an instance sent tokens without the logprobs that were asked for")
+        for token_id, packed in zip(token_ids, self._waiting[self._num_written : end], strict=True):
+            own, top = unpack_logprobs(packed)
+            self._write(token_id, own, top)
+        self._num_written = end
+
+    def of(self, token_ids: Sequence[int]) -> bytes:
+        """`write` and `take`."""
+        self.write(token_ids)
+        return self.take()
+
+    @abc.abstractmethod
+    def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None: ...
+
+    @abc.abstractmethod
+    def take(self) -> bytes:
+        """The object `logprobs` of the tokens that were written since the last call."""
+
+
+class ChatLogprobs(ChoiceLogprobs):
+    def __init__(self, texts: ChatTexts) -> None:
+        super().__init__()
+        self._texts = texts
+        self._content: list[bytes] = []
+
+    def _entry(self, token_id: int, logprob: float) -> bytes:
+        return self._texts[token_id] + b'"logprob":' + _number(logprob)
+
+    def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
+        others = b"},".join([self._entry(other, logprob) for other, logprob in top])
+        self._content.append(self._entry(token_id, own) + b',"top_logprobs":[' + others + (b"}]}" if others else b"]}"))
+
+    def take(self) -> bytes:
+        content, self._content = self._content, []
+        return b'{"content":[' + b",".join(content) + b'],"refusal":null}'
+
+
+class CompletionLogprobs(ChoiceLogprobs):
+    """`detokenizer`: a fresh one for the choice's text, in which `text_offset` counts characters."""
+
+    def __init__(self, texts: CompletionTexts, detokenizer: Detokenizer) -> None:
+        super().__init__()
+        self._texts = texts
+        self._detokenizer = detokenizer
+        self._offset = 0
+        self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
+
+    def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
+        text = self._texts[token_id]
+        # The token itself is always among them; of two tokens with one text the likelier one counts.
+        top_of = {self._texts[other]: logprob for other, logprob in reversed([*top, (token_id, own)])}
+        ordered = sorted(top_of.items(), key=lambda item: -item[1])
+        tokens, numbers, tops, offsets = self._columns
+        tokens.append(text)
+        numbers.append(_number(own))
+        tops.append(b"{" + b",".join([name + b":" + _number(logprob) for name, logprob in ordered]) + b"}")
+        offsets.append(b"%d" % self._offset)
+        self._offset += len(self._detokenizer.push((token_id,)))
+
+    def take(self) -> bytes:
+        columns, self._columns = self._columns, ([], [], [], [])
+        names = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+        return b"{" + b",".join([_column(*pair) for pair in zip(names, columns, strict=True)]) + b"}"
+
+
+def _column(name: bytes, values: Iterable[bytes]) -> bytes:
+    return b'"' + name + b'":[' + b",".join(values) + b"]"

@@ -1,0 +1,296 @@
+"""The token half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
+
+Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class moves sequences between its
+queues accordingly and writes the step plan. A unified instance uses it without a receiver: sequences enter by `start`.
+
+A plan may be made before the tokens of the newest launched step are read. So it rests on what was launched
+(`Sequence.kv_len`, `.launched`), not on what was emitted: a sequence of which one more token is in flight takes its
+next step all the same, unless that token is its last by length. If it turns out to have ended (eos, a stop id, a
+cancel), its surplus row writes into a page that it still holds, and the token of it is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
+from chitu.config.schema import SchedulerConfig
+from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
+from chitu.errors import ChituError
+from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
+from chitu.instance.scheduling.resources import Resources
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
+from chitu.protocol.states import SequenceState
+
+
+def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
+    """It in its slot, with the pages and the KV that it has."""
+    return Admit(
+        sequence.slot,
+        sequence.token_ids(),
+        sequence.client_prompt_len,
+        sequence.kv_len,
+        tuple(cache.get_page_indices(sequence.room)),
+        sequence.sampling,
+    )
+
+
+class DecodeManager:
+    """`receiver` is D's; None on a unified instance."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        resources: Resources,
+        clock: Clock,
+        receiver: DecodeReceiverLike | None = None,
+    ) -> None:
+        self._config = config
+        self._resources = resources
+        self._cache = resources.cache
+        self._slots = resources.slots
+        self._clock = clock
+        self._receiver = receiver
+        self._offload_keys = itertools.count()
+        self._dropped_keys: list[int] = []
+        self.retractions = 0
+        self.admissions = 0
+        """Requests that D announced since the start."""
+        self.waiting: dict[bytes, Sequence] = {}
+        self.transfer: dict[bytes, Sequence] = {}
+        self.running: dict[bytes, Sequence] = {}
+        self.retracted: dict[bytes, Sequence] = {}
+        self.closing: dict[bytes, Sequence] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, (self.waiting, self.transfer, self.running, self.retracted, self.closing)))
+
+    def find(self, room: bytes) -> Sequence | None:
+        return self.running.get(room) or self.transfer.get(room) or self.waiting.get(room) or self.retracted.get(room)
+
+    def add(self, sequence: Sequence) -> None:
+        """D: wait for pages, an aux slot and an executor slot."""
+        self.waiting[sequence.room] = sequence
+
+    def start(self, sequence: Sequence) -> None:
+        """KV of the prompt is in the pages and token 1 is launched: decode from the next step on."""
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.room] = sequence
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
+        """Whose first token the step samples, and who decodes, in the plan's order."""
+        self._grow(plan)
+        plan.drop.extend(self._dropped_keys)
+        self._dropped_keys = []
+        self._resume(plan)
+        self._announce()
+        first_tokens = self._sample_first_tokens(plan)
+        decoding = [s for s in self.running.values() if s.launched < s.max_new_tokens]
+        plan.decode.extend([s.slot for s in decoding])
+        return first_tokens, decoding
+
+    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int], bool]:
+        """Of one turn: whether a sequence may have so many pages now, of which others use so many already. One that may
+        counts from then on: the caller admits it. `others` hold pages too and will decode here later."""
+        if not self._slots.num_free:
+            return lambda sequence, pages, num_shared: False
+        reserve = GrowthReserve(
+            self._cache.page_size, self._config.reserved_decode_tokens, self._cache.num_shared_pages
+        )
+        for active in (*self.transfer.values(), *self.running.values(), *others):
+            reserve.add(active, len(self._cache.get_page_indices(active.room)))
+
+        def may_start(sequence: Sequence, pages: int, num_shared: int) -> bool:
+            available = self._cache.num_available_pages
+            wanted = pages - num_shared
+            if not self._slots.num_free or not may_admit(available, wanted, reserve.pages, reserve.is_empty):
+                return False
+            reserve.add(sequence, pages, num_shared)
+            return True
+
+        return may_start
+
+    def _grow(self, plan: StepPlan) -> None:
+        needy = self._needy()
+        if len(needy) > self._cache.num_available_pages:
+            self._resources.settle()  # who ended in it needs no page, and gives some back
+            needy = self._needy()
+        if len(needy) > self._cache.num_available_pages:
+            available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()
+            for victim in victims_for_growth(self.running.values(), needy, available, coming_back):
+                self._retract(victim, plan)
+                needy.discard(victim)
+        for sequence in needy:
+            pages = self._cache.reserve(sequence.room, sequence.kv_len + 1)
+            sequence.capacity_tokens += len(pages) * self._cache.page_size
+            plan.append.append(AppendPages(sequence.slot, tuple(pages)))
+
+    def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
+        """Of these saved copies, with the next plan."""
+        wanted = {sequence.offload_key for sequence in self.retracted.values()}
+        self._dropped_keys = [key for key in saved_keys if key not in wanted]
+
+    def _needy(self) -> set[Sequence]:
+        """Whose next step writes beyond its pages."""
+        running = self.running.values()
+        return {s for s in running if s.kv_len >= s.capacity_tokens and s.launched < s.max_new_tokens}
+
+    def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
+        """KV goes to host memory; no token is lost: all that are launched have been read."""
+        sequence.offload_key = next(self._offload_keys)
+        plan.offload.append(Offload(sequence.slot, sequence.offload_key))
+        self._resources.vacate(sequence, is_offloaded=True)
+        del self.running[sequence.room]
+        sequence.state = SequenceState.RETRACTED
+        self.retracted[sequence.room] = sequence
+        self.retractions += 1
+
+    def _resume(self, plan: StepPlan) -> None:
+        if not self.retracted:
+            return
+        may_start = self.open_admission()
+        for sequence in sorted(self.retracted.values(), key=lambda s: s.order):
+            if not may_start(sequence, self._cache.pages_for(sequence.kv_len + 1), 0):
+                return
+            del self.retracted[sequence.room]
+            self._slots.take(sequence)
+            self._reserve(sequence, sequence.kv_len + 1)
+            self._admit(sequence, plan)
+            plan.restore.append(Restore(sequence.slot, sequence.offload_key))
+            self.start(sequence)
+
+    def _announce(self) -> None:
+        """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
+        if self._receiver is None or self.retracted or not self.waiting:
+            return
+        aux = self._resources.aux
+        assert aux is not None
+        may_start = self.open_admission()
+        for sequence in list(self.waiting.values()):
+            if not aux.num_free or not may_start(sequence, self._cache.pages_for(sequence.prompt_len), 0):
+                return
+            del self.waiting[sequence.room]
+            self._slots.take(sequence)
+            sequence.aux_slot = self._resources.take_aux()
+            pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+            sequence.capacity_tokens = len(pages) * self._cache.page_size
+            sequence.state = SequenceState.TRANSFER
+            sequence.announced_s = self._clock.monotonic()
+            self.transfer[sequence.room] = sequence
+            self.admissions += 1
+            self._receiver.announce(
+                sequence.room,
+                sequence.request_id,
+                pages,
+                sequence.aux_slot,
+                sequence.prompt_len,
+                sequence.prefill_rank,
+                sequence.prefill_incarnation,
+            )
+
+    def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
+        ready = [s for s in self.transfer.values() if s.logits_ready and not s.admitted]
+        for sequence in ready:
+            sequence.kv_len = sequence.prompt_len
+            self._admit(sequence, plan)
+            plan.first_tokens.append(FirstToken(sequence.slot, sequence.aux_slot))
+        return ready
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        self._cache.reserve(sequence.room, num_tokens)
+        sequence.capacity_tokens = len(self._cache.get_page_indices(sequence.room)) * self._cache.page_size
+
+    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
+        sequence.admitted = True
+        plan.admit.append(admission(sequence, self._cache))
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def after_launch(self, first_tokens: list[Sequence], decoding: list[Sequence]) -> None:
+        """One more token of each is sampled; of those that decode one more is in the KV cache. Where KV is here, the
+        first token makes a sequence run: what it feeds lies on the device."""
+        for sequence in decoding:
+            sequence.kv_len += 1
+            sequence.launched += 1
+        for sequence in first_tokens:
+            sequence.launched += 1
+            if sequence.kv_ready:
+                self._join(sequence)
+
+    def on_event(self, event: TransferEvent) -> None:
+        """D: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        sequence = self.transfer.get(event.room) or self.closing.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.LOGITS_READY:
+            sequence.logits_ready = True
+        elif event.kind is TransferEventKind.SUCCESS:
+            self._landed(sequence, event)
+        elif event.kind is TransferEventKind.FAILED:
+            self._close(sequence)
+            self._cache.quarantine(sequence.room)
+        elif event.kind is TransferEventKind.RELEASED:
+            self._close(sequence)
+            self._free(sequence)
+
+    def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
+        sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
+        sequence.kv_landed_s = self._clock.monotonic()
+        sequence.kv_ready = True
+        pages = self._cache.get_page_indices(sequence.room)
+        self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
+        if sequence.state is SequenceState.CLOSING:
+            self._free(sequence)
+        elif sequence.launched:
+            self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        del self.transfer[sequence.room]
+        self._resources.free_aux(sequence)
+        self.start(sequence)
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def finish(self, sequence: Sequence) -> None:
+        """The request has all of its tokens: the full pages of them are there for later prompts."""
+        if sequence.state is SequenceState.RUNNING:
+            # Of the newest token K and V are not there, or are just being computed.
+            num_settled = sequence.prompt_len + len(sequence.emitted) - 1
+            self._cache.commit(sequence.room, sequence.keys, sequence.token_ids(), num_settled)
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """The request is over for the client; what a peer may still write to stays until the peer is done."""
+        waits_for_peer = sequence.state is SequenceState.TRANSFER and not sequence.kv_ready
+        self._close(sequence)
+        if not waits_for_peer:
+            self._free(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        """It is over before its time; P is told to stop and the pages are quarantined until it has."""
+        if sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
+            assert self._receiver is not None
+            self._close(sequence)
+            self._cache.quarantine(sequence.room)
+            self._receiver.abort(sequence.room, error)
+        else:
+            self._end(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.CLOSING:
+            return
+        for queue in (self.waiting, self.transfer, self.running, self.retracted):
+            queue.pop(sequence.room, None)
+        if sequence.state is SequenceState.RETRACTED:
+            self._dropped_keys.append(sequence.offload_key)
+        self._resources.free_slot(sequence)
+        sequence.state = SequenceState.CLOSING
+        self.closing[sequence.room] = sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

@@ -1,0 +1,86 @@
+"""What an instance tells of itself: queues, pages, work done, and how fast its queue moves.
+
+Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, but for `snapshot`, which
+any thread may read: it is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.scheduling.backlog import BacklogMeter
+from chitu.instance.scheduling.resources import AuxSlots
+from chitu.instance.token_manager import TokenManager
+from chitu.protocol import LoadReport
+from chitu.types import Role
+
+
+@dataclass(slots=True, frozen=True)
+class LoadSources:
+    """`aux`: P's or D's; None on a unified instance."""
+
+    role: Role
+    prefill: PrefillManager
+    decode: DecodeManager
+    cache: PagedKVCacheManager
+    tokens: TokenManager
+    aux: AuxSlots | None
+    num_aux_slots: int
+
+
+class InstanceLoad:
+    def __init__(self, sources: LoadSources, now_s: float) -> None:
+        self._sources = sources
+        self._backlog = BacklogMeter(now_s)
+        self.steps = 0
+        self.prompt_tokens = 0
+        """Computed since the start."""
+        self.bytes_moved = 0
+        self.snapshot = self._report()
+
+    def note_backlog(self, now_s: float, is_full: bool) -> None:
+        """Once a step, when it is planned. D's queue moves by admissions, the others' by prompt tokens; after a step
+        that `is_full` more waits."""
+        sources = self._sources
+        if sources.role is Role.DECODE:
+            waits, work = bool(sources.decode.waiting), sources.decode.admissions
+        else:
+            waits, work = is_full or bool(sources.prefill.waiting), self.prompt_tokens
+        self._backlog.update(now_s, work, waits)
+
+    def report(self) -> None:
+        """Make `snapshot` new."""
+        self.snapshot = self._report()
+
+    def _report(self) -> LoadReport:
+        sources = self._sources
+        prefill, decode, cache, tokens = sources.prefill, sources.decode, sources.cache, sources.tokens
+        return LoadReport(
+            waiting=len(prefill.waiting) + len(decode.waiting),
+            unannounced=sum(not s.announced for s in prefill.waiting.values()),
+            transferring=len(prefill.inflight) + len(decode.transfer),
+            landed=sum(s.kv_ready for s in decode.transfer.values()),
+            running=len(prefill.computing) + len(decode.running),
+            retracted=len(decode.retracted),
+            closing=len(prefill.closing) + len(decode.closing),
+            waiting_tokens=sum(s.remaining_prompt for q in (prefill.waiting, prefill.computing) for s in q.values()),
+            pages_total=cache.num_pages,
+            pages_free=cache.num_free_pages,
+            pages_used=cache.num_used_pages,
+            pages_quarantined=cache.num_quarantined_pages,
+            pages_cached=cache.num_cached_pages,
+            cached_tokens=cache.hit_tokens,
+            evictions=cache.evictions,
+            aux_total=sources.num_aux_slots,
+            aux_free=sources.aux.num_free if sources.aux is not None else 0,
+            steps=self.steps,
+            tokens=self.prompt_tokens if sources.role is Role.PREFILL else tokens.tokens_sent,
+            tokens_dropped=tokens.tokens_dropped,
+            bytes_moved=self.bytes_moved,
+            retractions=decode.retractions,
+            backlog_s=self._backlog.seconds,
+            backlog_work=self._backlog.work,
+        )

@@ -1,0 +1,201 @@
+"""The prompt half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
+
+Owned by `PDScheduler`, step thread only. On P a sequence ends here: its pages and aux slot come back with the transfer
+layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeManager` after its last chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chitu.clock import Clock
+from chitu.config.schema import SchedulerConfig
+from chitu.engine.executor import PrefillChunk, StepPlan
+from chitu.errors import ChituError
+from chitu.instance.decode_manager import admission
+from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
+from chitu.instance.scheduling.resources import Resources
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.protocol.states import SequenceState
+
+
+class PrefillManager:
+    """`sender` is P's; None on a unified instance, for which `open_admission` gives each turn's rule: whether a
+    sequence may start now; the one that may does."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        resources: Resources,
+        clock: Clock,
+        sender: PrefillSenderLike | None = None,
+        open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
+    ) -> None:
+        self._config = config
+        self._resources = resources
+        self._cache = resources.cache
+        self._slots = resources.slots
+        self._clock = clock
+        self._sender = sender
+        self._open_admission = open_admission or (lambda: self._fits)
+        self.waiting: dict[bytes, Sequence] = {}
+        self.computing: dict[bytes, Sequence] = {}
+        self.inflight: dict[bytes, Sequence] = {}
+        self.closing: dict[bytes, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.computing) + len(self.inflight) + len(self.closing)
+
+    def find(self, room: bytes) -> Sequence | None:
+        return self.waiting.get(room) or self.computing.get(room) or self.inflight.get(room)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting[sequence.room] = sequence
+
+    # ------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, plan: StepPlan) -> list[Chunk]:
+        """Admit what fits and put the step's chunks into the plan."""
+        self._admit(plan)
+        chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
+        for sequence, start, length in chunks:
+            if start == sequence.cached_tokens:
+                sequence.computing_since_s = self._clock.monotonic()
+            last = start + length == sequence.prompt_len
+            plan.prefill.append(
+                PrefillChunk(
+                    sequence.slot,
+                    start,
+                    length,
+                    sample=last and self._sender is None,
+                    aux_slot=sequence.aux_slot if last and self._sender is not None else -1,
+                )
+            )
+        if self._sender is not None and chunks:
+            self._sender.begin_step(
+                [
+                    KVChunk(c.sequence.room, self._cache.get_page_indices(c.sequence.room), c.start, c.start + c.length)
+                    for c in chunks
+                ]
+            )
+        return chunks
+
+    def after_launch(self, chunks: list[Chunk]) -> list[Sequence]:
+        """Account for the chunks of a launched step. Prompts that are whole with it: on a unified instance they are
+        returned and go on elsewhere; on P they wait for their KV to leave, without a slot."""
+        done = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.kv_len += chunk.length
+            if sequence.remaining_prompt:
+                continue
+            del self.computing[sequence.room]
+            if self._sender is None:
+                done.append(sequence)
+            else:
+                self._resources.free_slot(sequence)
+                sequence.state = SequenceState.INFLIGHT
+                self.inflight[sequence.room] = sequence
+        if self._sender is not None and chunks:
+            self._sender.end_step()
+        return done
+
+    def after_read(self, chunks: list[Chunk]) -> None:
+        """The step is done: what it computed is there for later prompts, unless the request is over. On P the logits
+        rows of the prompts that ended in it are complete, and may leave."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.state is SequenceState.CLOSING:
+                continue
+            self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+            if self._sender is not None and chunk.is_last and sequence.state is SequenceState.INFLIGHT:
+                self._sender.send_kv_cache(sequence.room, sequence.aux_slot)
+
+    def _admit(self, plan: StepPlan) -> None:
+        if not self.waiting:
+            return
+        may_start = self._open_admission()
+        for sequence in by_urgency(self.waiting.values()):
+            if not may_start(sequence):
+                return  # strictly in order: a large request is not overtaken for ever by small ones
+            del self.waiting[sequence.room]
+            self._slots.take(sequence)
+            if self._resources.aux is not None:
+                sequence.aux_slot = self._resources.take_aux()
+            sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
+            self._cache.reserve(sequence.room, sequence.prompt_len)
+            pages = self._cache.get_page_indices(sequence.room)
+            sequence.capacity_tokens = len(pages) * self._cache.page_size
+            sequence.state = SequenceState.COMPUTING
+            sequence.admitted = True
+            self.computing[sequence.room] = sequence
+            plan.admit.append(admission(sequence, self._cache))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""
+        pages, aux = self._missing(sequence)
+        if (pages > 0 or aux > 0) and sequence.announced:
+            self._undo_speculation(sequence)
+            pages, aux = self._missing(sequence)
+        return pages <= 0 and aux <= 0 and self._slots.num_free > 0
+
+    def _missing(self, sequence: Sequence) -> tuple[int, int]:
+        """Pages and aux slots that it lacks."""
+        assert self._resources.aux is not None
+        pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
+        return pages, 1 - self._resources.aux.num_free
+
+    def _undo_speculation(self, wanting: Sequence) -> None:
+        assert self._sender is not None
+        if not self._speculators(wanting):
+            return
+        self._resources.settle()  # a step in flight may compute for those that give way
+        for sequence in self._speculators(wanting):
+            if not self._sender.reset_chunks(sequence.room):
+                continue  # announced in this very moment: it is urgent itself now
+            self.computing.pop(sequence.room, None)
+            self.inflight.pop(sequence.room, None)
+            self._resources.vacate(sequence, is_offloaded=False)
+            sequence.kv_len = 0
+            sequence.state = SequenceState.WAITING
+            self.waiting[sequence.room] = sequence
+
+    def _speculators(self, wanting: Sequence) -> list[Sequence]:
+        """Who must give way so that it fits."""
+        holders = [*self.computing.values(), *self.inflight.values()]
+        return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
+
+    # ----------------------------------------------------------------------------------------------------------- ends
+
+    def on_event(self, event: TransferEvent) -> None:
+        """P: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        sequence = self.find(event.room) or self.closing.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.ANNOUNCED:
+            sequence.announced = True
+        elif event.kind is TransferEventKind.FAILED:
+            self._close(sequence)
+        elif event.kind in (TransferEventKind.SUCCESS, TransferEventKind.RELEASED):
+            self._close(sequence)
+            self._free(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        """The request is over. P keeps pages until the sender released the room; a unified instance gives them back."""
+        self._close(sequence)
+        if self._sender is not None:
+            self._sender.abort(sequence.room, error)
+        else:
+            self._free(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        for queue in (self.waiting, self.computing, self.inflight):
+            queue.pop(sequence.room, None)
+        self._resources.free_slot(sequence)
+        if sequence.state is not SequenceState.CLOSING:
+            sequence.state = SequenceState.CLOSING
+            self.closing[sequence.room] = sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

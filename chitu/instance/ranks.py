@@ -1,0 +1,100 @@
+"""The ranks of a tensor-parallel instance as processes: how they get to know each other, and the life of a follower.
+
+`greet` is called by every rank once its memory is registered with its transports, and before the first step. The main
+rank then goes on in `scheduler.py`; every other one spends its life in `follow`. A follower opens no port: it listens
+to its main rank alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import msgspec
+
+from chitu.config.schema import Topology
+from chitu.config.topology import Instance
+from chitu.engine.build import BuildProgress, RankEngine, build_rank
+from chitu.engine.follower import run_follower
+from chitu.engine.parallel import RankGroup
+from chitu.engine.process_watch import ProcessWatch
+from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
+from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.net.threads import ServiceThread
+from chitu.protocol import RankMemory
+from chitu.types import Role
+
+logger = logging.getLogger(__name__)
+
+
+class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a rank tells the others at the start."""
+
+    pid: int
+    memory: RankMemory | None = None
+    """Followers of D: where P's ranks write."""
+    lane_base: str = ""
+    """Main rank of P, and of D with `verify_kv`: where its followers take orders (`FanOut`)."""
+    num_lanes: int = 0
+
+
+def greet(group: RankGroup, mine: Greeting) -> list[Greeting]:
+    """Everybody's greeting, by rank. Collective."""
+    return [msgspec.msgpack.decode(each, type=Greeting) for each in group.collect(msgspec.msgpack.encode(mine))]
+
+
+def watch_others(greetings: list[Greeting]) -> ProcessWatch:
+    """From here on this process ends as soon as another rank dies."""
+    return ProcessWatch([each.pid for each in greetings if each.pid != os.getpid()])
+
+
+class _Silent:
+    """The main rank's progress stands for all."""
+
+    def state(self, state: str) -> None: ...
+
+    def loading(self, done: int, total: int) -> None: ...
+
+
+def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
+    """A follower from its start to its end; the exit code."""
+    silent: BuildProgress = _Silent()
+    engine = build_rank(topology, instance, tp_rank, silent)
+    assert engine.group is not None
+    transports: list[Transport] = []
+    memory: RankMemory | None = None
+    if instance.role is not Role.UNIFIED:
+        config = instance.config
+        pd = topology.dp_config.router.pd_disaggregation
+        transports = open_transports(pd, config.host, config.devices[tp_rank])
+        memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
+    greetings = greet(engine.group, Greeting(os.getpid(), memory))
+    watch = watch_others(greetings)
+    # The main rank drains before it ends, and needs us for that; a dead main rank ends us by the watch.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    writer = _start_writer(topology, engine, tp_rank, transports, greetings[0])
+    logger.info("follows rank 0 (pid %d)", greetings[0].pid)
+    run_follower(engine.runner, engine.group, watch)
+    if writer is not None:
+        writer.close()
+    # Transports and pool go with the process, which ends now: closing a Mooncake engine would take a second more.
+    return 0
+
+
+def _start_writer(
+    topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
+) -> ShardFollower | None:
+    """Threads that write this rank's shard of P, or sum up its pages, when the main rank says so."""
+    if not main.num_lanes:
+        return None
+    is_verified = topology.dp_config.router.pd_disaggregation.verify_kv != "off"
+    pool, sums = engine.pool, page_sums_of(engine.pool, tp_rank) if is_verified else None
+    writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums)
+    writer.start(ServiceThread)
+    return writer

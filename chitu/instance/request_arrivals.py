@@ -1,0 +1,206 @@
+"""What the router asks of an instance, as it comes in: requests become sequences, or are refused before they take
+anything; cancellations and the loss of a router end what is here.
+
+Owned by `PDScheduler`, step thread only; the `Inbox` carries the words over from other threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from chitu import log
+from chitu.errors import Capacity, ChituError, InvalidRequest
+from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.request_ends import RequestEnds
+from chitu.instance.scheduler_parts import PDSchedulerParts
+from chitu.instance.scheduling.inbox import CacheFlush, RouterReplaced, RouterSilent, Word, WorkerGone
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.protocol import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    CancelRequest,
+    DecodeRequest,
+    PrefillRequest,
+    SamplingParams,
+    UnifiedRequest,
+)
+from chitu.types import Role
+
+logger = logging.getLogger(__name__)
+
+GONE_WORKERS = 64
+"""So many API processes that are gone are remembered: their last requests may still be on the way."""
+
+
+class RequestArrivals:
+    def __init__(
+        self, parts: PDSchedulerParts, prefill: PrefillManager, decode: DecodeManager, ends: RequestEnds
+    ) -> None:
+        self._parts = parts
+        self._prefill = prefill
+        self._decode = decode
+        self._ends = ends
+        self._max_model_len = parts.executor.info.max_model_len
+        self._vocab_size = parts.executor.info.vocab_size
+        self._eos = frozenset(parts.executor.info.eos_token_ids)
+        self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
+        self._count = 0
+
+    def take(self, word: Word) -> None:
+        match word:
+            case CancelRequest():
+                self._ends.cancel(word.room)
+            case RouterReplaced():
+                self._ends.cancel_all()
+            case RouterSilent():
+                self._ends.end_without_router(word.silence_s)
+            case WorkerGone():
+                self._gone_workers.append(word.incarnation)
+                self._ends.cancel_worker(word.incarnation)
+            case CacheFlush():
+                self._parts.cache.flush()
+            case _:
+                self._take_request(word)
+
+    def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+        if self._ends.is_here(message.room):  # a refusal would end the first one at the router, which knows rooms only
+            logger.warning("request %s came twice", message.request_id)
+        elif message.router_worker in self._gone_workers:
+            logger.warning("request %s came from an API process that is gone", message.request_id)
+        elif isinstance(message, PrefillRequest):
+            self._process_prefill_request(message)
+        elif not self._can_answer(message):
+            pass
+        elif isinstance(message, DecodeRequest):
+            self._process_decode_request(message)
+        else:
+            self._process_unified_request(message)
+
+    def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
+        """Whether tokens have a way back to the API process that asks; the router hears it where not."""
+        if message.router_worker:
+            try:
+                self._parts.tokens.expect(message.router_worker, message.reply_port)
+            except ChituError as error:
+                logger.warning("request %s came from where no tokens can go: %s", message.request_id, error.message)
+                self._parts.report_failure(message.room, error)
+                return False
+        return True
+
+    def _process_prefill_request(self, message: PrefillRequest) -> None:
+        sequence = self._arrive(message, Role.PREFILL, "this instance does not prefill for others")
+        if sequence is None:
+            return
+        logger.info(log.PROCESSING_PREFILL, message.request_id)
+        assert self._parts.sender is not None
+        self._prefill.add(sequence)
+        self._parts.sender.add_request(
+            message.room,
+            message.request_id,
+            sequence.prompt_len,
+            message.decode_rank,
+            message.decode_incarnation,
+        )
+
+    def _process_decode_request(self, message: DecodeRequest) -> None:
+        sequence = self._arrive(message, Role.DECODE, "this instance does not decode for others")
+        if sequence is not None:
+            sequence.prefill_rank = message.prefill_rank
+            sequence.prefill_incarnation = message.prefill_incarnation
+            logger.info(log.PROCESSING_DECODE, message.request_id)
+            self._decode.add(sequence)
+
+    def _process_unified_request(self, message: UnifiedRequest) -> None:
+        sequence = self._arrive(message, Role.UNIFIED, "this instance serves half requests only")
+        if sequence is not None:
+            sequence.announced = True
+            self._prefill.add(sequence)
+
+    # ------------------------------------------------------------------------------------------ sequences and refusals
+
+    def _arrive(
+        self, message: PrefillRequest | DecodeRequest | UnifiedRequest, role: Role, wrong_role: str
+    ) -> Sequence | None:
+        """Its sequence; None where it was refused, of which the router hears."""
+        sequence = self._sequence(message)
+        refusal = InvalidRequest(wrong_role) if self._parts.role is not role else self._refusal(sequence)
+        if refusal is None:
+            return sequence
+        self._ends.refuse(sequence, refusal)
+        return None
+
+    def _sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
+        self._count += 1
+        sampling = None if isinstance(message, PrefillRequest) else message.sampling
+        stop_ids: frozenset[int] = frozenset()
+        if sampling is not None:
+            stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        return Sequence(
+            message.room,
+            message.request_id,
+            self._count,
+            self._parts.clock.monotonic(),
+            message.token_ids,
+            sampling,
+            0 if isinstance(message, PrefillRequest) else message.num_emitted,
+            message.router_worker,
+            stop_ids=stop_ids,
+            keys=None if isinstance(message, DecodeRequest) else self._parts.cache.page_keys(message.cache_salt),
+        )
+
+    def _refusal(self, sequence: Sequence) -> ChituError | None:
+        """Why a request can never run here, or not behind those that wait already."""
+        if not sequence.prompt or len(sequence.prompt) % 4:
+            return InvalidRequest("the prompt has no tokens")
+        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._vocab_size)
+        if sequence.sampling is not None:
+            wrong = wrong or wrong_sampling(sequence.sampling, self._vocab_size)
+        if wrong:
+            return InvalidRequest(wrong)
+        if not 0 <= sequence.num_continued < sequence.prompt_len:
+            return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
+        if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
+            return InvalidRequest(f"{sequence.num_continued} tokens are out already, all that were asked for")
+        total = sequence.final_len
+        if total > self._max_model_len:
+            return InvalidRequest(f"{total} tokens wanted, the context holds {self._max_model_len}")
+        cache = self._parts.cache
+        if cache.pages_for(total) > cache.num_pages:
+            return Capacity(f"{total} tokens need {cache.pages_for(total)} pages, this instance has {cache.num_pages}")
+        num_waiting = len(self._prefill.waiting) + len(self._decode.waiting)
+        if num_waiting >= self._parts.config.max_waiting_requests:
+            return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
+        return None
+
+
+def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:
+    """Why the model cannot take these ids, each of which becomes an index of a tensor; empty where it can."""
+    values = np.asarray(ids)
+    for token in (int(values.min()), int(values.max())) if values.size else ():
+        if not 0 <= token < vocab_size:
+            return f"{what}: {token} is no token id of this model (0 to {vocab_size - 1})"
+    return ""
+
+
+def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
+    """The router has checked all of it; this is what would fail, or cost without bound, in the middle of a step."""
+    bias, stops = sampling.logit_bias, sampling.stop_token_ids
+    if len(bias) > MAX_LOGIT_BIAS or len(stops) > MAX_STOP_TOKEN_IDS:
+        return (
+            f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
+            f"{MAX_STOP_TOKEN_IDS} are taken"
+        )
+    if not 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS:
+        return f"{sampling.logprobs} logprobs with each token; 0 to {MAX_LOGPROBS} are given"
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    if not all(map(math.isfinite, (*numbers, *penalties))):
+        return "a sampling parameter is not a finite number"
+    return _wrong_ids("logit_bias", tuple(bias), vocab_size) or _wrong_ids("stop_token_ids", stops, vocab_size)

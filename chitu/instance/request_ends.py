@@ -1,0 +1,171 @@
+"""Every way in which a request ends on an instance: its last token, a failed transfer, a cancel, a deadline, a router
+that is gone.
+
+Owned by `PDScheduler`, step thread only. It decides who hears of an end (the router by the token message, or on P by
+`report_failure`) and has the managers give back what the request held.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chitu.clock import Clock
+from chitu.errors import (
+    ChituError,
+    DecodeLost,
+    PrefillLost,
+    QueueTimeout,
+    RequestCancelled,
+    RequestTimeout,
+)
+from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.token_manager import TokenManager
+from chitu.kv_transfer.events import TransferEvent
+from chitu.protocol import Finish
+from chitu.protocol.states import SEQUENCE_AWAITS, waited_text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class EndRules:
+    """`name`: the instance's, in errors. `is_prefill`: P, which has no word with the client."""
+
+    name: str
+    is_prefill: bool
+    queue_s: float
+    request_timeout_s: float = math.inf
+
+
+class RequestEnds:
+    def __init__(
+        self,
+        rules: EndRules,
+        prefill: PrefillManager,
+        decode: DecodeManager,
+        tokens: TokenManager,
+        report_failure: Callable[[bytes, ChituError], None],
+        clock: Clock,
+    ) -> None:
+        self._rules = rules
+        self._prefill = prefill
+        self._decode = decode
+        self._tokens = tokens
+        self._report_failure = report_failure
+        self._clock = clock
+        self._next_expire_s = 0.0
+
+    def open(self) -> list[Sequence]:
+        """Every request that is not over for its client."""
+        prefill, decode = self._prefill, self._decode
+        queues = [prefill.waiting, prefill.computing, prefill.inflight]
+        queues += [decode.waiting, decode.transfer, decode.running, decode.retracted]
+        return [sequence for queue in queues for sequence in queue.values()]
+
+    def is_here(self, room: bytes) -> bool:
+        """Also where it is over, but a peer may still touch its pages."""
+        closing = room in self._prefill.closing or room in self._decode.closing
+        return closing or bool(self._prefill.find(room) or self._decode.find(room))
+
+    # -------------------------------------------------------------------------------------------- what the router hears
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Its newest token was the last one."""
+        self._tell(sequence, reason, None)
+        self._decode.finish(sequence)
+
+    def refuse(self, sequence: Sequence, error: ChituError) -> None:
+        """It ends before it took anything."""
+        if sequence.sampling is None:  # P's half of it
+            self._report_failure(sequence.room, error)
+        else:
+            self._tell(sequence, "error", error)
+
+    def transfer_failed(self, event: TransferEvent) -> None:
+        """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
+        assert event.error is not None
+        if self._rules.is_prefill:
+            if self._prefill.find(event.room) is not None and not isinstance(event.error, RequestCancelled):
+                self._report_failure(event.room, event.error)
+            return
+        sequence = self._decode.find(event.room)
+        if sequence is not None:
+            logger.warning("request %s failed: %s", sequence.request_id, event.error)
+            self._tell(sequence, "error", event.error)
+
+    def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+        self._tokens.finish(
+            Finish(
+                sequence.room,
+                reason,
+                error.code if error else "",
+                error.message if error else "",
+                sequence.kv_bytes,
+                sequence.stage_times(self._clock.monotonic()),
+            ),
+            sequence.router_worker,
+        )
+
+    def fail(self, sequence: Sequence, error: ChituError) -> None:
+        """End an open request here, and say so."""
+        logger.warning("request %s failed: %s", sequence.request_id, error.message)
+        if self._rules.is_prefill:
+            self._report_failure(sequence.room, error)
+            self._prefill.cancel(sequence, error)
+        else:
+            self._tell(sequence, "error", error)
+            (self._prefill if self._prefill.find(sequence.room) else self._decode).cancel(sequence, error)
+
+    # ---------------------------------------------------------------------------------------------- ends by the router
+
+    def cancel(self, room: bytes) -> None:
+        """Whoever asked knows: nothing is said."""
+        gone = RequestCancelled("the router cancelled the request")
+        if (sequence := self._prefill.find(room)) is not None:
+            self._prefill.cancel(sequence, gone)
+        elif (sequence := self._decode.find(room)) is not None:
+            self._decode.cancel(sequence, gone)
+
+    def cancel_all(self) -> None:
+        for sequence in self.open():
+            self.cancel(sequence.room)
+        self._tokens.restart()
+
+    def cancel_worker(self, incarnation: int) -> None:
+        for sequence in self.open():
+            if sequence.router_worker == incarnation:
+                self.cancel(sequence.room)
+        self._tokens.forget(incarnation)
+
+    def end_without_router(self, silence_s: float) -> None:
+        """The router may come back (a stopped process, a cut line), so each request ends with a word that reaches it
+        then."""
+        lost = PrefillLost if self._rules.is_prefill else DecodeLost
+        for sequence in self.open():
+            self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
+
+    # ----------------------------------------------------------------------------------------------- ends by the clock
+
+    def expire(self) -> None:
+        """Nobody waits for pages longer than `queue_s`, and nothing lasts longer than a request may: the router cancels
+        it before, unless that word is lost or the router is. The states between have the transfer layer's deadlines."""
+        now_s = self._clock.monotonic()
+        oldest_s = now_s - self._rules.queue_s
+        for queue in (self._prefill.waiting, self._decode.waiting):
+            for sequence in [s for s in queue.values() if s.arrival_s < oldest_s]:
+                what = SEQUENCE_AWAITS[sequence.state]
+                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+        if now_s >= self._next_expire_s:
+            self._next_expire_s = now_s + 1.0
+            oldest_s = now_s - self._rules.request_timeout_s
+            for sequence in [s for s in self.open() if s.arrival_s < oldest_s]:
+                what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
+                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+
+    def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
+        return waited_text(self._rules.name, waited_s, sequence.state, what)

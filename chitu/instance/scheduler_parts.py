@@ -1,0 +1,46 @@
+"""What a `PDScheduler` is composed of: `pd_service.py` fills it in, or a test or benchmark does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import Executor
+from chitu.errors import ChituError
+from chitu.instance.scheduling.resources import AuxSlots
+from chitu.instance.token_manager import TokenManager
+from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
+from chitu.types import Role
+
+
+@dataclass(slots=True)
+class PDSchedulerParts:
+    """P has a sender, D a receiver, a unified instance neither."""
+
+    config: SchedulerConfig
+    deadlines: DeadlineConfig
+    executor: Executor
+    cache: PagedKVCacheManager
+    tokens: TokenManager
+    report_failure: Callable[[bytes, ChituError], None]
+    """Tells the router that P failed a room."""
+    clock: Clock
+    name: str = "this instance"
+    """As its errors call it."""
+    request_timeout_s: float = math.inf
+    aux: AuxSlots | None = None
+    num_aux_slots: int = 0
+    sender: PrefillSenderLike | None = None
+    receiver: DecodeReceiverLike | None = None
+    overlap: bool = False
+    """Launch a step before the tokens of the one before are read."""
+
+    @property
+    def role(self) -> Role:
+        if self.sender is not None:
+            return Role.PREFILL
+        return Role.UNIFIED if self.receiver is None else Role.DECODE

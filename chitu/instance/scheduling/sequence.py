@@ -1,0 +1,103 @@
+"""One request on one instance, as the step thread sees it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from chitu.kv_cache.page_keys import PageKeys
+from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
+from chitu.protocol.states import SequenceState
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Identity is the object; `order` is arrival order on this instance, the only priority there is."""
+
+    room: bytes
+    request_id: str
+    order: int
+    arrival_s: float
+    prompt: bytes
+    """What is prefilled, int32 LE: the client's prompt, and behind it `num_continued` tokens of output."""
+    sampling: SamplingParams | None = None
+    num_continued: int = 0
+    """Output that another D emitted before it was lost; this one goes on as if it had emitted them itself."""
+    router_worker: int = 0
+    """Incarnation of the router's API process that sent it; 0: the router is one process."""
+    prefill_rank: int = -1
+    prefill_incarnation: int = 0
+    state: SequenceState = SequenceState.WAITING
+    announced: bool = False
+    """P: D has reserved its pages, so what is computed can be delivered."""
+    slot: int = -1
+    admitted: bool = False
+    """The executor has been (or is, with the plan in the making) told of the slot."""
+    aux_slot: int = -1
+    kv_len: int = 0
+    """Tokens whose KV is in the pages once the launched steps are done."""
+    cached_tokens: int = 0
+    """Of the prompt, that were in cached pages and are not computed; known once its prefill is admitted."""
+    capacity_tokens: int = 0
+    """Tokens that the pages it holds have room for."""
+    emitted: array[int] = field(default_factory=lambda: array("i"))
+    launched: int = 0
+    """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
+    max_new_tokens: int = field(init=False)
+    """As many may be sampled here; 0 on P."""
+    stop_ids: frozenset[int] = frozenset()
+    keys: PageKeys | None = None
+    """Of its pages in the prefix cache; None where it takes and leaves none."""
+    logits_ready: bool = False
+    """D: the aux row is complete."""
+    kv_ready: bool = False
+    """D: all KV is in the pages and the writer is done."""
+    offload_key: int = -1
+    kv_bytes: int = 0
+    """Moved for it by P; 0 until the KV is here."""
+    prefill_times: PrefillTimes = NO_TIMES
+    computing_since_s: float = 0.0
+    """Prefill: when its first chunk began. As the next three on the instance's clock, 0 until it happens."""
+    announced_s: float = 0.0
+    kv_landed_s: float = 0.0
+    first_token_s: float = 0.0
+    is_leaving: bool = False
+    """All that it holds is given back, or is as soon as a step in flight has been read."""
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def client_prompt_len(self) -> int:
+        """Tokens of the client's prompt: what lies behind them counts as output."""
+        return self.prompt_len - self.num_continued
+
+    @property
+    def final_len(self) -> int:
+        """Prompt and output tokens in the end, at most. On P, which emits nothing, what is prefilled."""
+        return self.prompt_len if self.sampling is None else self.client_prompt_len + self.sampling.max_tokens
+
+    @property
+    def remaining_prompt(self) -> int:
+        return self.prompt_len - self.kv_len
+
+    def token_ids(self) -> bytes:
+        """Prompt and output so far, int32 LE."""
+        return self.prompt + self.emitted.tobytes()
+
+    def stage_times(self, now_s: float) -> StageTimes:
+        """As the router hears them when the request ends on D (or a unified instance) at `now_s`."""
+        first, announced, landed = (
+            max(0.0, moment_s - self.arrival_s) for moment_s in (self.first_token_s, self.announced_s, self.kv_landed_s)
+        )
+        return StageTimes(self.prefill_times, announced, first, landed, now_s - self.arrival_s)
+
+    def finish_reason(self, token: int) -> str:
+        """Why the request ends with `token`, its newest; empty where it goes on."""
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if len(self.emitted) >= self.max_new_tokens else ""

@@ -1,0 +1,37 @@
+"""Executor slots: who sits where, and which ones the executor must be told to forget."""
+
+from __future__ import annotations
+
+from chitu.instance.scheduling.sequence import Sequence
+
+
+class SlotPool:
+    """`owner[slot]` is the sequence in it. Step thread only."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.owner: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._to_release: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, sequence: Sequence) -> None:
+        """Reserve a slot for a sequence; the caller checked `num_free`."""
+        sequence.slot = self._free.pop()
+        self.owner[sequence.slot] = sequence
+
+    def free(self, sequence: Sequence, admitted: bool) -> None:
+        """Give the slot back. `admitted`: the executor knows the sequence and the next plan releases it there."""
+        slot = sequence.slot
+        sequence.slot = -1
+        self.owner[slot] = None
+        self._free.append(slot)
+        if admitted:
+            self._to_release.append(slot)
+
+    def take_releases(self) -> list[int]:
+        """Slots that the coming plan releases, before it admits anybody."""
+        releases, self._to_release = self._to_release, []
+        return releases

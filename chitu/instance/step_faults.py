@@ -1,0 +1,189 @@
+"""A step that raised: who in it is to blame, and how everybody else goes on.
+
+Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and all that took part are
+admitted anew, with the KV that they had before it: pages are the only store of it, and to compute a token again writes
+the same KV to the same place. Then the step is repeated, by halves where it raises again, until those that raise alone
+are known. They fail; the others have their tokens, once. What of P's layers has left already leaves no second time; it
+may be on its way while it is written again, which `verify_kv` can take for damage, and then costs another attempt.
+
+Invariant: a device that is broken ends the process. So where nothing at all could be computed, one token that nobody
+asked for is tried. What the device says only when a step is read (CUDA's errors stay) and an `Internal` (an invariant
+that does not hold: nobody's fault who is in the step) are not caught. With tensor parallelism nothing is: a rank that
+raised has left the others in the middle of a sum.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from chitu.engine.executor import Admit, DoneStep, Executor, PrefillChunk, StepPlan, StepResult
+from chitu.errors import DecodeLost, Internal, StepFailed
+from chitu.instance.decode_manager import DecodeManager, admission
+from chitu.instance.request_ends import RequestEnds
+from chitu.instance.scheduling.prefill import Chunk
+from chitu.instance.scheduling.resources import Resources
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.protocol import SamplingParams, pack_i32
+from chitu.protocol.states import SequenceState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """A plan, and who takes part in it, each in the plan's order."""
+
+    plan: StepPlan
+    first_tokens: list[Sequence]
+    chunks: list[Chunk]
+    decoding: list[Sequence]
+
+    @property
+    def has_work(self) -> bool:
+        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a step does for one sequence, beside its admission."""
+
+    sequence: Sequence
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By slot; so are the logprobs."""
+    logprobs: dict[int, bytes] = field(default_factory=dict)
+    done: set[Sequence] = field(default_factory=set)
+    raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Who raises alone."""
+
+
+class StepFaults:
+    def __init__(
+        self, name: str, executor: Executor, resources: Resources, decode: DecodeManager, ends: RequestEnds
+    ) -> None:
+        self._name = name
+        self._executor = executor
+        self._resources = resources
+        self._decode = decode
+        self._ends = ends
+
+    def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
+        """What is left of a step whose launch raised `error`, and is done. Raises it where nothing can be computed."""
+        self._resources.settle()  # the step before was launched, and is sound
+        plan = step.plan
+        slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
+        self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
+        num_lost = self._end_unsaved(plan)
+        parts = self._parts(step)
+        logger.error("a step of %d requests raised; it is repeated", len(parts), exc_info=error)
+        outcome = _Outcome()
+        if parts:
+            self._run(parts, outcome)
+        if not outcome.done:
+            if not outcome.raised and not num_lost:
+                raise error
+            for sequence, _ in outcome.raised[:1]:
+                self._require_sound(sequence, error)
+        for sequence, its_error in outcome.raised:
+            logger.error("request %s raises alone", sequence.request_id, exc_info=its_error)
+            text = f"{self._name} cannot compute this request ({type(its_error).__name__})"
+            self._ends.fail(sequence, StepFailed(text))
+        self._decode.drop_all_but_retracted(self._executor.saved_keys)
+        return self._remainder(step, outcome)
+
+    def _forget(self, slots: set[int]) -> None:
+        self._executor.forget(slots)
+        for slot in slots:
+            if (sequence := self._resources.slots.owner[slot]) is not None:
+                sequence.admitted = False
+
+    def _end_unsaved(self, plan: StepPlan) -> int:
+        """How many lost their KV, as it was not yet in host memory and its pages are in other hands. They can go on
+        elsewhere."""
+        lost = {offload.key for offload in plan.offload} - self._executor.saved_keys
+        candidates = [*self._decode.retracted.values(), *self._decode.running.values()]
+        sequences = [sequence for sequence in candidates if sequence.offload_key in lost]
+        for sequence in sequences:
+            self._ends.fail(sequence, DecodeLost(f"{self._name} could not save the KV of this request"))
+        return len(sequences)
+
+    def _parts(self, step: Step) -> list[_Part]:
+        """Of those that go on."""
+        plan, saved, owner = step.plan, self._executor.saved_keys, self._resources.slots.owner
+        parts: dict[int, _Part] = {}
+
+        def part_of(slot: int) -> StepPlan:
+            sequence = owner[slot]
+            if sequence is None or sequence.state is SequenceState.CLOSING:
+                return StepPlan()
+            return parts.setdefault(slot, _Part(sequence)).plan
+
+        for admit in plan.admit:
+            part_of(admit.slot)
+        for restore in plan.restore:
+            if restore.key in saved:  # else it is in the pages again
+                part_of(restore.slot).restore.append(restore)
+        for first in plan.first_tokens:
+            part_of(first.slot).first_tokens.append(first)
+        for chunk in plan.prefill:
+            part_of(chunk.slot).prefill.append(chunk)
+        for slot in plan.decode:
+            part_of(slot).decode.append(slot)
+        return list(parts.values())
+
+    def _run(self, parts: list[_Part], outcome: _Outcome) -> None:
+        plan, saved = StepPlan(), self._executor.saved_keys
+        for part in parts:
+            plan.admit.append(admission(part.sequence, self._resources.cache))
+            plan.restore.extend([restore for restore in part.plan.restore if restore.key in saved])
+            plan.first_tokens.extend(part.plan.first_tokens)
+            plan.prefill.extend(part.plan.prefill)
+            plan.decode.extend(part.plan.decode)
+        try:
+            result = self._executor.launch(plan).result()
+        except Internal:
+            raise
+        except Exception as error:
+            self._forget({part.sequence.slot for part in parts})
+            if len(parts) == 1:
+                outcome.raised.append((parts[0].sequence, error))
+                return
+            half = len(parts) // 2
+            self._run(parts[:half], outcome)
+            self._run(parts[half:], outcome)
+            return
+        outcome.tokens.update(zip(result.slots, result.tokens, strict=True))
+        outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
+        for part in parts:
+            part.sequence.admitted = True
+            outcome.done.add(part.sequence)
+
+    def _require_sound(self, sequence: Sequence, error: Exception) -> None:
+        """Compute something in the place of `sequence`, which is over. Raises `error` where not even that works."""
+        sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
+        pages = self._resources.cache.get_page_indices(sequence.room)
+        # The one that it would have written to, or its last: nobody else reads that.
+        next_page = sequence.kv_len // self._resources.cache.page_size
+        pages = tuple(pages[next_page : next_page + 1] or pages[-1:])
+        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, pages, sampling)
+        chunk = PrefillChunk(sequence.slot, 0, 1, sample=sampling is not None)
+        try:
+            self._executor.launch(StepPlan(admit=[admit], prefill=[chunk])).result()
+        except Exception as second:
+            raise error from second
+        self._executor.forget({sequence.slot})
+
+    def _remainder(self, step: Step, outcome: _Outcome) -> tuple[Step, DoneStep]:
+        first_tokens = [sequence for sequence in step.first_tokens if sequence in outcome.done]
+        chunks = [chunk for chunk in step.chunks if chunk.sequence in outcome.done]
+        decoding = [sequence for sequence in step.decoding if sequence in outcome.done]
+        order = [*first_tokens, *(chunk.sequence for chunk in chunks), *decoding]
+        slots = [sequence.slot for sequence in order if sequence.slot in outcome.tokens]
+        logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
+        done = DoneStep(StepResult(slots, [outcome.tokens[slot] for slot in slots], logprobs))
+        return Step(step.plan, first_tokens, chunks, decoding), done

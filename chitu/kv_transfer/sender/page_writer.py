@@ -1,0 +1,264 @@
+"""The one-sided writes of P: what a transfer thread does with one batch of the queue, directly or through a segment.
+
+Owned by `PrefillSender`. With `verify_kv` the pages of a batch are summed up here, from our own memory, once they are
+written. A visit has three parts: `begin` (under the sender's lock: may this batch still be written?), `run` (without
+it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room). The queue gives
+a room to one thread at most, so there are never two visits to a room at once. Invariants: Success follows the last byte
+and the last checksum, and of what was staged D's last `Scattered`; a write that failed and may still land suspends its
+D (staged: one of its segments) until a settle succeeded, and keeps the room SETTLING until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
+
+from chitu import log
+from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
+from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.sender.registration import DecodePeer
+from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
+from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue, merged
+from chitu.kv_transfer.staging.stager import Place, Stager
+from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove, wait_for
+from chitu.kv_transfer.transfer_table import NEVER_S
+from chitu.kv_transfer.transports.transport import WriteError
+from chitu.protocol import AuxReady, Scattered
+from chitu.protocol.states import SenderEvent, SenderState
+
+
+@dataclass(slots=True, frozen=True)
+class Visit:
+    """A batch that may be worked on now, its room and the way to the room's D."""
+
+    batch: Batch
+    entry: SendEntry
+    writer: DecodeWriter
+    place: Place | None = None
+    """Of what is staged."""
+    unsettled: dict[bytes, SendEntry] = field(default_factory=dict)
+    """Of a settle: all rooms that it is for. One whose write fails later is none of them."""
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """Of a write: bytes written by each TP rank, or the `error`. Of a settle attempt: whether it `is_settled`."""
+
+    bytes_per_rank: tuple[int, ...] = ()
+    sums: Int64s | None = None
+    """What this batch adds to the room's checksums."""
+    is_settled: bool = False
+    error: ChituError | None = None
+
+
+class PageWriter:
+    def __init__(
+        self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, queue: TransferQueue, out: Outbox
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._rooms = rooms
+        self._out = out
+        self.stager = Stager(config, parts, queue, out)
+        self.bytes_moved = 0
+        self.bytes_staged = 0
+        """Of these: through segments."""
+
+    # ------------------------------------------------------------------------------------------------------------ begin
+
+    def begin(self, batch: Batch) -> Visit | None:
+        """None: there is nothing to do for this batch any more."""
+        entry = self._rooms.table.get(batch.room)
+        if entry is None or entry.data.peer is None:
+            return None
+        writer = entry.data.peer.writer
+        if batch.is_settle:
+            if entry.state is not SenderState.SETTLING or not entry.data.is_unsettled or writer is None:
+                return None
+            entry.data.is_in_flight = True
+            return Visit(batch, entry, writer, unsettled=self._rooms.unsettled(entry.data.peer))
+        if entry.state is not SenderState.TRANSFERRING:
+            return None
+        if entry.data.peer.is_suspended or writer is None:
+            error = TransferFailed(f"{entry.data.peer.name} does not take writes")
+            self._rooms.fail(batch.room, SenderEvent.WRITE_FAILED, error)
+            return None
+        place: Place | None = None
+        if self.stager.wants(batch, entry.data, entry.data.peer):
+            place = self.stager.place(batch, entry.data.peer)
+            if place is None:
+                return None
+            batch = place.batch
+        record, verify_kv = entry.data, self._config.verify_kv
+        if verify_kv != "off" and record.kv_sums is None and record.info is not None:
+            chosen = choose_pages(verify_kv, record.info.prefix_pages, len(record.dst_pages))
+            record.kv_sums = RoomSums.of(chosen, writer.transport)
+        record.is_in_flight = True
+        return Visit(batch, entry, writer, place)
+
+    # ----------------------------------------------------------------------------------------------- run (no lock held)
+
+    def run(self, visit: Visit) -> Outcome:
+        """The transport calls, which block. Never raises a ChituError."""
+        batch, record, writer = visit.batch, visit.entry.data, visit.writer
+        timeout_s = self._config.write_timeout_s
+        try:
+            if batch.is_settle:
+                return Outcome(is_settled=writer.settle(self._config.settle_timeout_s))
+            if batch.is_aux:
+                assert record.info is not None
+                self._parts.aux.seal(record.aux_slot, batch.room)
+            if visit.place is not None:
+                return self._stage(visit.place, record)
+            if batch.is_aux:
+                assert record.info is not None
+                return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
+            chunks = merged(batch.chunks)
+            moves = _moves(chunks, record)
+            assert record.peer is not None
+            cost = record.peer.cost
+            if cost is not None:
+                wait_for(moves)  # the time until they are computed is no price of writing
+            started_s = self._parts.clock.monotonic()
+            written = writer.write_pages(moves, timeout_s)
+            if cost is not None:
+                seconds = self._parts.clock.monotonic() - started_s
+                cost.note_direct(*self.stager.size_of(batch, record), seconds)
+            return Outcome(written, self._sums(chunks, record))
+        except ChituError as error:
+            return Outcome(error=error)
+
+    def _stage(self, place: Place, record: SendRoom) -> Outcome:
+        """Raises ChituError."""
+        timeout_s, chunk = self._config.write_timeout_s, place.group.chunk
+        if chunk is None:
+            nbytes = place.writer.write_row(record.aux_slot, place.own_segment, place.segment.index, timeout_s)
+            return Outcome((nbytes,))
+        (move,) = _moves([chunk], record)
+        if place.writer.cost is not None:
+            wait_for([move])
+            place.segment.started_s = self._parts.clock.monotonic()
+        nbytes = place.writer.write_pages(move, place.own_segment, place.segment.index, timeout_s)
+        return Outcome((nbytes,), self._sums([chunk], record))
+
+    def _sums(self, chunks: Sequence[TransferKVChunk], record: SendRoom) -> Int64s | None:
+        """What the chosen pages of these chunks hold here; zero for the others."""
+        room_sums, page_sums = record.kv_sums, self._parts.page_sums
+        if room_sums is None:
+            return None
+        assert page_sums is not None
+        added_N = np.zeros_like(room_sums.sums)
+        for chunk in chunks:
+            chosen = room_sums.within(chunk.first_page, chunk.end_page)
+            pages = [record.pages[position] for position in room_sums.positions[chosen].tolist()]
+            if pages:
+                added_N[chosen] += page_sums.sums(range(chunk.first_layer, chunk.end_layer), pages)
+        return added_N
+
+    # -------------------------------------------------------------------------------------------------------------- end
+
+    def end(self, visit: Visit, outcome: Outcome) -> None:
+        room, entry, place = visit.batch.room, visit.entry, visit.place
+        peer = entry.data.peer
+        assert peer is not None
+        entry.data.is_in_flight = False
+        if visit.batch.is_settle:
+            self._settle_tried(visit, peer, outcome)
+        elif outcome.error is not None:
+            self._write_failed(room, entry.data, outcome.error, peer, place)
+        else:
+            if outcome.sums is not None and entry.data.kv_sums is not None:
+                entry.data.kv_sums.sums += outcome.sums
+            if place is None:
+                self._landed(room, entry, visit.batch, outcome.bytes_per_rank)
+            elif entry.state is SenderState.TRANSFERRING:
+                self.stager.written(place, peer, entry.data, outcome.bytes_per_rank[0])
+            else:  # it failed meanwhile
+                self.stager.dropped(place, peer)
+        self._rooms.release_if_settled(room)
+
+    def scattered(self, room: bytes, message: Scattered, peer: DecodePeer) -> None:
+        """A staged group is in its place at D (or its room is over there, which D says by other means)."""
+        segment = self.stager.scattered(room, message, peer)
+        entry = self._rooms.table.get(room)
+        if segment is None or segment.group is None or entry is None or entry.data.peer is not peer:
+            return
+        group = segment.group
+        nbytes = self._parts.memory.aux_row_bytes
+        if group.chunk is not None:
+            memory, layout = self._parts.memory, self._config.layout
+            nbytes = group.chunk.num_units * layout.regions_per_layer * memory.page_bytes
+        entry.data.num_staged += 1
+        self.bytes_staged += nbytes
+        batch = Batch(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
+        cost = peer.cost
+        if cost is not None and segment.started_s < NEVER_S:
+            seconds = self._parts.clock.monotonic() - segment.started_s
+            cost.note_staged(*self.stager.size_of(batch, entry.data), seconds)
+        self._landed(room, entry, batch, (nbytes,), is_staged=True)
+
+    def _settle_tried(self, visit: Visit, peer: DecodePeer, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._out.log(logging.WARNING, "settling writes to %s: %s", peer.name, outcome.error.message)
+        if not outcome.is_settled:
+            return
+        for room, entry in visit.unsettled.items():
+            entry.data.is_unsettled = False
+            self.stager.settled(room, peer)
+            self._rooms.release_if_settled(room)
+        if peer.is_suspended and not self._rooms.unsettled(peer):
+            peer.is_suspended = False
+            self._out.log(logging.INFO, "%s takes writes again", peer.name)
+
+    def _write_failed(
+        self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer, place: Place | None
+    ) -> None:
+        if isinstance(failure, WriteError) and not failure.settled:
+            record.is_unsettled = True
+            is_out_of_reach = place is None or self.stager.write_failed(place, peer)
+            if is_out_of_reach and not peer.is_suspended:
+                peer.is_suspended = True
+                self._out.log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
+        elif place is not None:
+            self.stager.dropped(place, peer)
+        error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
+        self._out.log(logging.WARNING, "transfer of %s failed: %s", record.request_id, failure.message)
+        self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
+
+    def _landed(
+        self, room: bytes, entry: SendEntry, batch: Batch, bytes_per_rank: Sequence[int], *, is_staged: bool = False
+    ) -> None:
+        """The logits row or the chunks of the batch are in D's memory. Of a staged row D knows before us."""
+        record = entry.data
+        totals = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
+        record.bytes_per_rank = tuple(before + now for before, now in totals)
+        self.bytes_moved += sum(bytes_per_rank)
+        if entry.state is not SenderState.TRANSFERRING:  # it failed meanwhile
+            return
+        assert record.peer is not None
+        if batch.is_aux:
+            record.is_aux_written = True
+            self._out.log(logging.INFO, log.FINISHED_AUX, record.request_id)
+        if batch.is_aux and not is_staged:
+            info = record.peer.info
+            self._out.frame(info.endpoint, info.dst_port, room, AuxReady(self._config.incarnation))
+        record.units_left -= sum(chunk.num_units for chunk in batch.chunks)
+        if not record.units_left and not record.is_kv_logged:
+            record.is_kv_logged = True
+            self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
+        if not record.units_left and record.is_aux_written:
+            self._rooms.succeed(room, entry)
+
+
+def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove]:
+    moves = []
+    for chunk in chunks:
+        pages = slice(chunk.first_page, chunk.end_page)
+        src_pages, dst_pages = record.pages[pages], record.dst_pages[pages]
+        moves.append(PageMove(chunk.first_layer, chunk.end_layer, src_pages, dst_pages, chunk.ready))
+    return moves

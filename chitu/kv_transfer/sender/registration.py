@@ -1,0 +1,201 @@
+"""P's table of registered D: validated addresses and an open way to write there.
+
+Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
+without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.
+Nothing of a registration is used before all of it was checked: the layout against ours, the memory ranges for lying
+inside their arena, the port for being one. One entry per incarnation; a message of one that was replaced is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFailed
+from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.staging.copier import reaches_pages, reaches_segments
+from chitu.kv_transfer.staging.cost import TransferCost
+from chitu.kv_transfer.staging.granted import GrantedSegments
+from chitu.kv_transfer.staging.staged_writer import StagedWriter
+from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, ShardWriter, open_shards
+from chitu.net.sockets import check_address
+from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DecodePeer:
+    """A D that registered. `writer` is None while nothing may be written there."""
+
+    info: KVArgsRegisterInfo
+    memory: RankMemory
+    """Of its main rank; the others have as many pages."""
+    writer: DecodeWriter | None
+    staged_writer: StagedWriter | None = None
+    """None while `writer` is, and where all writes are direct."""
+    segments: GrantedSegments = field(default_factory=GrantedSegments)
+    """Of its staging memory, none where it has none; kept over reconnects, like its incarnation."""
+    is_suspended: bool = False
+    """A write to it failed and may still land (staged: in every segment): no new write before a settle succeeded."""
+    settle_due_s: float = 0.0
+    """The next attempt, of whichever of its rooms is to be settled."""
+
+    page_rooms: dict[int, bytes] = field(default_factory=dict)
+    """The last room that each page was announced for, over or not: no more than it has pages."""
+    aux_rooms: dict[int, bytes] = field(default_factory=dict)
+    """The same of its aux slots."""
+
+    @property
+    def cost(self) -> TransferCost | None:
+        """Set: each write to it takes the way that is faster."""
+        return self.staged_writer.cost if self.staged_writer is not None else None
+
+    @property
+    def is_staged_alone(self) -> bool:
+        """Its pages and rows are never written by us."""
+        return self.memory.staging is not None and self.memory.staging.is_required
+
+    @property
+    def name(self) -> str:
+        return f"D{self.info.engine_rank} at {self.info.endpoint}:{self.info.dst_port}"
+
+
+class DecodePeers:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView) -> None:
+        self._config = config
+        self._parts = parts
+        self._view = view
+        self.table: dict[int, DecodePeer] = {}
+        """By incarnation."""
+
+    def answer(self, info: KVArgsRegisterInfo) -> tuple[RegisterReply, DecodePeer | None] | None:
+        """What D is told, and the peer to `add` if it is a new one. None: it was replaced by now.
+
+        Raises BadFrame where not even a refusal could be sent back.
+        """
+        check_return_address(info)
+        if self._view.is_replaced(info.engine_rank, info.incarnation):
+            return None
+        peer: DecodePeer | None = None
+        refusal: ChituError | None = None
+        known = self.table.get(info.incarnation)
+        if known is None:
+            try:
+                memory = check_registration(info, self._config.layout, self._parts.memory)
+                peer = DecodePeer(info, memory, *self._open(info, memory), segments=GrantedSegments.of(info.segments))
+            except ChituError as error:
+                refusal = error
+        elif known.info != info:
+            refusal = BadFrame(f"D{info.engine_rank} registered twice with different memory")
+        if refusal is not None:
+            logger.error("refused D%d (%s): %s", info.engine_rank, info.endpoint, refusal.message)
+        reply = RegisterReply(
+            engine_rank=self._config.engine_rank,
+            incarnation=self._config.incarnation,
+            peer_incarnation=info.incarnation,
+            code=refusal.code if refusal is not None else "",
+            message=refusal.message if refusal is not None else "",
+        )
+        return reply, peer
+
+    def add(self, peer: DecodePeer) -> None:
+        """The cluster view need not have it yet."""
+        self.table[peer.info.incarnation] = peer
+        self._view.note(peer.info.engine_rank, peer.info.incarnation)
+
+    def reconnect(self, peer: DecodePeer) -> ChituError | None:
+        """Open the connection of a D that was lost and came back; why that failed."""
+        if peer.writer is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
+            return None
+        try:
+            peer.writer, peer.staged_writer = self._open(peer.info, peer.memory)
+        except ChituError as error:
+            return error
+        peer.is_suspended = False
+        return None
+
+    def present(self) -> list[DecodePeer]:
+        """Those that are not lost."""
+        return [p for p in self.table.values() if not self._view.is_lost(p.info.engine_rank, p.info.incarnation)]
+
+    def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
+        """Writers to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
+        used = {peer.info.incarnation for peer in in_use if peer is not None}
+        idle: list[DecodeWriter] = []
+        for incarnation, peer in list(self.table.items()):
+            rank = peer.info.engine_rank
+            if incarnation in used or not self._view.is_lost(rank, incarnation):
+                continue
+            if peer.writer is not None:
+                idle.append(peer.writer)
+                peer.writer = peer.staged_writer = None
+            if self._view.is_replaced(rank, incarnation):
+                del self.table[incarnation]
+        return idle
+
+    def _open(self, info: KVArgsRegisterInfo, theirs: RankMemory) -> tuple[DecodeWriter, StagedWriter | None]:
+        """Connect all our ranks to those of a D; with the way into its segments, where there is one. Raises
+        TransferFailed, also where D takes nothing that we could send."""
+        parts = self._parts
+
+        def open_own() -> ShardWriter:
+            return open_shards(info, self._config.layout, MAIN_RANK, parts.memory, parts.transports)
+
+        if parts.fan_out is not None or info.layout.tp_size > 1:
+            if theirs.staging is not None and theirs.staging.is_required:
+                raise TransferFailed("it takes staged transfers alone, which an instance of several TP ranks has not")
+            return (open_own() if parts.fan_out is None else parts.fan_out.open(info, open_own)), None
+        writer = open_own()
+        try:
+            return writer, self._open_staged(writer, info, theirs)
+        except ChituError:
+            writer.close()
+            raise
+
+    def _open_staged(self, writer: ShardWriter, info: KVArgsRegisterInfo, theirs: RankMemory) -> StagedWriter | None:
+        """None: every write is direct, and may be."""
+        link, staging = writer.main_link, self._parts.staging
+        has_segments = reaches_segments(link.handle, theirs) and bool(info.segments)
+        if has_segments and theirs.staging is not None and staging is not None:
+            return StagedWriter(
+                self._parts.memory, link, theirs.staging, staging, self._config.layout.regions_per_layer
+            )
+        if not reaches_pages(link.handle) or (theirs.staging is not None and theirs.staging.is_required):
+            why = (
+                "it granted us no segments" if staging is not None else "this P has pd_disaggregation.transfer: direct"
+            )
+            raise TransferFailed(f"D{info.engine_rank} takes staged transfers alone, but {why}")
+        return None
+
+
+def check_return_address(info: KVArgsRegisterInfo) -> None:
+    """Raises BadFrame where not even a refusal could be sent back."""
+    check_address(info.endpoint, info.dst_port)
+    if info.engine_rank < 0:
+        raise BadFrame(f"a registration of D{info.engine_rank}")
+
+
+def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: PagedMemory) -> RankMemory:
+    """The memory of D's main rank. Raises IncompatibleLayout or BadFrame."""
+    if info.protocol_version != PROTOCOL_VERSION:
+        raise IncompatibleLayout(f"protocol version {info.protocol_version} there, {PROTOCOL_VERSION} here")
+    check_compatible(layout, info.layout)
+    tp_size = info.layout.tp_size
+    if len(info.ranks) != tp_size or {rank.tp_rank for rank in info.ranks} != set(range(tp_size)):
+        raise BadFrame(f"{len(info.ranks)} ranks of memory for tp_size {tp_size}")
+    page_bytes = page_bytes_of(info.layout, layout, memory.page_bytes)
+    for rank in info.ranks:
+        check_rank_memory(rank, memory, tp_size, page_bytes)
+    if len({rank.num_pages for rank in info.ranks}) > 1:
+        raise BadFrame(f"the ranks have {sorted({rank.num_pages for rank in info.ranks})} pages, not as many each")
+    main = next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)
+    num_segments = main.staging.num_segments if main.staging is not None else 0
+    is_sane = len(set(info.segments)) == len(info.segments)
+    if not is_sane or not all(0 <= segment < num_segments for segment in info.segments):
+        raise BadFrame(f"segments {list(info.segments)} granted of {num_segments}")
+    return main

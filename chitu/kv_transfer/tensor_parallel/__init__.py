@@ -1,0 +1,1 @@
+"""Which rank writes which heads where, and the followers' part in it."""

@@ -1,0 +1,296 @@
+"""A main rank makes all ranks work: an order to every follower, the own part meanwhile, then wait for all answers.
+
+On P all write and sum up pages; on D, where nobody writes, they sum up (`verify_kv`).
+
+`FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
+its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
+(comm thread), lane 1 sums up (transfer threads, D's verifying thread), the others write and settle (transfer threads).
+The sockets lie in a folder that only this user can enter, until all followers have connected.
+Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
+that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
+from chitu.kv_transfer.checksums import Int64s, PageSums
+from chitu.kv_transfer.tensor_parallel.orders import (
+    Answer,
+    ClosePeer,
+    End,
+    OpenPeer,
+    Order,
+    Settle,
+    SumPages,
+    WritePages,
+    answer_decoder,
+    encoder,
+    pack_moves,
+)
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, ShardWriter, wait_for
+from chitu.kv_transfer.transports.transport import WriteError
+from chitu.protocol import KVArgsRegisterInfo, pack_i32
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+SUM_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 60.0
+SEND_TIMEOUT_MS = 1000
+"""A socket without its follower blocks the sender so long."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes, Linux."""
+FOLDER_PREFIX = "chitu-lanes-"
+HELLO = 0
+"""Number of the answer that nobody asked for: a follower has connected."""
+
+T = TypeVar("T")
+
+
+def lane_address(base: str, lane: int, tp_rank: int) -> str:
+    return f"ipc://{base}/{lane}.{tp_rank}"
+
+
+def make_lane_folder() -> str:
+    """A new folder of mode 0700, which keeps other users from the sockets in it. In the temporary folder, or in /tmp
+    where a path in that would be longer than a socket's may be. Raises ConfigError where there is none."""
+    longest = MAX_SOCKET_PATH - len(os.fsencode(f"/{FOLDER_PREFIX}12345678/99.99"))
+    parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(os.fsencode(path)) <= longest), None)
+    try:
+        return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
+    except OSError as error:
+        raise ConfigError(f"no folder for the sockets between ranks: {error}; set TMPDIR to a short path") from error
+
+
+@dataclass(slots=True, frozen=True)
+class Result(Generic[T]):
+    """Of one order: the own outcome, and each follower's answer (None: it did not come in time)."""
+
+    mine: T | ChituError
+    answers: list[Answer | None]
+
+    def failures(self) -> list[ChituError]:
+        """Everything that went wrong, our own failure first. A missing answer is unsettled."""
+        found: list[ChituError] = [self.mine] if isinstance(self.mine, ChituError) else []
+        for rank, answer in enumerate(self.answers, start=1):
+            if answer is None:
+                found.append(WriteError(f"TP rank {rank} did not answer", settled=False))
+            elif answer.code:
+                text = f"TP rank {rank}: {answer.message}"
+                is_unsettled = not answer.is_settled
+                found.append(WriteError(text, settled=False) if is_unsettled else from_code(answer.code, text))
+        return found
+
+
+class Lane:
+    """One socket per follower; whoever holds the lock owns them all."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], base: str, number: int, num_followers: int) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        for tp_rank in range(1, num_followers + 1):
+            socket = context.socket(zmq.PAIR)
+            socket.setsockopt(zmq.LINGER, 500)  # the last word is End
+            socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+            socket.bind(lane_address(base, number, tp_rank))
+            self._sockets.append(socket)
+
+    def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> Result[T]:
+        """Have the followers obey while `mine` runs here. Raises WriteError (settled) where the lane stays busy."""
+        if not self._lock.acquire(timeout=timeout_s):
+            raise WriteError(f"the followers were busy for {timeout_s} s", settled=True)
+        try:
+            deadline_s = time.monotonic() + timeout_s
+            self._send(order)
+            own = _attempt(mine)
+            return Result(own, [_answer_to(order.number, socket, deadline_s) for socket in self._sockets])
+        finally:
+            self._lock.release()
+
+    def wait_connected(self, deadline_s: float) -> bool:
+        """Whether all followers are there. Before the first order."""
+        return all(_answer_to(HELLO, socket, deadline_s) is not None for socket in self._sockets)
+
+    def tell(self, order: Order) -> None:
+        """Say something that is not answered."""
+        with self._lock:
+            self._send(order)
+
+    def close(self) -> bool:
+        """End the followers' threads of this lane. False: a thread here does not let go of it."""
+        if not self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            return False
+        try:
+            self._send(End(0))
+            for socket in self._sockets:
+                socket.close()
+        finally:
+            self._lock.release()
+        return True
+
+    def _send(self, order: Order) -> None:
+        frame = encoder.encode(order)
+        for tp_rank, socket in enumerate(self._sockets, start=1):
+            try:
+                socket.send(frame)
+            except zmq.Again:  # it is dead, and so is the instance in a moment; its answer will be missing
+                logger.warning("TP rank %d takes no orders", tp_rank)
+
+
+def _attempt(call: Callable[[], T]) -> T | ChituError:
+    try:
+        return call()
+    except ChituError as error:
+        return error
+
+
+def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Answer | None:
+    while socket.poll(max(0, round(1000 * (deadline_s - time.monotonic())))):
+        try:
+            answer = answer_decoder.decode(socket.recv())
+        except msgspec.DecodeError as error:
+            logger.error("a follower's answer cannot be read: %s", error)
+            continue
+        if answer.number == number:
+            return answer
+    return None
+
+
+class FannedWriter:
+    """Implements `DecodeWriter` for the main rank of several: its own shard and, by order, those of the followers."""
+
+    def __init__(self, fan_out: FanOut, own: ShardWriter, lane: Lane, incarnation: int) -> None:
+        self._fan_out = fan_out
+        self._own = own
+        self._lane = lane
+        self._incarnation = incarnation
+
+    @property
+    def transport(self) -> str:
+        return self._own.transport
+
+    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
+        wait_for(moves)  # what is ready here is ready on the followers, who cannot see our events
+        order = WritePages(self._fan_out.next_number(), self._incarnation, timeout_s, pack_moves(moves))
+        wait_s = timeout_s + self._fan_out.answer_grace_s
+        result = self._lane.order(order, lambda: self._own.write_pages(moves, timeout_s), wait_s)
+        failures = result.failures()
+        if failures:
+            text = "; ".join(error.message for error in failures)
+            is_settled = all(error.settled for error in failures if isinstance(error, WriteError))
+            raise WriteError(text, settled=is_settled)
+        assert not isinstance(result.mine, ChituError)
+        return (*result.mine, *(answer.nbytes for answer in result.answers if answer is not None))
+
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
+        return self._own.write_aux(src_slot, dst_slot, timeout_s)
+
+    def settle(self, timeout_s: float) -> bool:
+        order = Settle(self._fan_out.next_number(), self._incarnation, timeout_s)
+        wait_s = timeout_s + self._fan_out.answer_grace_s
+        result = self._lane.order(order, lambda: self._own.settle(timeout_s), wait_s)
+        failures = result.failures()
+        if failures:
+            raise TransferFailed("; ".join(error.message for error in failures))
+        return result.mine is True and all(answer is not None and answer.is_settled for answer in result.answers)
+
+    def close(self) -> None:
+        self._own.close()
+        self._fan_out.forget(self._incarnation)
+
+
+class FannedPageSums:
+    """Implements `PageSums` for the main rank of several: the sums of all ranks, added up.
+
+    `copies`: how many ranks hold the same KV head. `count_all`: D looks at every copy; P (False) counts each head once.
+    """
+
+    def __init__(self, fan_out: FanOut, own: PageSums, copies: int, count_all: bool) -> None:
+        self._fan_out = fan_out
+        self._own = own
+        self._step = 1 if count_all else copies
+
+    def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
+        order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
+        result = self._fan_out.sum_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
+        failures = result.failures()
+        if failures:
+            raise TransferFailed("; ".join(error.message for error in failures))
+        assert not isinstance(result.mine, ChituError)
+        theirs = [np.frombuffer(answer.sums, dtype=np.int64) for answer in result.answers if answer is not None]
+        if any(len(sums_N) != len(pages) for sums_N in theirs):
+            raise TransferFailed(f"sums of {[len(sums_N) for sums_N in theirs]} pages for {len(pages)}")
+        totals_N: Int64s = np.sum([result.mine, *theirs][:: self._step], axis=0, dtype=np.int64)
+        return totals_N
+
+
+class FanOut:
+    """Built by the main rank before its followers start; they need `base` and `num_lanes` to connect.
+
+    `transfer_threads`: of P; 0 on D. `answer_grace_s`: an answer may come so much later than the time that its work is
+    given.
+    """
+
+    def __init__(self, num_followers: int, transfer_threads: int, answer_grace_s: float = 1.0) -> None:
+        self.answer_grace_s = answer_grace_s
+        self.num_lanes = 2 + transfer_threads
+        self.base = make_lane_folder()
+        self.num_followers = num_followers
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._control, self.sum_lane, *self._data = (
+            Lane(self._context, self.base, number, num_followers) for number in range(self.num_lanes)
+        )
+        self._numbers = itertools.count(1)
+        self._num_opened = 0
+
+    def wait_connected(self) -> None:
+        """Then the names of the sockets are gone: nobody else can connect, and a process that is killed leaves nothing
+        behind. Raises Internal where a follower does not come."""
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        if not all(lane.wait_connected(deadline_s) for lane in (self._control, self.sum_lane, *self._data)):
+            raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    def open(self, info: KVArgsRegisterInfo, open_own: Callable[[], ShardWriter]) -> FannedWriter:
+        """Connect all ranks to a D. Comm thread. Raises TransferFailed with the reasons of those that could not."""
+        result = self._control.order(OpenPeer(self.next_number(), info), open_own, OPEN_TIMEOUT_S)
+        failures = result.failures()
+        if failures:
+            self.forget(info.incarnation)
+            if isinstance(result.mine, ShardWriter):
+                result.mine.close()
+            raise TransferFailed("; ".join(error.message for error in failures))
+        assert isinstance(result.mine, ShardWriter)
+        lane = self._data[self._num_opened % len(self._data)]
+        self._num_opened += 1
+        return FannedWriter(self, result.mine, lane, info.incarnation)
+
+    def forget(self, incarnation: int) -> None:
+        """Have the followers close their side of a D that is gone. Comm thread."""
+        self._control.tell(ClosePeer(self.next_number(), incarnation))
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """End the followers' lane threads. No transfer thread runs any more."""
+        if all([lane.close() for lane in (self._control, self.sum_lane, *self._data)]):
+            self._context.term()
+        shutil.rmtree(self.base, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""A TP follower in the transfer layer: it writes its shard of P, and sums up its pages, when the main rank says so.
+
+One thread per lane of the main rank (`fan_out.py`); each owns its socket and works its orders off one after the other.
+A follower knows no room and no request: an order names pages, layers and the incarnation of D. On D there is nothing to
+write, only to sum up (`verify_kv`). Whatever goes wrong with an order is its answer; only an unreadable order, which
+our own main rank cannot send, ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.checksums import PageSums
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.tensor_parallel.fan_out import HELLO, lane_address
+from chitu.kv_transfer.tensor_parallel.orders import (
+    Answer,
+    AnyOrder,
+    ClosePeer,
+    End,
+    OpenPeer,
+    Settle,
+    SumPages,
+    WritePages,
+    encoder,
+    order_decoder,
+    unpack_moves,
+)
+from chitu.kv_transfer.tensor_parallel.shard_writer import ShardWriter, open_shards
+from chitu.kv_transfer.transports.transport import Transport, WriteError
+from chitu.protocol import KVLayout, unpack_i32
+
+logger = logging.getLogger(__name__)
+
+
+class ShardFollower:
+    """`base`, `num_lanes`: of the main rank's `FanOut`. The transports have `memory` registered."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        memory: PagedMemory,
+        transports: Sequence[Transport],
+        base: str,
+        num_lanes: int,
+        page_sums: PageSums | None = None,
+    ) -> None:
+        self._layout = layout
+        self._tp_rank = tp_rank
+        self._memory = memory
+        self._transports = transports
+        self._page_sums = page_sums
+        self._writers: dict[int, ShardWriter] = {}
+        """By D's incarnation; lane 0 changes it, the others look up."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._addresses = [lane_address(base, lane, tp_rank) for lane in range(num_lanes)]
+        self._threads: list[threading.Thread] = []
+
+    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
+        """`spawn(name, target)` makes a thread whose death must end the process."""
+        for number, address in enumerate(self._addresses):
+            thread = spawn(f"lane-{number}", lambda address=address: self._serve(address))  # type: ignore[misc]
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """After the main rank ended the lanes: join their threads. The transports may be closed then."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.warning("%s still writes after %g s", thread.name, timeout_s)
+        for writer in self._writers.values():
+            writer.close()
+
+    def _serve(self, address: str) -> None:
+        socket = self._context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send(encoder.encode(Answer(HELLO)))
+        while True:
+            order = order_decoder.decode(socket.recv())
+            if isinstance(order, End):
+                break
+            answer = self._obey(order)
+            if answer is not None:
+                socket.send(encoder.encode(answer))
+        socket.close()
+
+    def _obey(self, order: AnyOrder) -> Answer | None:
+        try:
+            if isinstance(order, OpenPeer):
+                self._open(order)
+                return Answer(order.number)
+            if isinstance(order, ClosePeer):
+                self._close(order.incarnation)
+                return None
+            if isinstance(order, WritePages):
+                writer = self._writer(order.incarnation)
+                (nbytes,) = writer.write_pages(unpack_moves(order.moves), order.timeout_s)
+                return Answer(order.number, nbytes)
+            if isinstance(order, SumPages):
+                if self._page_sums is None:
+                    raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
+                sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
+                return Answer(order.number, sums=sums.tobytes())
+            assert isinstance(order, Settle)
+            return Answer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
+        except ChituError as error:
+            is_settled = not isinstance(error, WriteError) or error.settled
+            return Answer(order.number, is_settled=is_settled, code=error.code, message=error.message)
+
+    def _open(self, order: OpenPeer) -> None:
+        info = order.info
+        self._close(info.incarnation)  # it was lost and came back
+        self._writers[info.incarnation] = open_shards(info, self._layout, self._tp_rank, self._memory, self._transports)
+
+    def _close(self, incarnation: int) -> None:
+        writer = self._writers.pop(incarnation, None)
+        if writer is not None:
+            writer.close()
+
+    def _writer(self, incarnation: int) -> ShardWriter:
+        writer = self._writers.get(incarnation)
+        if writer is None:
+            raise TransferFailed(f"TP rank {self._tp_rank} has no connection to D's incarnation {incarnation}")
+        return writer

@@ -1,0 +1,183 @@
+"""The ways of one P rank into the memory of one D: a link to every D rank that needs KV heads of ours.
+
+Opened when D registers, used by a transfer thread (on P's main rank) or by a lane thread (on a follower), one at a
+time. With one rank on both sides it is one link that moves whole pages. `DecodeWriter` is what the rest of P sees: this
+class on an instance of one rank, `FannedWriter` (`fan_out.py`) on one of several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from chitu.config.tensor_parallel import kv_heads_per_rank
+from chitu.errors import ChituError, TransferFailed
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.plan import PageSlice, join, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.tensor_parallel.head_plan import head_copy
+from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, PeerHandle, Transport, WriteError
+from chitu.protocol import KVArgsRegisterInfo, KVLayout, RankMemory
+from chitu.types import Ready
+
+
+class PageMove(NamedTuple):
+    """KV of layers `[first_layer, end_layer)` of pages `src_pages[i]` here goes to `dst_pages[i]` there."""
+
+    first_layer: int
+    end_layer: int
+    src_pages: Sequence[int]
+    dst_pages: Sequence[int]
+    ready: Ready | None = None
+    """They are computed once this has passed; None: they are."""
+
+
+def wait_for(moves: Sequence[PageMove]) -> None:
+    """Until all of them are computed; the transfer thread may wait, a step never does."""
+    for move in moves:
+        if move.ready is not None:
+            move.ready.synchronize()
+
+
+class DecodeWriter(Protocol):
+    """All ranks of this P writing to all ranks of one D."""
+
+    @property
+    def transport(self) -> str:
+        """Name of what the bytes go through (of our main rank), for logs."""
+        ...
+
+    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
+        """Bytes that each P rank wrote; returns when all are visible. Raises WriteError, or another ChituError before
+        anything was written."""
+        ...
+
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
+        """Bytes of the logits row, from our main rank to D's. Errors as above."""
+        ...
+
+    def settle(self, timeout_s: float) -> bool:
+        """True once no byte of an earlier write can land any more."""
+        ...
+
+    def close(self) -> None:
+        """D is gone and nothing writes. Idempotent."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """One D rank: `part` of our pages goes there."""
+
+    memory: RankMemory
+    part: PageSlice
+    transport: Transport
+    handle: PeerHandle
+
+
+class ShardWriter:
+    """Implements `DecodeWriter` for one rank. `links` in order of D's ranks; rank 0 of P has D's rank 0 first."""
+
+    def __init__(self, memory: PagedMemory, links: Sequence[Link], regions_per_layer: int = 2) -> None:
+        self._memory = memory
+        self._regions_per_layer = regions_per_layer
+        self._links = tuple(links)
+
+    @property
+    def transport(self) -> str:
+        return "+".join(sorted({link.transport.name for link in self._links}))
+
+    @property
+    def main_link(self) -> Link:
+        """To D's main rank."""
+        return self._links[0]
+
+    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
+        planned = [(link, self._plan(link, moves)) for link in self._links]
+        after = [move.ready for move in moves if move.ready is not None]
+        if not all(isinstance(link.transport, OrderedTransport) for link in self._links):
+            wait_for(moves)
+        deadline_s = time.monotonic() + timeout_s
+        for link, copies in planned:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise WriteError(f"writing to the ranks before {link.handle.session_id} took {timeout_s} s", True)
+            if isinstance(link.transport, OrderedTransport):
+                link.transport.write_after(link.handle, copies, after, left_s)
+            else:
+                link.transport.write(link.handle, copies, left_s)
+        return (sum(copies.nbytes for _, copies in planned),)
+
+    def _plan(self, link: Link, moves: Sequence[PageMove]) -> CopyList:
+        plans = [
+            plan_page_copies(
+                self._memory,
+                link.memory,
+                m.src_pages,
+                m.dst_pages,
+                range(m.first_layer, m.end_layer),
+                link.part,
+                self._regions_per_layer,
+            )
+            for m in moves
+        ]
+        return plans[0] if len(plans) == 1 else join(*plans)
+
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
+        link = self._links[0]
+        copies = plan_aux_copy(self._memory, link.memory, src_slot, dst_slot)
+        link.transport.write(link.handle, copies, timeout_s)
+        return copies.nbytes
+
+    def settle(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        return all(link.transport.settle(link.handle, max(0.0, deadline_s - time.monotonic())) for link in self._links)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.transport.disconnect(link.handle)
+
+
+def open_shards(
+    info: KVArgsRegisterInfo,
+    layout: KVLayout,
+    tp_rank: int,
+    memory: PagedMemory,
+    transports: Sequence[Transport],
+) -> ShardWriter:
+    """Connect rank `tp_rank` of a P of this `layout` to the ranks of a D whose registration was checked.
+
+    Raises TransferFailed where a rank cannot be reached; nothing stays open then.
+    """
+    head_bytes = memory.page_bytes // kv_heads_per_rank(layout.num_kv_heads, layout.tp_size)
+    links: list[Link] = []
+    try:
+        for rank in sorted(info.ranks, key=lambda rank: rank.tp_rank):
+            heads = head_copy(layout.num_kv_heads, layout.tp_size, tp_rank, info.layout.tp_size, rank.tp_rank)
+            if heads is not None:
+                part = PageSlice(*(head_bytes * number for number in heads))
+                links.append(Link(rank, part, *_connect(rank, transports)))
+    except ChituError:
+        ShardWriter(memory, links).close()
+        raise
+    return ShardWriter(memory, links, layout.regions_per_layer)
+
+
+def _connect(memory: RankMemory, transports: Sequence[Transport]) -> tuple[Transport, PeerHandle]:
+    """Connect by the first own transport (they are in order of preference) that the rank offers and that works."""
+    reasons: list[str] = []
+    for transport in transports:
+        for session in memory.sessions:
+            if session.transport != transport.name:
+                continue
+            if not transport.can_reach(session):
+                reasons.append(f"{transport.name} cannot reach {session.session_id}")
+                continue
+            try:
+                return transport, transport.connect(memory, session)
+            except ChituError as error:
+                reasons.append(f"{transport.name}: {error.message}")
+    offered = ", ".join(session.transport for session in memory.sessions) or "none"
+    mine = ", ".join(transport.name for transport in transports) or "none"
+    raise TransferFailed(f"no common transport (offered: {offered}; mine: {mine}) {'; '.join(reasons)}".rstrip())

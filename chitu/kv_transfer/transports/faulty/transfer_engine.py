@@ -1,0 +1,170 @@
+"""A transport that breaks another one on purpose, so that tests can show what they would notice.
+
+`open_transports` wraps every transport in it where `pd_disaggregation.faults` is set; nobody else knows. All bytes
+still travel through the wrapped transport, and byte counts stay as they are. Threads as in `kv_transfer.transport`.
+
+`zero_page`: page n of every peer's pool is a broken page. K and V of all layers that are written into it arrive as
+zeros, from a buffer that is registered like the pool itself. What the peer computes into that page on its own stays.
+`flip_byte_every`, `flip_logits_every`: a sound write, then one byte of it again, flipped (`flips.py`). `delay_ms`,
+`stall_every`: a write that takes long, or for ever. Writes are counted per transport and process.
+Invariant: a byte that no fault names arrives as with the wrapped transport, however copies cross pages' borders.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chitu.config.schema import FaultConfig
+from chitu.kv_transfer.staging.copier import gathers, reaches_pages
+from chitu.kv_transfer.transports.faulty.flips import ByteFlipper, EveryNth
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.protocol import RankMemory, TransportSession
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class FaultyPeer:
+    """The wrapped transport's handle, and where this peer's broken page and its aux rows lie."""
+
+    inner: PeerHandle
+    broken_bases: tuple[int, ...]
+    """Address of the broken page in every region, ascending."""
+    page_bytes: int
+    aux_rows: range
+    """Addresses."""
+
+    @property
+    def session_id(self) -> str:
+        return self.inner.session_id
+
+    @property
+    def reaches_pages(self) -> bool:
+        return reaches_pages(self.inner)
+
+    @property
+    def reaches_host_segments(self) -> bool:
+        return bool(getattr(self.inner, "reaches_host_segments", False))
+
+
+class FaultyTransport:
+    """See `kv_transfer.transport.Transport`. It goes by the wrapped transport's name, since peers choose by it."""
+
+    def __init__(self, inner: Transport, faults: FaultConfig) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._zeros: dict[int, NDArray[np.uint8]] = {}
+        """By size: one page of zeros, registered as a source; lives as long as the registration."""
+        self._stalled_writes = EveryNth(faults.stall_every)
+        self._flipper: ByteFlipper | None = None
+        if faults.flip_byte_every or faults.flip_logits_every:
+            self._flipper = ByteFlipper(inner, faults.flip_byte_every, faults.flip_logits_every)
+        self._closed = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def gathers(self) -> bool:
+        return gathers(self._inner)
+
+    def local_session(self) -> TransportSession:
+        return self._inner.local_session()
+
+    def register(self, base: int, nbytes: int) -> None:
+        self._inner.register(base, nbytes)
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return self._inner.can_reach(session)
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> FaultyPeer:
+        inner = self._inner.connect(memory, session)
+        if self._flipper is not None:
+            self._flipper.prepare()
+        aux_rows = range(memory.aux_base, memory.aux_base + memory.num_aux_slots * memory.aux_row_bytes)
+        page = self._faults.zero_page
+        if page is not None and page >= memory.num_pages:
+            logger.warning("faults.zero_page: %s has no page %d, only %d", inner.session_id, page, memory.num_pages)
+        if page is None or page >= memory.num_pages:
+            return FaultyPeer(inner, (), memory.page_bytes, aux_rows)
+        if memory.page_bytes not in self._zeros:
+            zeros = np.zeros(memory.page_bytes, np.uint8)
+            self._inner.register(int(zeros.ctypes.data), memory.page_bytes)
+            self._zeros[memory.page_bytes] = zeros
+        bases = sorted(base + page * memory.page_bytes for base in memory.region_bases)
+        return FaultyPeer(inner, tuple(bases), memory.page_bytes, aux_rows)
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        """Several writes one after the other. A WriteError of a later one is also true of all: the others have ended
+        by then."""
+        assert isinstance(peer, FaultyPeer)
+        deadline_s = time.monotonic() + timeout_s
+        self._hold_up(peer, timeout_s)
+        self._write(peer, copies, deadline_s)
+        if self._flipper is not None:
+            self._flipper.flip(peer.inner, copies, peer.aux_rows, deadline_s)
+
+    def _hold_up(self, peer: FaultyPeer, timeout_s: float) -> None:
+        is_stalled = self._stalled_writes.strikes()
+        delay_s = timeout_s if is_stalled else min(self._faults.delay_ms / 1000, timeout_s)
+        if delay_s and (self._closed.wait(delay_s) or delay_s >= timeout_s):
+            what = "stalled" if is_stalled else "delayed"
+            raise WriteError(f"faults: the write to {peer.session_id} was {what} for {timeout_s:.1f} s", settled=True)
+
+    def _write(self, peer: FaultyPeer, copies: CopyList, deadline_s: float) -> None:
+        healthy, broken = split_at_pages(copies, peer.broken_bases, peer.page_bytes)
+        if len(healthy.src) or not len(broken.src):
+            self._inner.write(peer.inner, healthy, max(0.0, deadline_s - time.monotonic()))
+        if len(broken.src):
+            zeros = int(self._zeros[peer.page_bytes].ctypes.data)
+            from_zeros = CopyList(array("q", [zeros]) * len(broken.src), broken.dst, broken.length)
+            self._inner.write(peer.inner, from_zeros, max(0.0, deadline_s - time.monotonic()))
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        assert isinstance(peer, FaultyPeer)
+        return self._inner.settle(peer.inner, timeout_s)
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, FaultyPeer)
+        self._inner.disconnect(peer.inner)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._inner.close()
+        self._zeros.clear()
+
+
+def split_at_pages(copies: CopyList, bases: Sequence[int], page_bytes: int) -> tuple[CopyList, CopyList]:
+    """`(outside, inside)`: the same bytes, cut where they cross a border of `[base, base + page_bytes)` of a base.
+
+    `bases` ascend and do not overlap. A piece inside is at most `page_bytes` long.
+    """
+    if not bases:
+        return copies, CopyList((), (), ())
+    outside, inside = ((array("q"), array("q"), array("q")) for _ in range(2))
+    for src, dst, length in zip(copies.src, copies.dst, copies.length, strict=True):
+        at, end = dst, dst + length
+        index = max(0, bisect_right(bases, dst) - 1)
+        while at < end:
+            base = bases[index] if index < len(bases) else end
+            if at < base:
+                part, until = outside, min(base, end)
+            elif at < base + page_bytes:
+                part, until = inside, min(base + page_bytes, end)
+            else:
+                index += 1
+                continue
+            for values, value in zip(part, (src + at - dst, at, until - at), strict=True):
+                values.append(value)
+            at = until
+    return CopyList(*outside), CopyList(*inside)

@@ -1,0 +1,368 @@
+"""Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts (or processes of one).
+
+One engine per process (its destructor takes a second). Measured with mooncake-transfer-engine-non-cuda 0.3.13.post1
+over TCP; RDMA was never run here. What the code below is shaped by:
+
+* The engine LISTENS on 0.0.0.0 (handshake) and [::] (data) whatever host it is given, and asks for no credential:
+  whoever reaches these ports can read and write registered memory. Use it in a trusted network only.
+* Its calls answer with integers and `initialize` says 0 for anything, so protocol, device and host are checked here.
+* More than about 2048 entries in flight to a peer fail, the accepted part still goes out: at most `MAX_ENTRIES` are in
+  flight, under a lock per peer, and the queue limits are raised before the engine is made.
+* The synchronous calls spin on a core, so nothing here calls them. A list goes out as one asynchronous batch plus its
+  last entry as a single write, which can be polled with sleeps; there is one lane, so when that entry has ended, so has
+  the batch.
+* A write that did not end in time goes on: queued entries are written later, from the then current source bytes. An
+  entry is COMPLETED when the peer has acknowledged it, which it does after the last byte was put into its memory. So
+  handles of late writes are kept, and `settle` waits until they have ended: that all were COMPLETED proves that nothing
+  of them is to come. For this the engine's own time limits are set to a day: each would drop a connection that is
+  merely slow, with bytes under way that nobody tells of; TCP repeats what a silent network has swallowed.
+* FAILED is an entry whose connection broke, and its end is not known: bytes may lie unread in the peer's kernel, where
+  a new connection overtakes them (with a stopped peer they landed 0.1 to 0.2 ms after a read on a new connection that
+  succeeded, in 2 of 5 runs). The engine sends one entry at a time, so that is one entry at most. Evidence that it is
+  over, in this order: all handles have ended; our kernel has no closed connection to that host with bytes that were
+  not acknowledged; and a *drain*, a read of twice as many bytes as that entry has, has succeeded behind them. The
+  peer's one I/O thread takes turns between its connections and moves one piece (MC_TCP_SLICE_SIZE) a turn, be it of
+  ours that it reads or of the drain that it sends, so it has reached the end of the one before that of the other. This
+  last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
+  settled at once. Over RDMA only a dead peer is settled.
+* `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
+  just then.
+* One entry a round trip: over a real network many small pieces are slow, which is another reason for `staging/`.
+* GPU memory is registered and sent like the host's, by a build with CUDA; without it only staging memory on the host
+  can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staging/`. Both
+  ways were never run here.
+* A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.kv_transfer.plan import require_inside
+from chitu.kv_transfer.staging.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
+from chitu.kv_transfer.transports.host_memory import mapping_of
+from chitu.kv_transfer.transports.mooncake.closing_sockets import has_unacknowledged
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s
+from chitu.net.rdma_devices import look_at_rdma, why_no_rdma
+from chitu.protocol import RankMemory, TransportSession
+
+NAME = "mooncake"
+MAX_ENTRIES = 512
+"""Entries in flight to one peer, over all threads."""
+PENDING, DONE = 0, 1
+"""Of an entry's status; another number is a failure."""
+FENCE_BYTES = 64
+FENCE_TIMEOUT_S = 3.0
+"""Of the read that `connect` tries: two round trips, or a lost packet."""
+FENCE_TRIES = 3
+"""The engine may have a connection that broke while it was idle: the first try finds that out, the next fails without
+being sent, and the third waits for a new connection."""
+REFUSED_TIMEOUT_S = 0.5
+NEVER_S = "86400"
+FORCED_ENVIRONMENT = {
+    "MC_TCP_LANES_PER_PEER": "1",
+    "MC_NUM_TCP_IO_THREADS": "1",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": NEVER_S,
+    "MC_TCP_STATUS_TIMEOUT_SEC": NEVER_S,
+}
+"""`settle` and the polling of batches rely on it."""
+DEFAULT_ENVIRONMENT = {
+    "MC_TRANSFER_TIMEOUT": "5",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""What an operator may set otherwise. Read by the engine when it is made."""
+
+
+@dataclass(slots=True, frozen=True)
+class LateWrite:
+    """Did not end in time: handles of its last entry and of the entries before (0: there are none)."""
+
+    last: int
+    batch: int
+    largest_bytes: int
+    """Of its entries."""
+
+
+@dataclass(slots=True, frozen=True)
+class Drain:
+    """A read on its way. `target` is kept until it has ended, because the engine writes there."""
+
+    handle: int
+    target: np.ndarray[Any, np.dtype[np.uint8]]
+    doubts: int
+    """Of the peer, when it was begun."""
+
+
+@dataclass(slots=True)
+class MooncakePeer:
+    session_id: str
+    host: str
+    port: int
+    arenas: tuple[Arena, ...]
+    """Where it can be written; the first is read by the fence."""
+    reaches_pages: bool = True
+    """See `staging/copier.py`; so the next."""
+    reaches_host_segments: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while entries are in flight, and by whoever settles."""
+    late: list[LateWrite] = field(default_factory=list)
+    doubts: int = 0
+    """Writes so far whose end is not known."""
+    doubtful_bytes: int = 0
+    """Of the largest entry of those that no drain has followed; 0: every write has ended well."""
+    drain: Drain | None = None
+    is_closed: bool = False
+
+    def doubt(self, largest_bytes: int) -> None:
+        self.doubts += 1
+        self.doubtful_bytes = max(self.doubtful_bytes, largest_bytes)
+
+
+class MooncakeTransport:
+    """See `kv_transfer.transport.Transport`.
+
+    `host`: this process's address as peers reach it. Raises MissingDependency where the library cannot be imported and
+    ConfigError where it could not work (RDMA without a device, a host name that does not resolve).
+    """
+
+    name = NAME
+
+    def __init__(self, host: str, protocol: str = "tcp", ib_device: str = "") -> None:
+        self._protocol = protocol
+        self._ranges: list[tuple[int, int]] = []
+        if protocol == "rdma":
+            _check_rdma(ib_device)
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise ConfigError(f"host {host!r} of this instance does not resolve: {error}") from error
+        for name, value in DEFAULT_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ.update(FORCED_ENVIRONMENT)
+        if protocol == "tcp":
+            os.environ["MC_FORCE_TCP"] = "1"
+            os.environ["MC_TRANSFER_TIMEOUT"] = NEVER_S  # a batch that is asked for later than this has "failed"
+        module = _import_engine()
+        self._has_cuda = bool(getattr(module, "SUPPORT_CUDA", True))
+        self._is_host_only = False
+        """The pool is in GPU memory that this build cannot send."""
+        self._engine: Any = module.TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
+        if code != 0:
+            raise ConfigError(f"mooncake: cannot start over {protocol} on {host} (code {code})")
+        self._session_id = f"{host}:{self._engine.get_rpc_port()}"
+        self._scratch = np.zeros(FENCE_BYTES, np.uint8)
+        self.register(int(self._scratch.ctypes.data), FENCE_BYTES)
+
+    def register(self, base: int, nbytes: int) -> None:
+        if (base, nbytes) in self._ranges:
+            return
+        is_host = mapping_of(base, nbytes) is not None
+        if not is_host and not self._has_cuda:
+            self._is_host_only = True
+            raise TransferFailed(
+                "mooncake: this build has no CUDA and cannot send GPU memory: install the extra mooncake-cuda12 or"
+                " mooncake-cuda13, or stage in host memory (transfer auto or staged, mooncake_protocol tcp)"
+            )
+        code = self._engine.batch_register_memory([base], [nbytes])
+        if code != 0:
+            hint = (
+                "" if is_host or self._protocol != "rdma" else "; GPU memory over RDMA needs nvidia_peermem or dma-buf"
+            )
+            raise TransferFailed(f"mooncake: cannot register {nbytes} bytes at {base:#x} (code {code}{hint})")
+        self._ranges.append((base, nbytes))
+
+    def local_session(self) -> TransportSession:
+        attributes = {"protocol": self._protocol}
+        if self._is_host_only:
+            attributes[MEMORY] = STAGING
+        return TransportSession(transport=NAME, session_id=self._session_id, attributes=attributes)
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return session.transport == NAME and session.attributes.get("protocol") == self._protocol
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> MooncakePeer:
+        host, _, port = session.session_id.rpartition(":")
+        if not self.can_reach(session) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise TransferFailed(f"mooncake: {session.session_id} ({session.attributes}) is no session I can use")
+        code = self._engine.send_probe(session.session_id)
+        if code != 0:
+            raise TransferFailed(f"mooncake: {session.session_id} does not answer (code {code})")
+        arenas = writable_arenas(memory, session)
+        if not arenas:
+            raise TransferFailed(f"mooncake: {session.session_id} has GPU memory that it cannot offer, and no staging")
+        reaches_pages = not self._is_host_only and MEMORY not in session.attributes
+        peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
+        # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
+        # now, while the peer has just spoken to us, so that no write can meet it.
+        if not any(self._fence(peer) for _ in range(FENCE_TRIES)):
+            raise TransferFailed(f"mooncake: {session.session_id} does not let me read its arena")
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        assert isinstance(peer, MooncakePeer)
+        deadline_s = time.monotonic() + timeout_s
+        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+        arena = arena_of(peer.arenas, int(dst_N[0]) if len(dst_N) else 0)
+        require_inside(NAME, (src_N, dst_N, length_N), arena, self._ranges)
+        src, dst, length = list(copies.src), list(copies.dst), list(copies.length)
+        for start in range(0, len(src), MAX_ENTRIES):
+            part = slice(start, start + MAX_ENTRIES)
+            # Raised from here, the parts before this one have ended well: nothing is in flight.
+            if not peer.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+                raise WriteError(f"mooncake: {peer.session_id} was busy for {timeout_s} s", settled=True)
+            try:
+                if peer.is_closed:
+                    raise WriteError(f"mooncake: {peer.session_id} was disconnected", settled=True)
+                self._write_part(peer, src[part], dst[part], length[part], deadline_s)
+            finally:
+                peer.lock.release()
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        assert isinstance(peer, MooncakePeer)
+        started_s = time.monotonic()
+        if not peer.lock.acquire(timeout=timeout_s):
+            return False
+        try:
+            while not self._is_settled(peer):
+                waited_s = time.monotonic() - started_s
+                if waited_s >= timeout_s:
+                    return False
+                time.sleep(pause_s(waited_s))
+            return True
+        finally:
+            peer.lock.release()
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """The engine keeps no handle of ours; its connection goes when the peer does."""
+        assert isinstance(peer, MooncakePeer)
+        peer.is_closed = True
+
+    def close(self) -> None:
+        """Destroy the engine (about a second). Every transfer thread was joined before."""
+        if self._engine is not None:
+            for base, _ in self._ranges:
+                self._engine.unregister_memory(base)
+            self._ranges.clear()
+            self._engine = None
+
+    def _write_part(
+        self, peer: MooncakePeer, src: list[int], dst: list[int], length: list[int], deadline_s: float
+    ) -> None:
+        """At most MAX_ENTRIES: all but the last as one batch, then the last, whose end is polled for."""
+        batch = 0
+        if len(src) > 1:
+            batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
+            if batch == 0:
+                peer.doubt(max(length))
+                raise WriteError(f"mooncake: {peer.session_id} took no batch of {len(src) - 1} writes", settled=False)
+        last = self._engine.transfer_submit_write(peer.session_id, src[-1], dst[-1], length[-1])
+        if last == 0:
+            peer.doubt(max(length))
+            raise WriteError(f"mooncake: {peer.session_id} took no write", settled=False)
+        write = LateWrite(last, batch, max(length))
+        status = self._wait(last, deadline_s)
+        if status == PENDING:
+            peer.late.append(write)
+            raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", settled=False)
+        if not self._has_ended_well(write, status):
+            peer.doubt(write.largest_bytes)
+            raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", settled=False)
+
+    def _wait(self, handle: int, deadline_s: float) -> int:
+        """Status of a single entry (of which the engine forgets the handle), or PENDING."""
+        started_s = time.monotonic()
+        while (status := int(self._engine.transfer_check_status(handle))) == PENDING:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                break
+            time.sleep(pause_s(now_s - started_s))
+        return status
+
+    def _has_ended_well(self, write: LateWrite, status: int) -> bool:
+        """Whether all entries were acknowledged. The last one has this status; over TCP the others have ended then."""
+        if status != DONE and self._protocol != "tcp":
+            return False
+        is_batch_done = write.batch == 0 or self._engine.get_batch_transfer_status([write.batch]) == 0
+        return status == DONE and is_batch_done
+
+    def _fence(self, peer: MooncakePeer) -> bool:
+        """Read a few bytes of the peer."""
+        base, _ = peer.arenas[0]
+        handle = self._read(peer, int(self._scratch.ctypes.data), base, FENCE_BYTES)
+        return handle != 0 and self._wait(handle, time.monotonic() + FENCE_TIMEOUT_S) == DONE
+
+    def _read(self, peer: MooncakePeer, target: int, source: int, nbytes: int) -> int:
+        """Handle of a read of the peer, 0 where that is impossible."""
+        return int(self._engine.batch_transfer_async_read(peer.session_id, [target], [source], [nbytes]))
+
+    def _is_settled(self, peer: MooncakePeer) -> bool:
+        """One look at what is on its way to this peer; begins a drain where one is due. Its lock is held."""
+        if self._protocol != "tcp":
+            return _is_refused(peer)
+        while peer.late:
+            write = peer.late[0]
+            status = int(self._engine.transfer_check_status(write.last))
+            if status == PENDING:
+                return False
+            peer.late.pop(0)
+            if not self._has_ended_well(write, status):
+                peer.doubt(write.largest_bytes)
+        if peer.drain is not None:
+            status = int(self._engine.transfer_check_status(peer.drain.handle))
+            if status == PENDING:
+                return False
+            if peer.drain.doubts == peer.doubts if status == DONE else _is_refused(peer):
+                peer.doubtful_bytes = 0
+            peer.drain = None
+        elif peer.doubtful_bytes and not has_unacknowledged(peer.host):
+            self._begin_drain(peer)
+        return not peer.doubtful_bytes
+
+    def _begin_drain(self, peer: MooncakePeer) -> None:
+        base, arena_bytes = max(peer.arenas, key=lambda arena: arena[1])
+        target = np.zeros(min(max(FENCE_BYTES, 2 * peer.doubtful_bytes), arena_bytes), np.uint8)
+        handle = self._read(peer, int(target.ctypes.data), base, len(target))
+        if handle != 0:
+            peer.drain = Drain(handle, target, peer.doubts)
+        elif _is_refused(peer):
+            peer.doubtful_bytes = 0
+
+
+def _is_refused(peer: MooncakePeer) -> bool:
+    """Whether the peer's host says that nobody listens on its handshake port: its process is gone."""
+    try:
+        socket.create_connection((peer.host, peer.port), timeout=REFUSED_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _import_engine() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as error:
+        raise MissingDependency(
+            f"the Mooncake Transfer Engine cannot be imported ({error}): install the extra mooncake (with CUDA:"
+            " mooncake-cuda12 or mooncake-cuda13; pip install -e '.[mooncake]' in chitu's folder) and the Debian"
+            " packages libibverbs1 libnuma1 libcurl4"
+        ) from error
+
+
+def _check_rdma(ib_device: str) -> None:
+    """The engine silently uses TCP where RDMA is impossible, so look for the devices first."""
+    if reason := why_no_rdma(look_at_rdma(), ib_device):
+        raise ConfigError(f"pd_disaggregation.mooncake_protocol is rdma, but {reason}: use auto or tcp")

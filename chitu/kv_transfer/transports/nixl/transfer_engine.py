@@ -1,0 +1,400 @@
+"""Transport `nixl`: NIXL with its UCX backend, between hosts or processes of one: TCP, shared memory, RDMA, NVLink,
+whatever UCX finds.
+
+One agent per process. Measured with nixl-cu13 1.5.1 and host memory over TCP; GPU memory and RDMA were never run here.
+What the code below is shaped by:
+
+* UCX listens on every interface unless told otherwise (UCX_NET_DEVICES), and asks for no credential: whoever reaches it
+  can read and write registered memory. A host on the loopback address gets UCX_NET_DEVICES=lo.
+* A transfer has no time limit of its own: one to a stopped process over TCP stays in progress for ever. Releasing its
+  handle does not stop it: the engine goes on, and later sends what the source holds then. So the handle of a write that
+  did not end in time is kept, and `settle` waits until it has ended: a write is done only when the peer has flushed it.
+* A connection that broke stays broken: every request to that agent fails until it is forgotten and added again. Idle
+  ones break too, which is no doubt of any write: so one that was idle is tried with a read before it is written to,
+  and is renewed if it broke.
+* A write that ended with an error may have bytes under way that nothing tells of. It is settled once the peer's process
+  is known to be gone, which only its own host can see; between hosts such a D stays suspended until the cluster view
+  says that it is gone.
+* Its progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
+  period of 0: it would spin on a core of every instance for as long as that lives (`_make_agent`).
+* Errors are exceptions of many classes without a common base.
+* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staging/`, whose
+  segments lie in the pool's arena and are registered with it, as memory of the same kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from chitu.errors import MissingDependency, TransferFailed
+from chitu.kv_transfer.plan import Int64s, require_inside
+from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s
+from chitu.protocol import RankMemory, TransportSession
+
+logger = logging.getLogger(__name__)
+
+NAME = "nixl"
+MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+MAX_ENTRIES = 4096
+"""Entries of one request; a longer list goes out as several."""
+FENCE_BYTES = 64
+CONNECT_TIMEOUT_S = 2.0
+TRUSTED_S = 3.0
+"""So long after its last request has succeeded a connection is written to without a trial."""
+PROGRESS_PERIOD_US = 1000
+"""What arrives wakes the progress thread; this often it also looks by itself, since UCX may forget to wake it."""
+
+
+@dataclass(slots=True)
+class KnownAgent:
+    """An agent that the library has been told of, perhaps with no peer open."""
+
+    metadata: bytes
+    num_peers: int = 0
+    num_in_progress: int = 0
+    good_at_s: float = 0.0
+    """When a request to it has last succeeded."""
+
+
+@dataclass(slots=True)
+class NixlPeer:
+    session_id: str
+    """Name of its agent."""
+    arena_base: int
+    arena_bytes: int
+    memory: str
+    """Kind of its arena, and number of its device."""
+    device: int
+    process: PeerProcess | None
+    """None: it runs on another host."""
+    pending: list[tuple[Any, str]] = field(default_factory=list)
+    """Handles and operations of requests that did not end in time. A handle that is collected by the garbage collector
+    would be released."""
+    is_doubtful: bool = False
+    """A write ended with an error."""
+    is_closed: bool = False
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process is not None and not self.process.is_alive()
+
+
+class NixlTransport:
+    """See `kv_transfer.transport.Transport`.
+
+    `host`: this process's address as peers reach it. `device`: where the pool is. Raises MissingDependency where the
+    library cannot be imported.
+    """
+
+    name = NAME
+
+    def __init__(self, host: str, device: str = "cpu") -> None:
+        if host == "localhost" or host.startswith("127."):
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        module = _import_nixl()
+        kind, _, index = device.partition(":")
+        self._memory, self._device = ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
+        self._agent_name = f"chitu-{uuid.uuid4().hex}"
+        self._lock = threading.Lock()
+        """Of the agent and of all peers; never held over a wait."""
+        self._agent: Any = _make_agent(module, self._agent_name)
+        self._host_id = host_id()
+        self._ranges: list[tuple[int, int]] = []
+        self._registered: list[Any] = []
+        self._known: dict[str, KnownAgent] = {}
+        self._abandoned: list[NixlPeer] = []
+        """Disconnected with writes in progress."""
+        self._scratch, self._scratch_base = _scratch_on(device)
+        self._register(self._scratch_base, FENCE_BYTES, self._memory, self._device)
+
+    def register(self, base: int, nbytes: int) -> None:
+        if (base, nbytes) in self._ranges:
+            return
+        self._register(base, nbytes, self._memory, self._device)
+        self._ranges.append((base, nbytes))
+
+    def local_session(self) -> TransportSession:
+        with self._lock:
+            metadata = self._agent.get_agent_metadata()
+        return TransportSession(
+            transport=NAME,
+            session_id=self._agent_name,
+            attributes={
+                "metadata": base64.b64encode(metadata).decode(),
+                "memory": self._memory,
+                "device": str(self._device),
+                "host_id": self._host_id,
+                "pid": str(os.getpid()),
+                "start_time": own_start_time(),
+            },
+        )
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return session.transport == NAME and session.attributes.get("memory") in ("DRAM", "VRAM")
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> NixlPeer:
+        if not self.can_reach(session):
+            raise TransferFailed(f"nixl: {session.session_id} is no session I can use")
+        attributes = session.attributes
+        try:
+            metadata = base64.b64decode(attributes["metadata"], validate=True)
+            pid, device = int(attributes["pid"]), int(attributes["device"])
+        except (KeyError, ValueError) as error:
+            raise TransferFailed(f"nixl: session {session.session_id} is not well formed: {error}") from error
+        process: PeerProcess | None = None
+        if self._host_id and attributes.get("host_id") == self._host_id:
+            try:
+                with PeerProcess.entered(pid, attributes.get("start_time", "")) as (process, _):
+                    pass
+            except (OSError, OverflowError) as error:
+                raise TransferFailed(f"nixl: the process of {session.session_id} is gone: {error}") from error
+        peer = NixlPeer(
+            session.session_id, memory.arena_base, memory.arena_bytes, attributes["memory"], device, process
+        )
+        self._open(peer, metadata)
+        try:
+            # A read makes the connection, and shows that the arena is what its registration says.
+            self._try(peer, time.monotonic() + CONNECT_TIMEOUT_S)
+        except TransferFailed as error:
+            self.disconnect(peer)
+            raise TransferFailed(f"nixl: {peer.session_id} does not let me read its arena: {error.message}") from error
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        assert isinstance(peer, NixlPeer)
+        deadline_s = time.monotonic() + timeout_s
+        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+        require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
+        with self._lock:
+            is_trusted = peer.is_closed or time.monotonic() - self._known[peer.session_id].good_at_s < TRUSTED_S
+        if not is_trusted:
+            self._try(peer, deadline_s)
+        for start in range(0, len(src_N), MAX_ENTRIES):
+            part = slice(start, start + MAX_ENTRIES)
+            local = _entries(src_N[part], length_N[part], self._device)
+            remote = _entries(dst_N[part], length_N[part], peer.device)
+            self._transfer(peer, "WRITE", (local, self._memory), remote, deadline_s)
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        assert isinstance(peer, NixlPeer)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._sweep(peer)
+            if peer.is_dead:
+                return True
+            if not any(operation == "WRITE" for _, operation in peer.pending):
+                return not peer.is_doubtful
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.005)
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, NixlPeer)
+        with self._lock:
+            if peer.is_closed:
+                return
+            peer.is_closed = True
+            self._known[peer.session_id].num_peers -= 1
+            is_last = not self._known[peer.session_id].num_peers
+            is_dead = peer.is_dead
+            if peer.process is not None:
+                peer.process.close()
+            if peer.pending and not is_dead:
+                self._abandoned.append(peer)  # released, they would go on unseen
+                return
+            peer.pending.clear()
+            # UCX keeps the socket of an agent that is forgotten and added again, so one that lives stays known.
+            if is_last and (is_dead or peer.process is None):
+                del self._known[peer.session_id]
+                with contextlib.suppress(Exception):  # it disconnected by itself
+                    self._agent.remove_remote_agent(peer.session_id)
+
+    def close(self) -> None:
+        if self._agent is not None:
+            for descriptors in self._registered:
+                with contextlib.suppress(Exception):  # the agent goes in any case
+                    self._agent.deregister_memory(descriptors)
+            self._registered.clear()
+            self._ranges.clear()
+            self._abandoned.clear()
+            self._agent = None
+
+    # ------------------------------------------------------------------------------------------------------- the agent
+
+    def _register(self, base: int, nbytes: int, memory: str, device: int) -> None:
+        try:
+            self._registered.append(self._agent.register_memory([(base, nbytes, device, "")], memory))
+        except Exception as error:
+            raise TransferFailed(f"nixl: cannot register {nbytes} bytes at {base:#x}: {error!r}") from error
+
+    def _open(self, peer: NixlPeer, metadata: bytes) -> None:
+        with self._lock:
+            if peer.session_id not in self._known:
+                self._add(peer.session_id, metadata)
+                self._known[peer.session_id] = KnownAgent(metadata)
+            self._known[peer.session_id].num_peers += 1
+
+    def _add(self, session_id: str, metadata: bytes) -> None:
+        try:
+            found = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransferFailed(f"nixl: {session_id} is unknown to me: {error!r}") from error
+        name = found.decode() if isinstance(found, bytes) else str(found)
+        if name != session_id:
+            raise TransferFailed(f"nixl: the agent of {session_id} calls itself {name}")
+
+    def _try(self, peer: NixlPeer, deadline_s: float) -> None:
+        """Read a few bytes of the peer, on a new connection if that which there is broke. Raises TransferFailed."""
+        for other in (peer, *self._abandoned):
+            if other.session_id == peer.session_id:
+                self._sweep(other)
+        try:
+            self._fence(peer, deadline_s)
+        except WriteError:
+            if not self._renew(peer):
+                raise
+            self._fence(peer, deadline_s)
+
+    def _renew(self, peer: NixlPeer) -> bool:
+        """After a failed request: forget the connection and have the next request make another. Not while others use
+        it: if it broke, they end."""
+        with self._lock:
+            known = self._known.get(peer.session_id)
+            if known is None or known.num_in_progress or peer.is_dead:
+                return False
+            with contextlib.suppress(Exception):  # it disconnected by itself
+                self._agent.remove_remote_agent(peer.session_id)
+            self._add(peer.session_id, known.metadata)
+        return True
+
+    def _fence(self, peer: NixlPeer, deadline_s: float) -> None:
+        """Raises WriteError, which is settled: nothing is written."""
+        nbytes = min(FENCE_BYTES, peer.arena_bytes)
+        local = [(self._scratch_base, nbytes, self._device)]
+        remote = [(peer.arena_base, nbytes, peer.device)]
+        deadline_s = min(deadline_s, time.monotonic() + CONNECT_TIMEOUT_S)
+        self._transfer(peer, "READ", (local, self._memory), remote, deadline_s)
+
+    def _transfer(
+        self,
+        peer: NixlPeer,
+        operation: str,
+        local: tuple[list[tuple[int, int, int]], str],
+        remote: list[tuple[int, int, int]],
+        deadline_s: float,
+    ) -> None:
+        """One request from its start to its end. Raises WriteError; after a read it is settled."""
+        agent = self._agent
+        with self._lock:
+            if peer.is_closed:
+                raise WriteError(f"nixl: {peer.session_id} was disconnected", settled=True)
+            try:
+                sources, targets = agent.get_xfer_descs(*local), agent.get_xfer_descs(remote, peer.memory)
+                handle = agent.initialize_xfer(operation, sources, targets, peer.session_id)
+            except Exception as error:  # a local check: nothing was sent
+                raise WriteError(f"nixl: {peer.session_id} takes no such request: {error!r}", settled=True) from error
+            known = self._known[peer.session_id]
+            known.num_in_progress += 1
+        state = self._ask(peer, lambda: agent.transfer(handle))
+        started_s = time.monotonic()
+        while state == "PROC":
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                with self._lock:
+                    peer.pending.append((handle, operation))
+                raise WriteError(f"nixl: {peer.session_id} did not answer in time", settled=operation == "READ")
+            time.sleep(pause_s(now_s - started_s))
+            state = self._ask(peer, lambda: agent.check_xfer_state(handle))
+        self._ended(peer, handle, operation, state)
+        if state != "DONE":
+            is_settled = operation == "READ" or peer.is_dead
+            raise WriteError(f"nixl: the request to {peer.session_id} failed: {state}", settled=is_settled)
+
+    def _ended(self, peer: NixlPeer, handle: Any, operation: str, state: str) -> None:
+        with self._lock:
+            with contextlib.suppress(Exception):  # it has ended, whatever is said of it
+                self._agent.release_xfer_handle(handle)
+            peer.is_doubtful |= state != "DONE" and operation == "WRITE"
+            known = self._known.get(peer.session_id)
+            if known is not None:
+                known.num_in_progress -= 1
+                if state == "DONE":
+                    known.good_at_s = time.monotonic()
+
+    def _ask(self, peer: NixlPeer, question: Any) -> str:
+        """State of a request: `DONE`, `PROC`, or what went wrong."""
+        try:
+            with self._lock:
+                return str(question())
+        except Exception as error:
+            return repr(error)
+
+    def _sweep(self, peer: NixlPeer) -> None:
+        """Let go of pending requests that have ended meanwhile."""
+        for handle, operation in list(peer.pending):
+            state = self._ask(peer, lambda handle=handle: self._agent.check_xfer_state(handle))
+            if state == "PROC":
+                continue
+            with self._lock:
+                if (handle, operation) not in peer.pending:
+                    continue  # another thread found that out
+                peer.pending.remove((handle, operation))
+            self._ended(peer, handle, operation, state)
+
+
+def _entries(address_N: Int64s, length_N: Int64s, device: int) -> list[tuple[int, int, int]]:
+    return [(address, length, device) for address, length in zip(address_N.tolist(), length_N.tolist(), strict=True)]
+
+
+def _make_agent(module: Any, name: str) -> Any:
+    """An agent with UCX. What the Python API configured is replaced, because it leaves no choice of the period."""
+    agent = module.nixl_agent(name, module.nixl_agent_config(backends=[]))
+    config = module.nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, PROGRESS_PERIOD_US
+    config.useListenThread, config.captureTelemetry = False, False
+    config.syncMode = module.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # `NixlTransport._lock`
+    agent.agent = module.nixlBind.nixlAgent(name, config)
+    agent.create_backend("UCX")
+    return agent
+
+
+def _scratch_on(device: str) -> tuple[Any, int]:
+    """`FENCE_BYTES` where the pool is, and their address: the fence is then read as pages are written."""
+    if device == "cpu":
+        host = np.zeros(FENCE_BYTES, np.uint8)
+        return host, int(host.ctypes.data)
+    from chitu.ops.cuda_device import device_bytes  # torch: only where there is a GPU
+
+    memory = device_bytes(device, FENCE_BYTES)
+    return memory, memory.data_ptr()
+
+
+def _import_nixl() -> Any:
+    reasons = []
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        library = logging.getLogger("nixl")  # it writes to stdout, which may be read by programs
+        library.handlers.clear()
+        library.propagate = True
+        library.setLevel(logging.WARNING)
+        return module
+    raise MissingDependency(
+        f"NIXL cannot be imported ({'; '.join(reasons)}): install the extra nixl "
+        "(with CUDA 12: nixl-cuda12; pip install -e '.[nixl]' in chitu's folder)"
+    )

@@ -1,0 +1,211 @@
+"""Transport `shm`: the peer is a process of the same host and user; its arena is an anonymous shared file (memfd).
+
+A session says how to find that file: host id, pid, start time of the process, fd and inode. `connect` opens it through
+`/proc/<pid>/fd/<fd>` (which needs the same user, no ptrace rights), checks that it is that very file, and maps it; a
+write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `settle`
+is always True; bytes written after the peer died go to a file that nobody reads. Nothing is ever left in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.plan import require_inside
+from chitu.kv_transfer.staging.arenas import MEMORY
+from chitu.kv_transfer.transports.host_memory import mapping_of
+from chitu.kv_transfer.transports.mapped_peers import MappedPeers
+from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
+from chitu.kv_transfer.transports.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
+from chitu.protocol import RankMemory, TransportSession
+
+NAME = "shm"
+MEMFD_LINK = "/memfd:"
+"""How /proc shows an anonymous shared file."""
+
+
+class SharedFile(NamedTuple):
+    """A registered allocation; `fd` < 0: not a shared file, good as a source only."""
+
+    base: int
+    nbytes: int
+    fd: int
+    offset: int
+
+    def attributes(self) -> dict[str, str]:
+        """What a session says of it."""
+        return {"fd": str(self.fd), "inode": str(os.fstat(self.fd).st_ino), "offset": str(self.offset)}
+
+
+@dataclass(slots=True, eq=False)
+class ShmPeer:
+    """A mapped arena of another process."""
+
+    session_id: str
+    arena_base: int
+    """In the peer's address space."""
+    arena_bytes: int
+    process: PeerProcess
+    mapping: mmap.mmap
+    local_base: int
+    """Where `arena_base` is in ours."""
+
+
+class ShmTransport:
+    """See `kv_transfer.transport.Transport`."""
+
+    name = NAME
+    gathers = True
+    """See `staging/copier.py`: a piece costs next to nothing."""
+
+    def __init__(self) -> None:
+        self._host_id = host_id()
+        self._engine = CopyEngine()
+        self._ranges: list[SharedFile] = []
+        self._peers = MappedPeers(NAME, unmap)
+
+    def register(self, base: int, nbytes: int) -> None:
+        if any((known.base, known.nbytes) == (base, nbytes) for known in self._ranges):
+            return
+        self._ranges.append(find_range(base, nbytes))
+
+    def local_session(self) -> TransportSession:
+        for known in self._ranges:
+            if known.fd >= 0:
+                return TransportSession(
+                    transport=NAME,
+                    session_id=f"{self._host_id}/{os.getpid()}/{known.fd}",
+                    attributes={
+                        "host_id": self._host_id,
+                        "pid": str(os.getpid()),
+                        "start_time": own_start_time(),
+                        **known.attributes(),
+                    },
+                )
+        raise TransferFailed("shm: no registered memory is a shared file, so no process can map it")
+
+    def can_reach(self, session: TransportSession) -> bool:
+        attributes = session.attributes
+        is_here = self._host_id != "" and attributes.get("host_id") == self._host_id
+        return session.transport == NAME and is_here and MEMORY not in attributes
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> ShmPeer:
+        if not self.can_reach(session):
+            raise TransferFailed(f"shm: {session.session_id} is not a process of this host and user")
+        peer = open_peer(session, memory.arena_base, memory.arena_bytes)
+        self._peers.add(peer)
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        assert isinstance(peer, ShmPeer)
+        deadline_s = time.monotonic() + timeout_s
+        src_N = np.asarray(copies.src, dtype=np.int64)
+        dst_N = np.asarray(copies.dst, dtype=np.int64)
+        length_N = np.asarray(copies.length, dtype=np.int64)
+        columns = src_N, dst_N, length_N
+        require_inside(
+            NAME, columns, (peer.arena_base, peer.arena_bytes), [(known.base, known.nbytes) for known in self._ranges]
+        )
+        try:
+            with self._peers.writing(peer):
+                self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
+        except CopyFault as error:
+            raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
+        except CopyTimeout as error:
+            raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        """Always True: a copy is over when `write` returns."""
+        return True
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, ShmPeer)
+        self._peers.remove(peer)
+
+    def close(self) -> None:
+        self._peers.remove_all()
+        for known in self._ranges:
+            if known.fd >= 0:
+                os.close(known.fd)
+        self._ranges.clear()
+
+
+def unmap(peer: ShmPeer) -> None:
+    peer.process.close()
+    peer.mapping.close()
+
+
+def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> ShmPeer:
+    """Map the file that a session of this host describes. TransferFailed where it is not what it says."""
+    try:
+        numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
+    except (KeyError, ValueError) as error:
+        raise TransferFailed(f"shm: session {session.session_id} is not well formed: {error}") from error
+    if min(numbers) < 0:
+        raise TransferFailed(f"shm: session {session.session_id} has a negative number")
+    try:
+        return _map_file(session, arena_base, arena_bytes, *numbers)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferFailed(f"shm: cannot map the memory of {session.session_id}: {error}") from error
+
+
+def _map_file(
+    session: TransportSession, arena_base: int, arena_bytes: int, pid: int, fd: int, inode: int, offset: int
+) -> ShmPeer:
+    with PeerProcess.entered(pid, session.attributes.get("start_time", "")) as (process, folder):
+        file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            found = os.fstat(file)
+            if not os.readlink(f"fd/{fd}", dir_fd=folder).startswith(MEMFD_LINK):
+                # Or a registration could have us write into any file that the process named has open.
+                raise TransferFailed(f"shm: fd {fd} of process {pid} is no anonymous shared file")
+            if found.st_ino != inode:
+                raise TransferFailed(f"shm: fd {fd} of process {pid} is inode {found.st_ino}, announced was {inode}")
+            if offset + arena_bytes > found.st_size:
+                raise TransferFailed(
+                    f"shm: the file of {session.session_id} has {found.st_size} bytes, too few for an arena of"
+                    f" {arena_bytes} bytes at offset {offset}"
+                )
+            mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(file)
+    return ShmPeer(
+        session_id=session.session_id,
+        arena_base=arena_base,
+        arena_bytes=arena_bytes,
+        process=process,
+        mapping=mapping,
+        local_base=ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset,
+    )
+
+
+def find_range(base: int, nbytes: int) -> SharedFile:
+    """The mapping that holds `[base, base + nbytes)` and, where it is a shared file, an own fd of that file."""
+    if nbytes <= 0:
+        raise TransferFailed(f"shm: cannot register {nbytes} bytes")
+    found = mapping_of(base, nbytes)
+    if found is None:
+        raise TransferFailed(f"shm: {nbytes} bytes at {base:#x} are not host memory of this process")
+    if not found.is_shared:
+        return SharedFile(base, nbytes, -1, 0)
+    return SharedFile(base, nbytes, _own_fd(found.device, found.inode), found.offset)
+
+
+def _own_fd(device: str, inode: int) -> int:
+    """A duplicate of the fd of this file, so that a session stays valid however long its allocator keeps its own."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            found = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+            if (status.st_ino, found) == (inode, device):
+                return os.dup(int(name))
+    return -1

@@ -1,0 +1,105 @@
+"""The one-sided data plane as the rest of the project sees it: a writer puts bytes into a peer's registered memory.
+
+Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one package each. A backend's library is imported only inside
+its own `transfer_engine.py`, lazily; its absence is `MissingDependency` with one clear sentence.
+
+Threads: `write` and `settle` are called by transfer threads and block there (releasing the GIL); everything else by the
+thread that builds the service. Nothing here knows rooms, pages or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from chitu.errors import TransferFailed
+from chitu.protocol import RankMemory, TransportSession
+from chitu.types import Ready
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 5e-3
+
+
+class CopyList(NamedTuple):
+    """`length[i]` bytes from local address `src[i]` to `dst[i]` in the peer's address space."""
+
+    src: Sequence[int]
+    dst: Sequence[int]
+    length: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.length)
+
+
+class WriteError(TransferFailed):
+    """A write did not complete. `settled`: nothing of it can land any more; else `settle` first."""
+
+    def __init__(self, message: str, settled: bool) -> None:
+        super().__init__(message)
+        self.settled = settled
+
+
+def pause_s(waited_s: float) -> float:
+    """How long to sleep before the next look at what a library does, after so long a wait: it ends a twentieth late at
+    most, and a wait of seconds keeps no core busy."""
+    return min(max(SHORTEST_PAUSE_S, waited_s / 20), LONGEST_PAUSE_S)
+
+
+class PeerHandle(Protocol):
+    """A peer's memory, opened by `Transport.connect`."""
+
+    @property
+    def session_id(self) -> str: ...
+
+
+class Transport(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def local_session(self) -> TransportSession:
+        """How a peer's `connect` reaches the memory registered here. Valid once `register` was called."""
+        ...
+
+    def register(self, base: int, nbytes: int) -> None:
+        """Make this allocation readable for own writes and writable for peers. Idempotent for the same range."""
+        ...
+
+    def can_reach(self, session: TransportSession) -> bool:
+        """Whether `connect` could work at all (same host for shm); cheap, no side effects."""
+        ...
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> PeerHandle:
+        """Open a peer's memory. Raises TransferFailed where that is impossible."""
+        ...
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        """Put all copies into the peer's memory; returns when they are visible there.
+
+        Raises WriteError. Addresses were range-checked by the caller against both allocations.
+        """
+        ...
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        """After an unsettled failure: True once no byte of any earlier write to this peer can land any more.
+
+        What one call has found counts for the next, so calls with a `timeout_s` of 0 get there as well. Another write
+        to this peer may run meanwhile; what it leaves is the next call's."""
+        ...
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        """Forget a peer (dead or replaced). Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; no write is in flight (transfer threads were joined)."""
+        ...
+
+
+@runtime_checkable
+class OrderedTransport(Protocol):
+    """A transport whose copies wait on the device for what they read, so the host need not. Others are called when
+    their sources are computed."""
+
+    def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+        """`Transport.write`, of bytes that are there once all of `after` have passed."""
+        ...

@@ -1,0 +1,285 @@
+"""Who is alive and how it fares: stats port (29600), coordination (29800), the view (29801), bootstrap (8080, JSON)."""
+
+from __future__ import annotations
+
+from typing import Union
+
+from chitu.protocol.wire import Codec, Wire
+from chitu.types import Role
+
+# ------------------------------------------------------------------------------------------------- stats port (29600)
+
+
+class LoadReport(Wire, frozen=True, omit_defaults=False):
+    """What routing and metrics see of an instance. Pages: free + used + quarantined + cached == total."""
+
+    waiting: int = 0
+    """Requests not yet computing: P's bootstrap and waiting queues; D's prealloc queue."""
+    unread: int = 0
+    """Of `waiting`: came in after the newest step was planned, which may well have room for them."""
+    unannounced: int = 0
+    """P: those of `waiting` that no D has announced yet, which is the bootstrap queue."""
+    transferring: int = 0
+    """P: inflight; D: pages announced, not decoding yet."""
+    landed: int = 0
+    """D: those of `transferring` whose KV is here, so that only token 1 is waited for."""
+    running: int = 0
+    """In the batch: prompts (P), outputs (D), both (unified)."""
+    retracted: int = 0
+    closing: int = 0
+    """Over, but a peer may still touch their pages."""
+    waiting_tokens: int = 0
+    """Prompt tokens still to compute on P."""
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_used: int = 0
+    pages_quarantined: int = 0
+    pages_cached: int = 0
+    """Kept for later prompts, and used by nobody at the moment."""
+    aux_total: int = 0
+    aux_free: int = 0
+    steps: int = 0
+    tokens: int = 0
+    """Since start: prompt tokens computed (P), tokens emitted (D)."""
+    tokens_dropped: int = 0
+    """Of `tokens`, because the router did not take them."""
+    bytes_moved: int = 0
+    bytes_staged: int = 0
+    """P: of `bytes_moved`, through segments."""
+    segments_quarantined: int = 0
+    """P: granted segments that a failed write may still hit."""
+    suspended: tuple[int, ...] = ()
+    """P: engine ranks of the D that it does not write to until a failed write has settled."""
+    cached_tokens: int = 0
+    """Since start: prompt tokens that were in cached pages, and not computed."""
+    evictions: int = 0
+    """Since start: cached pages that were given to others."""
+    retractions: int = 0
+    unknown_frames: int = 0
+    backlog_s: float = 0.0
+    """Seconds, since start, in which work waited that the step could not take: P's full steps, D's prealloc queue."""
+    backlog_work: int = 0
+    """What was worked off in them: requests admitted (D), prompt tokens computed (the others). By `backlog_s`: how fast
+    a queue moves here."""
+
+
+class RequestsReceived(Wire, frozen=True):
+    """How far an instance has read what a process of the router sends it. A number up to `last` was taken, or is
+    missing and never will be: one that comes after it was called missing is dropped."""
+
+    link: int
+    last: int
+    """The highest number that came."""
+    missing: tuple[tuple[int, int], ...] = ()
+    """The last gaps below it: first and last number of each. Repeated, so that a lost heartbeat takes nothing along."""
+
+
+class Heartbeat(Wire, frozen=True, tag="heartbeat"):
+    """Stats port, every `heartbeat_interval_s`, and at once where a request was lost on the way. Renews the lease of
+    this incarnation."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    load: LoadReport
+    requests: tuple[RequestsReceived, ...] = ()
+    """Links from which something came since the last heartbeat."""
+    reads: int = 0
+    """How often, since start, the request port was found empty: where this grows, nothing that came lies unread."""
+    silent: tuple[int, ...] = ()
+    """D: incarnations of the P that do not answer it, though they are in the view: nothing passes between the two."""
+
+
+class RequestFailed(Wire, frozen=True, tag="request_failed"):
+    """P's failures (stats port): P never connects to the token port."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    room: bytes
+    code: str
+    message: str
+
+
+StatsMessage = Union[Heartbeat, RequestFailed]
+
+# --------------------------------------------------------------------------- coordination (29800) and the view (29801)
+
+
+FP8_E4M3 = "fp8_e4m3"
+"""The name of the format in `KVLayout.dtype` and in the configuration."""
+SCALE_BYTES = 4
+"""Of one token's row in FP8_E4M3."""
+
+
+def fp8_head_bytes(page_size: int, head_dim: int) -> int:
+    """Of one KV head of a page in FP8_E4M3."""
+    return page_size * (head_dim + SCALE_BYTES)
+
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KVLayout(Wire, frozen=True):
+    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
+
+    A latent cache (DeepSeek) has one region a layer and one "KV head", of latent and rotated key side by side, which
+    every TP rank holds.
+
+    Only `tp_size` may differ: ranks write the heads that the other side's ranks hold
+    (`kv_transfer/tensor_parallel/head_plan.py`).
+    """
+
+    model_hash: str
+    """Of the config and the weight index: the same checkpoint gives the same hash."""
+    num_layers: int
+    num_kv_heads: int
+    """Of the whole model; a TP rank holds `num_kv_heads / tp_size` of them (at least 1)."""
+    head_dim: int
+    page_size: int
+    """Tokens a page."""
+    dtype: str
+    """`float32`, `bfloat16`, `float16`; `fp8_e4m3` with scales behind the numbers of a head of a page."""
+    vocab_size: int
+    """Length of a logits row."""
+    tp_size: int = 1
+    regions_per_layer: int = 2
+    """K and V; 1 with a latent cache."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one KV head of a page in one region."""
+        if self.dtype == FP8_E4M3:
+            return fp8_head_bytes(self.page_size, self.head_dim)
+        return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one region (of which a layer has `regions_per_layer`) on one TP rank."""
+        return max(1, self.num_kv_heads // self.tp_size) * self.head_bytes
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Of one page in all regions on one TP rank."""
+        return self.num_layers * self.regions_per_layer * self.page_bytes
+
+    def mismatches(self, other: KVLayout) -> list[str]:
+        """Fields that keep the two from exchanging pages, as `name: mine != theirs`."""
+        return [
+            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
+            for name in self.__struct_fields__
+            if name != "tp_size" and getattr(self, name) != getattr(other, name)
+        ]
+
+
+class InstanceInfo(Wire, frozen=True):
+    """One member of the cluster view."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    host: str
+    """Address at which the router and peers reach it."""
+    port: int
+    """Its request port (29620+k, 29630+m)."""
+    control_port: int
+    """P<->D control port of its main rank; 0 on a unified instance."""
+    layout: KVLayout
+    max_model_len: int
+    """Prompt plus output tokens that one request may have here."""
+    pid: int = 0
+    draining: bool = False
+    follower_pids: tuple[int, ...] = ()
+    """Of TP ranks 1, 2, ...: they write too, so only when they are gone nothing of the instance can."""
+    pid_namespace: str = ""
+    """Where `pid` means something (`net/process_deaths.py`): a reader of another one can tell nothing by it."""
+    start_ticks: int = 0
+    """Start time of `pid`, since pids are used again."""
+    returns: bool = False
+    """It was in a view before it joined this router, so it says nothing of others of its rank: they may be younger. One
+    that does not return was started after them."""
+    device: str = ""
+    """What its pages lie in: `cpu` or `cuda`. Empty, as are the `ways`, of one that does not say."""
+    ways: tuple[str, ...] = ()
+    """Of KV: P and D must have one in common (`kv_transfer/register_memory.py`). Behind an `@` is the machine that a
+    way does not leave."""
+    yields: bool = False
+    """It came for a rank that nobody has (`chitu join`), and takes nobody's place."""
+
+
+class Join(Wire, frozen=True, tag="join"):
+    """Instance -> router. Repeated until the instance sees itself in the view; idempotent per incarnation."""
+
+    protocol_version: int
+    instance: InstanceInfo
+
+
+class JoinReply(Wire, frozen=True, tag="join_reply"):
+    """Router -> instance. `code` empty: accepted; the lease ends `lease_s` after the last heartbeat."""
+
+    incarnation: int
+    lease_s: float = 0.0
+    code: str = ""
+    message: str = ""
+
+
+class Leave(Wire, frozen=True, tag="leave"):
+    """Instance -> router, or its launcher for it. No new requests; its rooms fail."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    reason: str = ""
+    dead_pids: tuple[int, ...] = ()
+    """From a launcher: processes of the instance that exist no more."""
+    pid_namespace: str = ""
+    """Of `dead_pids`, as in InstanceInfo."""
+
+
+class Drain(Wire, frozen=True, tag="drain"):
+    """Router -> instance and back: no new requests, finish what runs."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+
+
+class ClusterView(Wire, frozen=True, tag="cluster_view"):
+    """Who is alive. Published on every change and at least every `heartbeat_interval_s` (PUB drops are healed so)."""
+
+    router_incarnation: int
+    version: int
+    instances: tuple[InstanceInfo, ...]
+    workers: tuple[int, ...] = ()
+    """Incarnations of the router's API processes (`router.workers`). One that was here and is not any more is dead:
+    its rooms are nobody's."""
+    cache_flush: int = 0
+    """Random, drawn when a flush of the prefix caches is asked for: an instance that sees a new one forgets what it has
+    cached. 0: none was asked for since the router's start."""
+    dead: tuple[int, ...] = ()
+    """The last incarnations of which it is certain that no process exists any more: nothing can write for them. Others
+    that are not in `instances` may only be frozen."""
+
+
+CoordinationMessage = Union[Join, Leave, Drain]
+CoordinationReply = Union[JoinReply, Drain]
+
+# --------------------------------------------------------------------------------- bootstrap (HTTP bodies, JSON, 8080)
+
+
+class RouteEntry(Wire, frozen=True):
+    """`PUT /route` body and `GET /route` reply: where a prefill instance takes registrations and TransferInfo."""
+
+    role: Role
+    engine_rank: int
+    rank_ip: str
+    rank_port: int
+    tp_size: int
+    incarnation: int
+    layout: KVLayout
+
+
+stats_codec: Codec[StatsMessage] = Codec(StatsMessage)
+coordination_codec: Codec[CoordinationMessage] = Codec(CoordinationMessage)
+coordination_reply_codec: Codec[CoordinationReply] = Codec(CoordinationReply)
+view_codec: Codec[ClusterView] = Codec(ClusterView)

@@ -1,0 +1,206 @@
+"""P <-> D control: multipart `[room: 16 bytes][payload: one of these]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Union
+
+from chitu.protocol.cluster import KVLayout
+from chitu.protocol.requests import NO_TIMES, PrefillTimes
+from chitu.protocol.wire import Codec, Wire, encode
+
+
+class TransportSession(Wire, frozen=True):
+    """One way to reach a rank's memory. A rank offers several; the writer picks the best that it can use."""
+
+    transport: str
+    """`shm`, `mooncake`, `nixl`, `cuda_ipc`, `fake`."""
+    session_id: str
+    """Mooncake: `host:rpc_port`. shm: `host_id/pid/fd`. Unique per process incarnation."""
+    attributes: dict[str, str] = {}
+
+
+class StagingMemory(Wire, frozen=True):
+    """Segments next to the pool of a rank: P writes groups of pages into them, D scatters these to their places."""
+
+    arena_base: int
+    arena_bytes: int
+    """The allocation that transports register: the pool's own, or (where its memory cannot be written by a peer) one in
+    host memory."""
+    base: int
+    """Of segment 0; the others follow."""
+    segment_bytes: int
+    num_segments: int
+    is_required: bool = False
+    """P writes into segments alone, the logits row included. So no late write can reach a page or a row, and D gives
+    those of a failed room back without P's word."""
+
+
+class RankMemory(Wire, frozen=True):
+    """Addresses of one TP rank's registered memory, in the address space of that rank."""
+
+    tp_rank: int
+    sessions: tuple[TransportSession, ...]
+    arena_base: int
+    """All regions and aux rows lie in one allocation of `arena_bytes` from here."""
+    arena_bytes: int
+    region_bases: tuple[int, ...]
+    """K of layer 0, V of layer 0, K of layer 1, ..."""
+    page_bytes: int
+    """Bytes of one page of one region on this rank."""
+    num_pages: int
+    aux_base: int
+    aux_row_bytes: int
+    num_aux_slots: int
+    staging: StagingMemory | None = None
+
+
+class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
+    """D -> P, room 0, once per (P incarnation, D incarnation); idempotent."""
+
+    protocol_version: int
+    engine_rank: int
+    incarnation: int
+    endpoint: str
+    """D's address as P reaches it."""
+    dst_port: int
+    """D's control port: status messages go there."""
+    layout: KVLayout
+    ranks: tuple[RankMemory, ...]
+    segments: tuple[int, ...] = ()
+    """Of the staging memory: granted to the P that gets this registration, and to no other incarnation."""
+
+
+class RegisterReply(Wire, frozen=True, tag="register_reply"):
+    """P -> D, room 0. `code` empty: accepted; else `incompatible_layout` with both layouts in the message."""
+
+    engine_rank: int
+    incarnation: int
+    """P's."""
+    peer_incarnation: int
+    """D's, as registered: an answer to an older D is dropped."""
+    code: str = ""
+    message: str = ""
+
+
+class TransferInfo(Wire, frozen=True, tag="transfer_info"):
+    """D -> P, per request: where the pages and the logits row go."""
+
+    incarnation: int
+    """D's; names the registration that the indices belong to."""
+    dst_kv_indices: bytes
+    """Page indices, int32 LE, in token order."""
+    dst_aux_index: int
+    num_tokens: int
+    """Prompt tokens; P refuses a room whose prompt has another length."""
+    prefix_pages: int = 0
+    """Leading pages that D holds already; P skips them."""
+
+
+class KVSums(Wire, frozen=True):
+    """Checksums of the KV pages of a room as P has them (formula: `kv_cache/checksum.py`)."""
+
+    positions: bytes
+    """Of the pages that were summed in `dst_kv_indices`, ascending, int32 LE."""
+    sums: bytes
+    """One for each of them, int64 LE; every KV head counts once."""
+    transport: str
+    """What P wrote with, for the log of D."""
+
+
+class TransferStatus(Wire, frozen=True, tag="transfer_status"):
+    """P -> D, repeated until acknowledged."""
+
+    incarnation: int
+    """P's."""
+    poll: int
+    """`KVPoll`: Success or Failed."""
+    settled: bool = True
+    """False: a failed write may still land; keep the pages quarantined until an AbortAck says it cannot."""
+    code: str = ""
+    message: str = ""
+    bytes_per_rank: tuple[int, ...] = ()
+    times: PrefillTimes = NO_TIMES
+    """With Success."""
+    kv_sums: KVSums | None = None
+    """With Success, where P's `verify_kv` is not `off`."""
+    num_staged: int = 0
+    """With Success: how many groups of the room went through segments."""
+
+
+class StatusAck(Wire, frozen=True, tag="status_ack"):
+    """D -> P: stop repeating that status."""
+
+    incarnation: int
+    poll: int
+
+
+class AuxReady(Wire, frozen=True, tag="aux_ready"):
+    """P -> D: the aux row is complete, before Success. Lost ones are healed by Success."""
+
+    incarnation: int
+
+
+class Staged(Wire, frozen=True, tag="staged"):
+    """P -> D: a group of pages (or the logits row) lies in a segment. Repeated until `Scattered`.
+
+    In the segment: region by region (K of `first_layer`, V of it, ...), the pages of each in order, without gaps.
+    """
+
+    incarnation: int
+    number: int
+    """Counts the groups of this P (incarnation) to this D, from 1."""
+    segment: int
+    first_layer: int
+    end_layer: int
+    first_page: int
+    """Position in the room's page list, like `end_page`."""
+    end_page: int
+    length: int
+    """Bytes."""
+    aux_slot: int = -1
+    """Not -1: it is the logits row of this slot, as announced; layers and pages are 0."""
+
+
+class Scattered(Wire, frozen=True, tag="scattered"):
+    """D -> P: answers each `Staged`. D is done with the segment: the group is in place, or its room is over."""
+
+    incarnation: int
+    number: int
+    segment: int
+
+
+class AbortTransfer(Wire, frozen=True, tag="abort_transfer"):
+    """Either side: the room is dead; stop writing and say when you have stopped. Repeated until acknowledged."""
+
+    incarnation: int
+    code: str = "cancelled"
+    message: str = ""
+
+
+class AbortAck(Wire, frozen=True, tag="abort_ack"):
+    """The sender's last write of this room is over (or there never was one)."""
+
+    incarnation: int
+
+
+PeerMessage = Union[
+    KVArgsRegisterInfo,
+    RegisterReply,
+    TransferInfo,
+    TransferStatus,
+    StatusAck,
+    AuxReady,
+    Staged,
+    Scattered,
+    AbortTransfer,
+    AbortAck,
+]
+
+
+peer_codec: Codec[PeerMessage] = Codec(PeerMessage)
+
+
+def peer_frames(room: bytes, message: Wire) -> Sequence[bytes]:
+    """A P<->D control message as its two frames."""
+    return (room, encode(message))

@@ -1,0 +1,188 @@
+"""Requests and their tokens: router -> P, D (request ports), D -> router (token port)."""
+
+from __future__ import annotations
+
+from typing import Union
+
+from chitu.protocol.wire import Codec, Wire
+
+MAX_LOGIT_BIAS = 1024
+"""Entries of `logit_bias`. What they and the stop ids cost an instance is counted in its memory budget."""
+MAX_STOP_TOKEN_IDS = 1024
+
+
+class SamplingParams(Wire, frozen=True):
+    """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
+
+    Stop *strings* are not here: the router scans the text, since it alone detokenises.
+    """
+
+    max_tokens: int
+    """Tokens to emit at most; at least 1; already capped by the context length."""
+    min_tokens: int = 0
+    """Until so many tokens were emitted, eos and stop ids are masked out."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    """Resolved by the router (random where the client gave none): token n depends on (seed, n) and logits alone."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Both count emitted tokens only (OpenAI)."""
+    repetition_penalty: float = 1.0
+    """Multiplicative, over prompt and emitted tokens (transformers)."""
+    logit_bias: dict[int, float] = {}
+    """At most MAX_LOGIT_BIAS."""
+    stop_token_ids: tuple[int, ...] = ()
+    """At most MAX_STOP_TOKEN_IDS."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
+
+
+# ------------------------------------------------------------------------------------------------- router -> scheduler
+
+
+class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
+    """P's half: run the prompt, send KV and the first logits row to whoever announces the room."""
+
+    room: bytes
+    request_id: str
+    token_ids: bytes
+    """Prompt, int32 LE."""
+    decode_rank: int
+    decode_incarnation: int
+    router_worker: int = 0
+    """Incarnation of the API process that asks (`router.workers`); 0 where the router is one process."""
+    link: int = 0
+    """Whose count `number` belongs to: random, drawn by a process of the router whenever the instance joins."""
+    number: int = 0
+    """Of the messages of this link to this instance, from 1: one that is missing was lost with a connection. 0: not
+    counted."""
+    cache_salt: str = ""
+    """Of the client: prompts share cached pages only where it is the same."""
+
+
+class DecodeRequest(Wire, frozen=True, tag="decode_request"):
+    """D's half: reserve, announce to the named P, sample and stream."""
+
+    room: bytes
+    request_id: str
+    token_ids: bytes
+    """Prompt, int32 LE: D needs its length for pages and its tokens for penalties."""
+    sampling: SamplingParams
+    prefill_rank: int
+    prefill_incarnation: int
+    num_emitted: int = 0
+    """So many last tokens of `token_ids` are output that another D emitted before it was lost: this one goes on behind
+    them as if it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
+    router_worker: int = 0
+    """As in PrefillRequest."""
+    reply_port: int = 0
+    """Token port of that API process; 0: the router's `token_port`."""
+    link: int = 0
+    number: int = 0
+
+
+class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
+    """Both halves on one instance."""
+
+    room: bytes
+    request_id: str
+    token_ids: bytes
+    sampling: SamplingParams
+    num_emitted: int = 0
+    router_worker: int = 0
+    reply_port: int = 0
+    link: int = 0
+    number: int = 0
+    cache_salt: str = ""
+    """As in PrefillRequest."""
+
+
+class CancelRequest(Wire, frozen=True, tag="cancel_request"):
+    """The client is gone, or a stop string was found. Idempotent; an unknown room is ignored."""
+
+    room: bytes
+    link: int = 0
+    number: int = 0
+
+
+class RequestMark(Wire, frozen=True, tag="request_mark"):
+    """Nothing but the next number: where the message before it was lost, this one shows it."""
+
+    link: int
+    number: int
+
+
+SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
+RequestPortMessage = Union[SchedulerMessage, RequestMark]
+
+# ------------------------------------------------------------------------------------------------- scheduler -> router
+
+
+class PrefillTimes(Wire, frozen=True, omit_defaults=False):
+    """Where P (or the prefill half of a unified instance) spent its time on a room. Seconds on that host's clock."""
+
+    queue_s: float = 0.0
+    """From the request's arrival to its first chunk."""
+    compute_s: float = 0.0
+    """From the first chunk to the logits of the last token; layers leave meanwhile."""
+    transfer_s: float = 0.0
+    """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
+    cached_tokens: int = 0
+    """So many of the prompt were in cached pages, and took none of the compute."""
+
+
+NO_TIMES = PrefillTimes()
+
+
+class StageTimes(Wire, frozen=True, omit_defaults=False):
+    """Where a finished request spent its time. Each field is a span on one host's clock, so clocks need not agree."""
+
+    prefill: PrefillTimes = NO_TIMES
+    admission_s: float = 0.0
+    """D: from the request's arrival to the announcement of its pages."""
+    first_token_s: float = 0.0
+    """D: from the arrival to token 1."""
+    kv_landed_s: float = 0.0
+    """D: from the arrival to the whole KV; 0 on a unified instance, where nothing travels."""
+    total_s: float = 0.0
+    """D: from the arrival to the last token."""
+
+
+class Finish(Wire, frozen=True, array_like=True):
+    """End of a room, in the token stream so that it can never overtake a token."""
+
+    room: bytes
+    reason: str
+    """`stop` (eos or stop id), `length`, `cancelled` or `error`."""
+    code: str = ""
+    """With `error`: a code of `chitu.errors`."""
+    message: str = ""
+    kv_bytes: int = 0
+    """KV and logits bytes that P moved for this room; 0 on a unified instance."""
+    stages: StageTimes = StageTimes()
+
+
+class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
+    """One message per step for all requests (token port). Columns: `tokens[i]` belongs to `rooms[i]`."""
+
+    incarnation: int
+    rooms: list[bytes]
+    tokens: list[int]
+    finished: list[Finish]
+    number: int = 0
+    """Of the messages that this incarnation sent to this port, from 1: one that is missing was lost with a connection.
+    0: not counted."""
+    epoch: int = 0
+    """How many routers this incarnation has outlived; it counts anew for each."""
+    logprobs: list[tuple[int, bytes]] = []
+    """With the place in `tokens`, ascending: of each token whose request asks for them (`protocol/logprobs.py`)."""
+
+
+scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)
+token_codec: Codec[TokenBatch] = Codec(TokenBatch)

@@ -1,0 +1,97 @@
+"""What the router shows of the cluster and of its requests: the body of `GET /cluster` and of its event stream.
+
+Made by `http/cluster_snapshot.py`; read by the web page, `chitu chat`, the launchers and the quickstart. Times named
+`_at_s` are on the router's monotonic clock and only mean something against `time_s` of the same snapshot; the others
+are spans.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from chitu.protocol.cluster import KVLayout, LoadReport
+from chitu.protocol.requests import StageTimes
+
+RequestState = Literal["prefill", "decode", "finished", "retried", "failed", "cancelled"]
+"""`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string.
+`retried`: this attempt failed, and the request went on with another one, which has a record of its own."""
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True):
+    """One attempt of one choice of one request, running or among the last that ended."""
+
+    room: str
+    """UUID; the key."""
+    request_id: str
+    """The X-Request-Id of the response; with several choices `<id>-<choice>`."""
+    prefill: str | None
+    """Name of P; None on a unified instance."""
+    decode: str
+    state: RequestState
+    prompt_tokens: int
+    output_tokens: int
+    created_at_s: float
+    first_token_at_s: float | None
+    ended_at_s: float | None
+    kv_bytes: int
+    """KV and logits that P moved into D's memory; known when the request has finished."""
+    stages: StageTimes | None
+    """Known when the request has finished."""
+    error: str
+    """Code of `chitu.errors` where the attempt failed (`failed` or `retried`), else empty."""
+    attempt: int = 1
+    """Number of this try of its request, from 1."""
+    continued_tokens: int = 0
+    """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
+
+
+InstanceStatus = Literal["up", "draining", "down"]
+"""`down`: the topology has it, the cluster view does not (not yet, or its lease ended)."""
+
+
+class InstanceSnapshot(msgspec.Struct, frozen=True):
+    name: str
+    """`P0`, `D1`, `U0`."""
+    role: str
+    status: InstanceStatus
+    host: str
+    pid: int
+    """0 while down."""
+    incarnation: str
+    """Decimal; a string because it does not fit a JavaScript number. Empty while down."""
+    load: LoadReport | None
+    """Its last heartbeat; None while down."""
+    layout: KVLayout | None = None
+    """What its pages and logits rows look like: with it the bytes that a request moves can be told beforehand
+    (`test/verify_xpyd_topology.py`). `tp_size` is left out where it is 1. None while down."""
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """One API process (`router.workers`)."""
+
+    index: int
+    pid: int
+    in_flight: int
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True):
+    model: str
+    version: str
+    max_model_len: int | None
+    """None while nothing can serve."""
+    page_size: int
+    """Tokens a page."""
+    transport: str
+    """What moves KV between P and D: as configured (`shm`, `mooncake`), or what `auto` comes to for those in the
+    cluster; `auto` while there are none."""
+    time_s: float
+    router_incarnation: str
+    in_flight: int
+    instances: tuple[InstanceSnapshot, ...]
+    """All of the topology, P first, in rank order."""
+    requests: tuple[RequestSnapshot, ...]
+    """Oldest first: the last ones that ended, and those that run."""
+    workers: tuple[WorkerSnapshot, ...] = ()
+    """API processes that serve; one is the router itself."""

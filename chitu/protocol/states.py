@@ -1,0 +1,325 @@
+"""The states of a room on P and on D with their events, transitions and deadlines; those of a request on its instance
+and on the router.
+
+Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
+deadlines, `kv_transfer/staging/granted.py` those of segments; `pd_scheduler.py` and `pd_request_router.py` keep theirs
+by the queues that a request stands in. docs/protocol.md says what ends each of them. Invariants (checked over the
+tables by `test/unit/test_states.py`): a room that succeeded or failed never does the other thing; from every state a
+terminal one can be reached; every state of a room that is not terminal either has a deadline by the clock or waits for
+an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which are the text
+of its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, IntEnum, auto
+from typing import Final, TypeVar
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+class KVPoll(IntEnum):
+    """State of a room's transfer. Ranks are merged with MIN, so Failed is lowest; terminal states absorb all events."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
+
+
+class Deadline(Enum):
+    """What ends a stay in a state when nothing else does. It runs from the first of the neighbouring states that have
+    the same one: a later state of the same room does not extend it."""
+
+    BOOTSTRAP = auto()
+    """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
+    TRANSFER = auto()
+    """`transfer_s` from TransferInfo, on either side."""
+    REPEAT = auto()
+    """`transfer_s` of repeating a status (D: an abort) that nobody acknowledges; then the room is forgotten."""
+    HANDSHAKE = auto()
+    """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
+    TERMINAL = auto()
+    """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
+
+
+NO_CLOCK: Final = frozenset({Deadline.HANDSHAKE, Deadline.TERMINAL})
+"""Deadlines that no clock of their own ends."""
+
+
+def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
+    """The text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
+    return f"{who} waited {waited_s:.1f} s in {state.name} for {what}"
+
+
+# ------------------------------------------------------------------------------------------------------- P: the sender
+
+
+class SenderState(Enum):
+    REQUESTED = auto()
+    """The router's half is here, D's TransferInfo is not. The prompt may be computed meanwhile."""
+    ANNOUNCED = auto()
+    """TransferInfo is here, the router's half is not."""
+    WAITING = auto()
+    """Both halves are here, nothing was queued for writing yet."""
+    TRANSFERRING = auto()
+    """Pages or the logits row are queued or being written."""
+    SUCCEEDED = auto()
+    """Every byte landed. The Success status is repeated until D acknowledges it."""
+    SETTLING = auto()
+    """Failed; a write may still be running, so P's pages and D's pages stay where they are."""
+    RELEASED = auto()
+    """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
+    FORGOTTEN = auto()
+
+
+class SenderEvent(Enum):
+    ADD_REQUEST = auto()
+    ANNOUNCE = auto()
+    DATA = auto()
+    """The first pages or the logits row of an announced room were queued."""
+    LANDED = auto()
+    """The last byte is in D's memory."""
+    ABORT = auto()
+    """P's own scheduler gave the room up."""
+    PEER_ABORT = auto()
+    """D gave it up (AbortTransfer)."""
+    PEER_LOST = auto()
+    """D's incarnation left the cluster view or was replaced."""
+    WRITE_FAILED = auto()
+    REFUSED = auto()
+    """The two halves contradict each other (prompt length, page list)."""
+    DEADLINE = auto()
+    SETTLED = auto()
+    """No write of the room is running or can still land."""
+    ACKNOWLEDGED = auto()
+    """D knows how the room ended."""
+    GIVEN_UP = auto()
+    """The status was repeated for long enough, or D is gone and nobody is left to hear it."""
+
+
+def _edges(sources: Iterable[S], events: Iterable[E], target: S) -> dict[tuple[S | None, E], S]:
+    causes = tuple(events)
+    return {(source, event): target for source in sources for event in causes}
+
+
+SENDER_FAILURES: Final = frozenset(
+    {
+        SenderEvent.ABORT,
+        SenderEvent.PEER_ABORT,
+        SenderEvent.PEER_LOST,
+        SenderEvent.WRITE_FAILED,
+        SenderEvent.REFUSED,
+        SenderEvent.DEADLINE,
+    }
+)
+
+SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
+    (None, SenderEvent.ADD_REQUEST): SenderState.REQUESTED,
+    (None, SenderEvent.ANNOUNCE): SenderState.ANNOUNCED,
+    (SenderState.REQUESTED, SenderEvent.ANNOUNCE): SenderState.WAITING,
+    (SenderState.ANNOUNCED, SenderEvent.ADD_REQUEST): SenderState.WAITING,
+    (SenderState.WAITING, SenderEvent.DATA): SenderState.TRANSFERRING,
+    (SenderState.TRANSFERRING, SenderEvent.LANDED): SenderState.SUCCEEDED,
+    (SenderState.SETTLING, SenderEvent.SETTLED): SenderState.RELEASED,
+    **_edges(
+        (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING, SenderState.TRANSFERRING),
+        SENDER_FAILURES,
+        SenderState.SETTLING,
+    ),
+    **_edges(
+        (SenderState.SUCCEEDED, SenderState.RELEASED),
+        (SenderEvent.ACKNOWLEDGED, SenderEvent.GIVEN_UP),
+        SenderState.FORGOTTEN,
+    ),
+}
+"""(state, event) -> next state; a pair that is not here is absorbed. `None`: the room is unknown."""
+
+SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
+    SenderState.REQUESTED: Deadline.BOOTSTRAP,
+    SenderState.ANNOUNCED: Deadline.TRANSFER,
+    SenderState.WAITING: Deadline.TRANSFER,
+    SenderState.TRANSFERRING: Deadline.TRANSFER,
+    SenderState.SUCCEEDED: Deadline.REPEAT,
+    SenderState.SETTLING: Deadline.HANDSHAKE,
+    SenderState.RELEASED: Deadline.REPEAT,
+    SenderState.FORGOTTEN: Deadline.TERMINAL,
+}
+
+SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
+    SenderState.REQUESTED: "{peer}'s announcement",
+    SenderState.ANNOUNCED: "the router's half of what {peer} announced",
+    SenderState.WAITING: "its own computing of {peer}'s pages",
+    SenderState.TRANSFERRING: "the last byte to reach {peer}",
+    SenderState.SUCCEEDED: "{peer}'s acknowledgement",
+    SenderState.RELEASED: "{peer}'s acknowledgement",
+}
+"""What is missing in a state that a clock ends."""
+
+
+# ----------------------------------------------------------------------------- P: a segment of D that was granted to it
+
+
+class SegmentState(Enum):
+    FREE = auto()
+    WRITING = auto()
+    """A transfer thread gathers into it, or is inside the transport."""
+    STAGED = auto()
+    """A group lies in it. `Staged` is repeated until D says `Scattered`, or D is gone."""
+    QUARANTINED = auto()
+    """A write to it failed and may still land: settled when its room is, or D is gone."""
+
+
+class SegmentEvent(Enum):
+    TAKE = auto()
+    WRITTEN = auto()
+    DROPPED = auto()
+    """The write failed for good, or its room ended meanwhile: D is not told of the group."""
+    WRITE_FAILED = auto()
+    """It may still land."""
+    SCATTERED = auto()
+    SETTLED = auto()
+
+
+SEGMENT_TRANSITIONS: Final[Mapping[tuple[SegmentState, SegmentEvent], SegmentState]] = {
+    (SegmentState.FREE, SegmentEvent.TAKE): SegmentState.WRITING,
+    (SegmentState.WRITING, SegmentEvent.WRITTEN): SegmentState.STAGED,
+    (SegmentState.WRITING, SegmentEvent.DROPPED): SegmentState.FREE,
+    (SegmentState.WRITING, SegmentEvent.WRITE_FAILED): SegmentState.QUARANTINED,
+    (SegmentState.STAGED, SegmentEvent.SCATTERED): SegmentState.FREE,
+    (SegmentState.QUARANTINED, SegmentEvent.SETTLED): SegmentState.FREE,
+}
+
+
+# ----------------------------------------------------------------------------------------------------- D: the receiver
+
+
+class ReceiverState(Enum):
+    BOOTSTRAPPING = auto()
+    """Announced by the scheduler; P does not have our registration yet, so nobody was told of the pages."""
+    WAITING = auto()
+    """TransferInfo was sent (and is repeated until P's first sign)."""
+    LOGITS = auto()
+    """The aux row is here and verified; KV is on its way."""
+    SUCCEEDED = auto()
+    """All bytes are here; the pages belong to the request again."""
+    QUARANTINED = auto()
+    """Failed; P (or our own scatter) may still write. AbortTransfer is repeated until P says that it stopped, or is
+    known dead."""
+    DISOWNED = auto()
+    """Failed, and the pages were given back: P writes into segments alone. AbortTransfer is repeated, so that it stops
+    computing for nobody."""
+    RELEASED = auto()
+    """Failed, and nothing writes the pages any more."""
+
+
+class ReceiverEvent(Enum):
+    ANNOUNCE = auto()
+    SENT = auto()
+    """P acknowledged our registration, TransferInfo leaves."""
+    LOGITS = auto()
+    SUCCESS = auto()
+    ABORT = auto()
+    """D's own scheduler gave the room up."""
+    PEER_FAILED = auto()
+    """P said Failed (or refused the registration)."""
+    PEER_LOST = auto()
+    """P's incarnation left the cluster view or was replaced."""
+    CORRUPT = auto()
+    """The aux row, the byte count or verified KV is not what was announced."""
+    DEADLINE = auto()
+    WRITER_STOPPED = auto()
+    """AbortAck, a settled Failed, Success, or the writer's process is dead."""
+    UNTOUCHED = auto()
+    """P writes into segments alone, and no scatter is inside the room."""
+    GIVEN_UP = auto()
+    """AbortTransfer was repeated for long enough."""
+
+
+RECEIVER_FAILURES: Final = frozenset(
+    {
+        ReceiverEvent.ABORT,
+        ReceiverEvent.PEER_FAILED,
+        ReceiverEvent.PEER_LOST,
+        ReceiverEvent.CORRUPT,
+        ReceiverEvent.DEADLINE,
+    }
+)
+
+RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], ReceiverState]] = {
+    (None, ReceiverEvent.ANNOUNCE): ReceiverState.BOOTSTRAPPING,
+    (ReceiverState.BOOTSTRAPPING, ReceiverEvent.SENT): ReceiverState.WAITING,
+    (ReceiverState.WAITING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
+    (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.SUCCEEDED,
+    (ReceiverState.QUARANTINED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    (ReceiverState.QUARANTINED, ReceiverEvent.UNTOUCHED): ReceiverState.DISOWNED,
+    (ReceiverState.DISOWNED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    (ReceiverState.DISOWNED, ReceiverEvent.GIVEN_UP): ReceiverState.RELEASED,
+    **_edges((ReceiverState.BOOTSTRAPPING,), RECEIVER_FAILURES, ReceiverState.RELEASED),
+    **_edges((ReceiverState.WAITING, ReceiverState.LOGITS), RECEIVER_FAILURES, ReceiverState.QUARANTINED),
+}
+
+RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
+    ReceiverState.BOOTSTRAPPING: Deadline.BOOTSTRAP,
+    ReceiverState.WAITING: Deadline.TRANSFER,
+    ReceiverState.LOGITS: Deadline.TRANSFER,
+    ReceiverState.SUCCEEDED: Deadline.TERMINAL,
+    ReceiverState.QUARANTINED: Deadline.HANDSHAKE,
+    ReceiverState.DISOWNED: Deadline.REPEAT,
+    ReceiverState.RELEASED: Deadline.TERMINAL,
+}
+
+RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
+    ReceiverState.BOOTSTRAPPING: "{peer} to take its registration",
+    ReceiverState.WAITING: "{peer}'s logits",
+    ReceiverState.LOGITS: "{peer}'s last KV",
+    ReceiverState.DISOWNED: "{peer}'s acknowledgement",
+}
+
+
+# -------------------------------------------------- a request on its instance, as the step thread sees it
+
+
+class SequenceState(Enum):
+    """P: WAITING -> COMPUTING -> INFLIGHT. D: WAITING -> TRANSFER -> RUNNING <-> RETRACTED. Unified: WAITING ->
+    COMPUTING -> RUNNING <-> RETRACTED. CLOSING: over for the client, but a peer may still touch its pages."""
+
+    WAITING = auto()
+    COMPUTING = auto()
+    INFLIGHT = auto()
+    TRANSFER = auto()
+    RUNNING = auto()
+    RETRACTED = auto()
+    CLOSING = auto()
+
+
+SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
+    SequenceState.WAITING: "pages or a slot",
+    SequenceState.COMPUTING: "the end of its prompt",
+    SequenceState.INFLIGHT: "its KV to reach the other side",
+    SequenceState.TRANSFER: "its KV",
+    SequenceState.RUNNING: "its last token",
+    SequenceState.RETRACTED: "pages to come back to",
+}
+
+
+# ------------------------------------------------------------------------------------------ a request on the router
+
+
+class AttemptState(Enum):
+    """One try of a request on one pair. `Deadline.REQUEST` holds over all of its tries and states."""
+
+    PREFILL = auto()
+    """Dispatched; no token came yet."""
+    DECODE = auto()
+    """Tokens come."""
+    ENDED = auto()
+
+
+ATTEMPT_AWAITS: Final[Mapping[AttemptState, str]] = {
+    AttemptState.PREFILL: "the first token of {peer}",
+    AttemptState.DECODE: "the last token of {peer}",
+}

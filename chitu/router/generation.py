@@ -1,0 +1,172 @@
+"""A request on the router while its output comes in: what was asked, the tries of it on pairs, what its reader has.
+
+Written by `PDRequestRouter`, read by the HTTP layer after each `wake`; loop thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chitu.errors import ChituError
+from chitu.protocol import Finish, SamplingParams
+from chitu.protocol.snapshot import RequestSnapshot, RequestState
+from chitu.router.retry import Record
+from chitu.router.routing import InstanceKey, Target
+from chitu.types import instance_name, room_text
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """What one choice of one prompt asks for; every default resolved."""
+
+    request_id: str
+    """A label for logs; never a key."""
+    token_ids: bytes
+    """Prompt, int32 LE."""
+    num_tokens: int
+    """Prompt tokens."""
+    sampling: SamplingParams
+    wake_per_token: bool = True
+    """False: `wake` is called at the end only (nobody looks at tokens before)."""
+    stop_ids: frozenset[int] = frozenset()
+    """A token of these is the last one: the request's stop ids, and eos unless it is ignored."""
+    timeout_s: float | None = None
+    """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
+    cache_salt: str = ""
+    """Of the client: prompts share cached pages only where it is the same."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of a generation on one pair."""
+
+    room: bytes
+    target: Target
+    generation: Generation
+    prefill: InstanceKey | None
+    """None with a unified instance."""
+    decode: InstanceKey
+    created_s: float
+    number: int = 1
+    """1 for the first attempt of its generation."""
+    token_ids: bytes = b""
+    """What is prefilled, int32 LE: the prompt, and behind it the output that earlier attempts emitted."""
+    num_continued: int = 0
+    """Tokens of that output."""
+    first_token_s: float | None = None
+    has_dead_prefill: bool = False
+    """P died behind the first token: D knows whether all KV had landed, and says so if not."""
+    error: ChituError | None = None
+    """Why it failed; its generation may go on with another attempt."""
+
+    @property
+    def has_progressed(self) -> bool:
+        """A token came that no attempt before had brought."""
+        return self.generation.num_emitted > self.num_continued
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def pair(self) -> str:
+        """`P0-D1`, or `U0`."""
+        prefill, decode = self.target.prefill, self.target.decode
+        name = instance_name(decode.role, decode.engine_rank)
+        return name if prefill is None else f"{instance_name(prefill.role, prefill.engine_rank)}-{name}"
+
+    def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
+        generation = self.generation
+        prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
+        return RequestSnapshot(
+            room=room_text(self.room),
+            request_id=generation.request.request_id,
+            prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
+            decode=instance_name(decode.role, decode.engine_rank),
+            state=state,
+            prompt_tokens=generation.request.num_tokens,
+            output_tokens=generation.num_emitted,
+            created_at_s=self.created_s,
+            first_token_at_s=self.first_token_s,
+            ended_at_s=ended_s,
+            kv_bytes=finish.kv_bytes if finish is not None else 0,
+            stages=finish.stages if finish is not None else None,
+            error=self.error.code if self.error is not None else "",
+            attempt=self.number,
+            continued_tokens=self.num_continued,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request's output as it comes in. The HTTP layer reads it after each `wake`."""
+
+    request: GenerateRequest
+    wake: Callable[[], None]
+    deadline_s: float
+    created_s: float
+    first_token_s: float | None = None
+    num_woken: int = 1
+    """Of the tokens that came so far, how many the reader was woken for, and when; the first is `first_token_s`'s."""
+    woken_s: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    """Tokens not taken by the reader yet."""
+    logprobs: list[bytes] = field(default_factory=list)
+    """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
+    num_taken: int = 0
+    taken: array[int] = field(default_factory=lambda: array("i"))
+    """Those that were: another D may have to go on behind them."""
+    finish: Finish | None = None
+    error: ChituError | None = None
+    attempt: Attempt | None = None
+    """The present one; None once it is over."""
+    num_attempts: int = 0
+    record: Record = field(default_factory=Record)
+    """What became of those that failed."""
+    dirty: bool = False
+    """`wake` is due at the next `flush`."""
+    noted: bool = False
+    """The next token needs nothing but to be appended: `wake` is due already, or is not asked for."""
+
+    @property
+    def done(self) -> bool:
+        return self.attempt is None
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens received so far, over all attempts."""
+        return self.num_taken + len(self.tokens)
+
+    @property
+    def output(self) -> array[int]:
+        """These tokens, as a new array."""
+        return self.taken + array("i", self.tokens)
+
+    def take(self) -> list[int]:
+        """The tokens that came since the last call."""
+        taken, self.tokens = self.tokens, []
+        self.num_taken += len(taken)
+        self.taken.extend(taken)
+        return taken
+
+    def take_logprobs(self) -> list[bytes]:
+        """Those that came since the last call, one for each token."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, that the newest attempt did not have to compute. None where no instance said so: those that
+        the router ended itself."""
+        if self.finish is None:
+            return None
+        return max(0, min(self.finish.stages.prefill.cached_tokens, self.request.num_tokens))
+
+    def end_reason(self) -> str:
+        """Why the newest token is the last one; empty where more are to come. What D would say of it."""
+        output = self.output
+        if output and output[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(output) >= self.request.sampling.max_tokens else ""

@@ -1,0 +1,29 @@
+"""The requests that the router looks back on: what ran where, and where its time went.
+
+Kept by `PDRequestRouter` on the loop thread; read through `GET /cluster` by the web page, `chitu chat` and the
+quickstart. Bounded: the oldest record goes when a new one comes. Times named `_at_s` are on the router's monotonic
+clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from chitu.protocol.snapshot import RequestSnapshot
+
+KEPT_RECORDS = 64
+
+
+class RequestJournal:
+    def __init__(self) -> None:
+        self.ended: deque[RequestSnapshot] = deque(maxlen=KEPT_RECORDS)
+        """Oldest first."""
+        self.version = 0
+        """Grows with every start, first token and end."""
+
+    def note_change(self) -> None:
+        self.version += 1
+
+    def add(self, ended: RequestSnapshot) -> None:
+        self.ended.append(ended)
+        self.version += 1

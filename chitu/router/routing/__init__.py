@@ -1,0 +1,61 @@
+"""Which instances serve a request, and whether any should: pure policies, the selector that feeds them, admission."""
+
+from chitu.config.schema import RouterConfig
+from chitu.errors import ConfigError
+from chitu.router.routing.admission import Admission
+from chitu.router.routing.breaker import Breakers, BreakerState
+from chitu.router.routing.least_loaded import least_loaded
+from chitu.router.routing.policy import (
+    Candidates,
+    Group,
+    InstanceKey,
+    Policy,
+    RoutingRequest,
+    Target,
+    instance_key,
+)
+from chitu.router.routing.power_of_two import power_of_two
+from chitu.router.routing.prefix_affinity import prefix_affinity
+from chitu.router.routing.round_robin import round_robin
+from chitu.router.routing.selector import PairSelector
+
+__all__ = [
+    "Admission",
+    "BreakerState",
+    "Breakers",
+    "Candidates",
+    "Group",
+    "InstanceKey",
+    "PairSelector",
+    "Policy",
+    "RoutingRequest",
+    "Target",
+    "instance_key",
+    "make_policy",
+    "make_selector",
+]
+
+POLICIES: dict[str, Policy] = {
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "prefix_affinity": prefix_affinity,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name in the configuration. ConfigError for any other."""
+    if name not in POLICIES:
+        raise ConfigError(f"router.policy: {name!r} is none of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def make_selector(config: RouterConfig, first_turn: int = 0) -> PairSelector:
+    """What `policy`, `prefill_policy` and `decode_policy` ask for. D keeps no prefixes: it is the least loaded then.
+
+    `first_turn`: where round robin begins; several routers that begin apart do not all send to the same instance.
+    """
+    of_both = config.policy
+    prefill = config.prefill_policy or of_both
+    decode = config.decode_policy or ("least_loaded" if of_both == "prefix_affinity" else of_both)
+    return PairSelector(make_policy(prefill), make_policy(decode), first_turn=first_turn)

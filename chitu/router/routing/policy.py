@@ -1,0 +1,106 @@
+"""The words of routing.
+
+A policy is a pure function `(request, group) -> position`: which instance of a group gets a request. It keeps no state.
+What it needs comes in as values: whose turn it is, random bits, what each instance has to do, who saw the prompt's
+beginning before. P and D are chosen one after the other, each by its own policy; `selector.py` makes the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from chitu.protocol import ClusterView, InstanceInfo
+from chitu.types import Role
+
+
+class InstanceKey(NamedTuple):
+    """One incarnation of one instance."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+
+
+def instance_key(instance: InstanceInfo) -> InstanceKey:
+    return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
+
+
+_NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
+
+
+class RoutingRequest(NamedTuple):
+    """What a policy knows of the request, for one of its halves. Like `Target` a tuple, since every request makes some:
+    a frozen dataclass takes three times as long."""
+
+    turn: int
+    """Counts the requests, in the order of round robin for this half."""
+    num_tokens: int
+    """Prompt tokens."""
+    entropy: int = 0
+    """64 random bits of its own."""
+    matches: Mapping[InstanceKey, int] = _NO_MATCHES
+    """Who was sent the beginning of this prompt before, and how many tokens of it. Only where the policy asks."""
+
+
+@dataclass(slots=True, frozen=True)
+class Group:
+    """The instances of one role that may get new requests. Made once per view; never empty when a policy sees it."""
+
+    instances: tuple[InstanceInfo, ...]
+    costs: list[int]
+    """What each has to do, kept up to date by the load table: prompt tokens to compute on P, requests elsewhere."""
+    positions: Mapping[InstanceKey, int]
+    """Index in `instances` of each."""
+    counts_tokens: bool
+    """Whether `costs` are tokens (P) or requests."""
+
+
+class Target(NamedTuple):
+    """A pair (prefill and decode), or `prefill` None and `decode` the unified instance that does both halves."""
+
+    prefill: InstanceInfo | None
+    decode: InstanceInfo
+
+
+@dataclass(slots=True, frozen=True)
+class Candidates:
+    """The members of a view that may get new requests, in rank order."""
+
+    prefill: tuple[InstanceInfo, ...] = ()
+    decode: tuple[InstanceInfo, ...] = ()
+    unified: tuple[InstanceInfo, ...] = ()
+
+    @classmethod
+    def of(cls, view: ClusterView) -> Candidates:
+        usable = sorted((i for i in view.instances if not i.draining), key=lambda i: i.engine_rank)
+        return cls(
+            tuple(i for i in usable if i.role is Role.PREFILL),
+            tuple(i for i in usable if i.role is Role.DECODE),
+            tuple(i for i in usable if i.role is Role.UNIFIED),
+        )
+
+    @property
+    def has_pair(self) -> bool:
+        return bool(self.prefill and self.decode)
+
+    @property
+    def usable(self) -> bool:
+        return self.has_pair or bool(self.unified)
+
+    @property
+    def serving(self) -> tuple[InstanceInfo, ...]:
+        """The instances that new requests go to: the pairs where there is one, else the unified ones."""
+        return self.prefill + self.decode if self.has_pair else self.unified
+
+    def why_unusable(self) -> str:
+        """One clause on what is missing; empty where a request can be served."""
+        if self.usable:
+            return ""
+        missing = [name for name, group in (("prefill", self.prefill), ("decode", self.decode)) if not group]
+        return f"no {' and no '.join(missing)} instance is ready"
+
+
+Policy = Callable[[RoutingRequest, Group], int]

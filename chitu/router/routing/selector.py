@@ -1,0 +1,150 @@
+"""`PairSelector`: the instances of the next request, and all that the choice needs to know.
+
+Owned by `PDRequestRouter`, on the loop thread. It keeps the state that policies may not have: the newest view, the
+loads, which pairs are cut off from each other, the prefix index, whose turn it is.
+
+Both halves of a pair advance with every request. After each common period of the two group sizes D's turn shifts by one
+more; so round robin, and the ties of least loaded, reach every pair: with 2P2D also P0-D1 and P1-D0.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Set
+from math import lcm
+
+from chitu.errors import NoInstance
+from chitu.protocol import ClusterView, LoadReport
+from chitu.router.routing.breaker import NOBODY
+from chitu.router.routing.loads import LoadTable
+from chitu.router.routing.policy import Candidates, Group, InstanceKey, Policy, RoutingRequest, Target, instance_key
+from chitu.router.routing.prefix_affinity import prefix_affinity
+from chitu.router.routing.prefix_index import PrefixIndex, prefix_names
+
+ENTROPY_BITS = 64
+
+
+class PairSelector:
+    """`prefill` chooses P, and the unified instance where there is no pair; `decode` chooses D."""
+
+    def __init__(
+        self,
+        prefill: Policy,
+        decode: Policy,
+        random_bits: Callable[[int], int] = random.getrandbits,
+        first_turn: int = 0,
+    ) -> None:
+        self._prefill_policy = prefill
+        self._decode_policy = decode
+        self._random_bits = random_bits
+        self._prefixes = PrefixIndex() if prefill is prefix_affinity else None
+        self._loads = LoadTable()
+        self._silent: dict[InstanceKey, frozenset[int]] = {}
+        """By D: incarnations of the P that it does not hear."""
+        self._requests = first_turn
+        self.candidates = Candidates()
+        self.on_view(ClusterView(0, 0, ()))
+
+    # --------------------------------------------------------------------------------------------------- membership
+
+    def on_view(self, view: ClusterView) -> None:
+        """The cluster changed: the next choice sees it."""
+        self.candidates = Candidates.of(view)
+        groups = self._loads.arrange((self.candidates.prefill, self.candidates.decode, self.candidates.unified))
+        self._prefill, self._decode, self._unified = groups
+        self._period = lcm(len(self.candidates.prefill), len(self.candidates.decode)) or 1
+
+    def on_joined(self, key: InstanceKey) -> None:
+        self._loads.add(key)
+
+    def on_lost(self, key: InstanceKey) -> None:
+        self._loads.remove(key)
+        self._silent.pop(key, None)
+
+    # -------------------------------------------------------------------------------------------------------- loads
+
+    def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
+        """Requests were sent to an instance, or (negative) are over there."""
+        self._loads.count(key, requests, prompt_tokens)
+
+    def on_report(self, key: InstanceKey, report: LoadReport) -> None:
+        self._loads.report(key, report)
+
+    # ------------------------------------------------------------------------------------------------- links of P and D
+
+    def on_silent(self, decode: InstanceKey, prefills: frozenset[int]) -> bool:
+        """Incarnations of the P that a D does not hear now. True where that is news."""
+        if prefills == self._silent.get(decode, frozenset()):
+            return False
+        self._silent[decode] = prefills
+        if not prefills:
+            del self._silent[decode]
+        return True
+
+    @property
+    def has_sound_pair(self) -> bool:
+        """Some P and D hear each other."""
+        decodes = self._decode.positions
+        return any(not self.is_silent(prefill, decode) for prefill in self._prefill.positions for decode in decodes)
+
+    def is_silent(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
+        """Nothing passes between the two."""
+        return prefill.incarnation in self._silent.get(decode, ())
+
+    def is_cut_off(self, target: Target) -> bool:
+        prefill, decode = target
+        return prefill is not None and self.is_silent(instance_key(prefill), instance_key(decode))
+
+    # ------------------------------------------------------------------------------------------------------- choice
+
+    def select(self, token_ids: bytes, avoid: Set[InstanceKey] = NOBODY, blocked: Set[InstanceKey] = NOBODY) -> Target:
+        """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve.
+
+        `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out where others can
+        serve. Where not, those to avoid are tried again rather than those that are blocked. Of the rest no pair is
+        taken between whose two nothing passes, unless there is no other.
+        """
+        candidates = self.candidates
+        if not candidates.usable:
+            raise NoInstance(candidates.why_unusable())
+        turn = self._requests
+        self._requests += 1
+        num_tokens = len(token_ids) // 4
+        group, last = (self._prefill, self._decode) if candidates.has_pair else (self._unified, None)
+        if avoid or blocked:
+            group = _without(group, avoid, blocked)
+            last = None if last is None else _without(last, avoid, blocked)
+        if self._silent and last is not None:
+            decodes = last.positions
+            cut_off = {p for p in group.positions if all(self.is_silent(p, d) for d in decodes)}
+            group = _without(group, cut_off, NOBODY)
+        names = prefix_names(token_ids) if self._prefixes is not None else []
+        matches: Mapping[InstanceKey, int] = self._prefixes.match(names) if self._prefixes is not None else {}
+        request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
+        first = group.instances[self._prefill_policy(request, group)]
+        if self._prefixes is not None:
+            self._prefixes.add(names, instance_key(first))
+        if last is None:
+            return Target(None, first)
+        if self._silent:
+            prefill = instance_key(first)
+            last = _without(last, {d for d in last.positions if self.is_silent(prefill, d)}, NOBODY)
+        request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
+        return Target(first, last.instances[self._decode_policy(request, last)])
+
+
+def _without(group: Group, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> Group:
+    """The group without the unwanted, or with as few of them as it takes to leave somebody."""
+    for unwanted in (avoid | blocked, blocked, avoid):
+        kept = [position for key, position in group.positions.items() if key not in unwanted]
+        if len(kept) == len(group.instances):
+            return group
+        if kept:
+            instances = tuple(group.instances[position] for position in kept)
+            return Group(
+                instances,
+                [group.costs[position] for position in kept],
+                {instance_key(instance): place for place, instance in enumerate(instances)},
+                group.counts_tokens,
+            )
+    return group

@@ -1,0 +1,69 @@
+"""Why two instances cannot be in one cluster: unlike models, pages, or ways between their memories. Pure.
+
+Called by the router for each instance that joins (`pd_coordination.py`). P and D write into each other's pages; a
+unified instance only has to have the same model.
+"""
+
+from __future__ import annotations
+
+from chitu.protocol import InstanceInfo, KVLayout
+from chitu.types import Role, instance_name
+
+PD = "dp_config.router.pd_disaggregation"
+MEMORY = {"cpu": "host memory", "cuda": "GPU memory"}
+
+
+def why_unlike(new: InstanceInfo, other: InstanceInfo) -> str:
+    """A sentence with both sides and the cure; empty where they fit."""
+    is_paired = Role.UNIFIED not in (new.role, other.role)
+    mismatches = new.layout.mismatches(other.layout)
+    model = [mismatch for mismatch in mismatches if mismatch.startswith(("model_hash:", "vocab_size:"))]
+    if model:
+        return f"{_two(new, other)} ({'; '.join(model)}){_layouts(new, other)}: give both the same checkpoint"
+    if not is_paired:
+        return ""
+    # First the devices: pages of unlike dtypes may come from them.
+    if new.device and other.device and new.device != other.device:
+        return (
+            f"{_two(new, other)}: {_name(new)} has its pages in {MEMORY.get(new.device, new.device)}, "
+            f"{_name(other)} in {MEMORY.get(other.device, other.device)}, and P and D need the same kind of device: "
+            "let `chitu doctor` say why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    if mismatches:
+        return f"{_two(new, other)} ({'; '.join(mismatches)}){_layouts(new, other)}: start both with the same topology"
+    if new.role is not other.role and new.ways and other.ways and not set(new.ways) & set(other.ways):
+        return (
+            f"{_two(new, other)}: no transport reaches from one to the other. {_name(new)} has {_words(new)}; "
+            f"{_name(other)} has {_words(other)}: {_cure(new, other)}"
+        )
+    return ""
+
+
+def _two(new: InstanceInfo, other: InstanceInfo) -> str:
+    return f"{_name(new)} on {new.host} does not fit {_name(other)} on {other.host}"
+
+
+def _name(info: InstanceInfo) -> str:
+    return instance_name(info.role, info.engine_rank)
+
+
+def _words(info: InstanceInfo) -> str:
+    return ", ".join(way.partition("@")[0] for way in info.ways)
+
+
+def _cure(new: InstanceInfo, other: InstanceInfo) -> str:
+    have = [any(way.startswith("mooncake") for way in info.ways) for info in (new, other)]
+    if all(have):
+        return f"set {PD}.mooncake_protocol=tcp on all nodes, or mend RDMA where it is missing (`chitu doctor`)"
+    if any(have):
+        without = (new, other)[have.index(False)]
+        return f"install Mooncake on {without.host}, too (`chitu doctor`)"
+    return f"between machines set {PD}.transport=mooncake, within one run both as one user in one container"
+
+
+def _layouts(new: InstanceInfo, other: InstanceInfo) -> str:
+    return f". {_name(new)}: {_layout_text(new.layout)}. {_name(other)}: {_layout_text(other.layout)}"
+
+
+def _layout_text(layout: KVLayout) -> str:
+    return ", ".join(f"{name}={getattr(layout, name)}" for name in layout.__struct_fields__)

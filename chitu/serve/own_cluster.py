@@ -1,0 +1,87 @@
+"""`ClusterSource` of a router that is one process, and what may be done to an instance from outside. Loop thread."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from chitu.errors import LastInstance, UnknownInstance
+from chitu.http.cluster_source import Draining, Loads, RouterRecord, report_of
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import ClusterView, InstanceInfo
+from chitu.router.routing import Candidates
+from chitu.serve.membership import Membership
+from chitu.types import Role, instance_name
+
+
+class OwnCluster:
+    """`ClusterSource` of a router that is one process."""
+
+    def __init__(self, router: PDRequestRouter, membership: Membership) -> None:
+        self._router = router
+        self._membership = membership
+
+    @property
+    def view(self) -> ClusterView:
+        return self._membership.coordination.view
+
+    def loads(self) -> Loads:
+        return self._membership.coordination.loads()
+
+    def ports(self) -> Mapping[str, int]:
+        return self._membership.port_table()
+
+    async def version(self) -> int:
+        return self._router.journal.version
+
+    async def record(self) -> RouterRecord:
+        return RouterRecord((report_of(self._router, 0),), self._membership.metrics())
+
+    async def drain(self, instance: str, force: bool) -> Draining:
+        return drain_instance(self._membership, instance, force)
+
+    async def flush_caches(self) -> None:
+        flush_caches(self._membership)
+
+
+def flush_caches(membership: Membership) -> None:
+    membership.coordination.flush_caches(1 + secrets.randbits(62))
+
+
+def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
+    """Send an instance nothing new; it finishes what it runs and leaves. Idempotent.
+
+    UnknownInstance; without `force` LastInstance where requests can be served now, and could not without it.
+    """
+    view = membership.coordination.view
+    info = _find(view, name)
+    if not force:
+        _require_others(view, info)
+    membership.ports.request_drain(info.role, info.engine_rank)
+    return Draining(_name(info), info.incarnation)
+
+
+def _find(view: ClusterView, name: str) -> InstanceInfo:
+    for info in view.instances:
+        if _name(info) == name.upper():
+            return info
+    names = ", ".join(_name(info) for role in Role for info in view.instances if info.role is role) or "none"
+    raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
+
+
+def _require_others(view: ClusterView, info: InstanceInfo) -> None:
+    if info.draining or not Candidates.of(view).usable:
+        return
+    others = tuple(other for other in view.instances if other is not info)
+    left = Candidates.of(msgspec.structs.replace(view, instances=others))
+    if not left.usable:
+        raise LastInstance(
+            f"without {_name(info)} nothing could be served ({left.why_unusable()}): start another one first, "
+            "or use force"
+        )
+
+
+def _name(info: InstanceInfo) -> str:
+    return instance_name(info.role, info.engine_rank)

@@ -1,0 +1,138 @@
+"""The tables of both roles, checked as graphs: no state without an exit, no change after the end."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from chitu.protocol import states
+from chitu.protocol.states import Deadline, KVPoll
+
+ROLES = {
+    "sender": (
+        states.SenderState,
+        states.SENDER_TRANSITIONS,
+        states.SENDER_DEADLINES,
+        {states.SenderState.SETTLING, states.SenderState.RELEASED},
+        states.SENDER_FAILURES,
+    ),
+    "receiver": (
+        states.ReceiverState,
+        states.RECEIVER_TRANSITIONS,
+        states.RECEIVER_DEADLINES,
+        {
+            states.ReceiverState.QUARANTINED,
+            states.ReceiverState.DISOWNED,
+            states.ReceiverState.RELEASED,
+        },
+        states.RECEIVER_FAILURES,
+    ),
+}
+both_roles = pytest.mark.parametrize("role", ROLES)
+
+
+def reachable(transitions: dict[Any, Any], start: Enum | None) -> set[Any]:
+    found, border = {start}, [start]
+    while border:
+        state = border.pop()
+        for (source, _), target in transitions.items():
+            if source == state and target not in found:
+                found.add(target)
+                border.append(target)
+    return found
+
+
+def test_kv_poll_has_the_values_that_ranks_merge_with_min() -> None:
+    assert [poll.value for poll in KVPoll] == [0, 1, 2, 3, 4]
+    assert min(KVPoll.Failed, KVPoll.Success) is KVPoll.Failed
+
+
+@both_roles
+def test_every_state_can_be_reached_from_an_unknown_room(role: str) -> None:
+    states, transitions, *_ = ROLES[role]
+    assert reachable(transitions, None) == {None, *states}
+
+
+@both_roles
+def test_from_every_state_a_terminal_one_can_be_reached(role: str) -> None:
+    states, transitions, deadlines, *_ = ROLES[role]
+    terminal = {state for state in states if deadlines[state] is Deadline.TERMINAL}
+    for state in states:
+        assert reachable(transitions, state) & terminal
+
+
+@both_roles
+def test_terminal_states_absorb_every_event(role: str) -> None:
+    _, transitions, deadlines, *_ = ROLES[role]
+    assert not [source for source, _ in transitions if source and deadlines[source] is Deadline.TERMINAL]
+
+
+@both_roles
+def test_a_room_that_failed_never_succeeds_and_one_that_succeeded_never_fails(role: str) -> None:
+    states, transitions, _, failed, _ = ROLES[role]
+    for state in failed:
+        assert states.SUCCEEDED not in reachable(transitions, state)
+    assert not reachable(transitions, states.SUCCEEDED) & failed
+
+
+@both_roles
+def test_no_event_leads_back(role: str) -> None:
+    _, transitions, *_ = ROLES[role]
+    for source, target in {(source, target) for (source, _), target in transitions.items()}:
+        assert source is None or source not in reachable(transitions, target), (source, target)
+
+
+@both_roles
+def test_every_open_state_that_has_a_deadline_fails_by_it_and_by_every_other_failure(role: str) -> None:
+    states, transitions, deadlines, failed, failures = ROLES[role]
+    for state in states:
+        if deadlines[state] in (Deadline.BOOTSTRAP, Deadline.TRANSFER):
+            for failure in failures:
+                assert transitions[state, failure] in failed
+
+
+@both_roles
+def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role: str) -> None:
+    states, transitions, deadlines, *_ = ROLES[role]
+    for (source, event), _ in transitions.items():
+        if source is not None and deadlines[source] is Deadline.HANDSHAKE:
+            assert event.name in ("SETTLED", "WRITER_STOPPED", "UNTOUCHED")
+    assert set(deadlines) == set(states)
+
+
+def test_a_segment_is_used_again_only_after_an_answer_or_a_settle_and_always_comes_back() -> None:
+    segment, transitions = states.SegmentState, states.SEGMENT_TRANSITIONS
+    for state in segment:
+        assert segment.FREE in reachable(dict(transitions), state)
+    for state, ends in ((segment.STAGED, ["SCATTERED"]), (segment.QUARANTINED, ["SETTLED"])):
+        assert [event.name for source, event in transitions if source is state] == ends
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "awaits"),
+    [
+        (states.SENDER_DEADLINES, states.SENDER_AWAITS),
+        (states.RECEIVER_DEADLINES, states.RECEIVER_AWAITS),
+    ],
+    ids=["sender", "receiver"],
+)
+def test_every_state_has_a_deadline_and_what_a_clock_ends_has_words(
+    deadlines: dict[Enum, Deadline], awaits: dict[Enum, str]
+) -> None:
+    assert set(deadlines) == set(type(next(iter(deadlines))))
+    assert set(awaits) == {state for state, deadline in deadlines.items() if deadline not in states.NO_CLOCK}
+
+
+def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or_it_is_over() -> None:
+    assert set(states.SEQUENCE_AWAITS) == set(states.SequenceState) - {states.SequenceState.CLOSING}
+    assert set(states.ATTEMPT_AWAITS) == set(states.AttemptState) - {states.AttemptState.ENDED}
+
+
+def test_the_words_of_a_deadline_name_who_state_seconds_and_peer() -> None:
+    what = states.SENDER_AWAITS[states.SenderState.REQUESTED].format(peer="D1")
+    text = states.waited_text("P0", 10.04, states.SenderState.REQUESTED, what)
+    assert text == "P0 waited 10.0 s in REQUESTED for D1's announcement"
+    for awaits in (states.SENDER_AWAITS, states.RECEIVER_AWAITS, states.ATTEMPT_AWAITS):
+        assert all("{peer}" in text for text in awaits.values())
