@@ -183,10 +183,12 @@ class DecodeManager:
             sequence.announced_s = self._clock.monotonic()
             self.transfer[sequence.room] = sequence
             self.admissions += 1
+            if not sequence.needs_kv:
+                sequence.keys = None  # nothing is in its pages that anybody could use
             self._receiver.announce(
                 sequence.room,
                 sequence.request_id,
-                pages,
+                pages if sequence.needs_kv else (),
                 sequence.aux_slot,
                 sequence.prompt_len,
                 sequence.prefill_rank,
@@ -194,7 +196,8 @@ class DecodeManager:
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
-        ready = [s for s in self.transfer.values() if s.logits_ready and not s.admitted]
+        # Behind a logits row that comes alone follows Success at once, and P's times and bytes with it.
+        ready = [s for s in self.transfer.values() if s.logits_ready and not s.admitted and (s.kv_ready or s.needs_kv)]
         for sequence in ready:
             sequence.kv_len = sequence.prompt_len
             self._admit(sequence, plan)

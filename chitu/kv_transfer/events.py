@@ -110,7 +110,8 @@ class DecodeReceiverLike(Protocol):
         prefill_rank: int,
         prefill_incarnation: int,
     ) -> None:
-        """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline."""
+        """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline. Without
+        pages P sends the logits row alone."""
         ...
 
     def poll(self) -> list[TransferEvent]: ...

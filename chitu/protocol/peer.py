@@ -89,7 +89,7 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     incarnation: int
     """D's; names the registration that the indices belong to."""
     dst_kv_indices: bytes
-    """Page indices, int32 LE, in token order."""
+    """Page indices, int32 LE, in token order. Empty: the logits row alone is wanted."""
     dst_aux_index: int
     num_tokens: int
     """Prompt tokens; P refuses a room whose prompt has another length."""

@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import openai
 import pytest
 import torch
 import transformers
-from completions import WITHOUT_TORCHRUN
+from completions import WITHOUT_TORCHRUN, instance_loads, is_whole, wait_until
 
 from chitu.config.load import load_topology
+from chitu.http.cluster_snapshot import ClusterSnapshot
+from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 
@@ -125,3 +129,24 @@ def test_the_official_client_streams_what_it_gets_at_once(client: openai.OpenAI)
     assert plain is not None and [entry.logprob for entry in plain.content or []] == [
         entry.logprob for entry in entries.content
     ]
+
+
+@pytest.mark.slow
+def test_of_a_request_for_one_token_the_logits_row_moves_alone(client: openai.OpenAI, cluster: LocalCluster) -> None:
+    for sampling in SAMPLINGS:
+        asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[0], "logprobs": 1, **sampling}
+        asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+        longer = client.completions.create(**asked, max_tokens=3).choices[0]
+        reply = client.completions.with_raw_response.create(**asked, max_tokens=1)
+        answer = reply.parse()
+        (one,) = answer.choices
+        assert one.token_ids == longer.token_ids[:1] and one.finish_reason == "length"
+        assert one.logprobs.token_logprobs == longer.logprobs.token_logprobs[:1]
+        cached = answer.usage.prompt_tokens_details
+        assert cached is not None and cached.cached_tokens == 80, "P had the full pages, and says so"
+        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+        (request,) = [r for r in snapshot.requests if r.request_id == reply.headers["x-request-id"]]
+        assert request.kv_bytes == (aux_row_bytes(VOCAB) if request.prefill else 0), request
+    wait_until(
+        lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, lambda: instance_loads(cluster.url)
+    )

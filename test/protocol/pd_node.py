@@ -189,6 +189,8 @@ class Request:
     is_aborted: bool = False
     holds: bool = True
     error: Exception | None = None
+    needs_kv: bool = True
+    """D: else it wants the logits row alone."""
 
     @property
     def is_over(self) -> bool:
@@ -299,6 +301,8 @@ class Node:
             assert before in request.seen
 
     def _check_bytes(self, request: Request) -> None:
+        if not request.needs_kv:
+            return
         for token in range(request.num_tokens):
             page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
             for region in range(2 * NUM_LAYERS):
@@ -322,14 +326,16 @@ class Node:
 
     # ------------------------------------------------------------------------------------------------------ scheduler D
 
-    def decode(self, room: bytes, num_tokens: int, prefill: Node) -> bool:
+    def decode(self, room: bytes, num_tokens: int, prefill: Node, needs_kv: bool = True) -> bool:
+        """`needs_kv` False: it holds pages and wants the logits row alone."""
         pages_wanted = -(-num_tokens // PAGE_SIZE)
         aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
         if aux_slot is None:
             return False
         pages = self.memory.take(pages_wanted, self.world.rng)
-        self.requests[room] = Request(room, num_tokens, pages, aux_slot)
-        self.receiver.announce(room, room.hex()[:6], pages, aux_slot, num_tokens, prefill.rank, prefill.incarnation)
+        self.requests[room] = Request(room, num_tokens, pages, aux_slot, needs_kv=needs_kv)
+        wanted = pages if needs_kv else []
+        self.receiver.announce(room, room.hex()[:6], wanted, aux_slot, num_tokens, prefill.rank, prefill.incarnation)
         return True
 
     # ------------------------------------------------------------------------------------------------------ scheduler P

@@ -173,7 +173,7 @@ class World:
         num_tokens = self.rng.randint(1, 20)
         prefill, decode = self.rng.choice(self.of(Role.PREFILL)), self.rng.choice(self.of(Role.DECODE))
         halves = [
-            lambda: decode.is_frozen or decode.decode(room, num_tokens, prefill),
+            lambda: decode.is_frozen or decode.decode(room, num_tokens, prefill, needs_kv=num_tokens % 5 > 0),
             lambda: prefill.is_frozen or prefill.prefill(room, num_tokens, decode),
         ]
         self.rng.shuffle(halves)
@@ -267,8 +267,8 @@ class Pair:
         self.p.poll()
         self.d.poll()
 
-    def both_halves(self, num_tokens: int = 10) -> None:
-        assert self.d.decode(self.room, num_tokens, self.p)
+    def both_halves(self, num_tokens: int = 10, needs_kv: bool = True) -> None:
+        assert self.d.decode(self.room, num_tokens, self.p, needs_kv)
         assert self.p.prefill(self.room, num_tokens, self.d)
         self.pump()
 

@@ -17,7 +17,9 @@ from chitu.errors import (
     PrefillLost,
     TransferTimeout,
 )
+from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.staging.area import TransferWay
 from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import new_room
@@ -64,6 +66,28 @@ def test_layers_that_wait_together_leave_in_few_writes_and_every_page_is_written
     pair.compute_all()
     assert pair.seen(pair.p)[-1] is Kind.SUCCESS
     assert sum(written) == 6 * 3 * PAGE_BYTES + pair.p.memory.aux_row_bytes
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("verify_kv", ["off", "all"])
+@pytest.mark.parametrize("is_announced_late", [False, True])
+def test_of_a_request_for_one_token_the_logits_row_moves_alone(
+    is_announced_late: bool, verify_kv: VerifyKV, way: TransferWay
+) -> None:
+    pair = Pair(way=way, verify_kv=verify_kv).join()
+    written: list[int] = []
+    pair.world.fabric.on_write = lambda peer, copies: written.append(copies.nbytes)
+    if is_announced_late:  # what P computes before it knows is kept, and never sent
+        assert pair.p.prefill(pair.room, 23, pair.d)
+        pair.compute_all()
+        assert pair.d.decode(pair.room, 23, pair.p, needs_kv=False)
+    else:
+        pair.both_halves(num_tokens=23, needs_kv=False)
+        pair.compute_all()
+    pair.world.settle_down()
+    assert pair.seen(pair.p)[-1] is Kind.SUCCESS
+    assert pair.seen(pair.d) == [Kind.LOGITS_READY, Kind.SUCCESS]
+    assert sum(written) == pair.p.memory.aux_row_bytes == pair.d.receiver.bytes_moved
 
 
 @pytest.mark.parametrize("is_announced_late", [False, True])

@@ -208,7 +208,8 @@ class Wire:
         prefill_rank: int,
         prefill_incarnation: int,
     ) -> None:
-        assert len(pages) == -(-num_tokens // PAGE_SIZE)
+        needs_kv = self.decode is None or self.decode.scheduler._decode.transfer[room].needs_kv
+        assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)
         self.announced[room] = aux_slot
         if room in self.requested:
             self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))

@@ -77,6 +77,11 @@ class Sequence:
         return self.prompt_len - self.num_continued
 
     @property
+    def needs_kv(self) -> bool:
+        """D: a token is computed here. Of a request for one token that is in the logits row that P hands over."""
+        return self.max_new_tokens > 1
+
+    @property
     def final_len(self) -> int:
         """Prompt and output tokens in the end, at most. On P, which emits nothing, what is prefilled."""
         return self.prompt_len if self.sampling is None else self.client_prompt_len + self.sampling.max_tokens

@@ -132,7 +132,7 @@ class DecodeReceiver:
         prefill_rank: int,
         prefill_incarnation: int,
     ) -> None:
-        if num_tokens < 1 or len(pages) != self._config.num_pages(num_tokens):
+        if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         info = TransferInfo(
             incarnation=self._config.incarnation,

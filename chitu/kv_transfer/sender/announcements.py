@@ -136,13 +136,14 @@ class Announcements:
             self._go_on(room, entry)
 
     def _check(self, info: TransferInfo, memory: RankMemory, num_tokens: int) -> array[int]:
-        """Destination pages, every one a page of D (`memory`); BadFrame otherwise. `num_tokens`: by the router."""
+        """Destination pages, every one a page of D (`memory`), or none: D wants the logits row alone. BadFrame for
+        anything else. `num_tokens`: by the router."""
         dst_pages = unpack_i32(info.dst_kv_indices)
-        if info.num_tokens < 1 or len(dst_pages) != self._config.num_pages(info.num_tokens):
+        if info.num_tokens < 1 or len(dst_pages) not in (0, self._config.num_pages(info.num_tokens)):
             raise BadFrame(f"{len(dst_pages)} pages announced for {info.num_tokens} tokens")
         if info.num_tokens != num_tokens:
             raise _other_length(info.num_tokens, num_tokens)
-        if min(dst_pages) < 0 or max(dst_pages) >= memory.num_pages:
+        if dst_pages and (min(dst_pages) < 0 or max(dst_pages) >= memory.num_pages):
             raise BadFrame(f"pages {min(dst_pages)} to {max(dst_pages)} announced of {memory.num_pages}")
         if len(set(dst_pages)) != len(dst_pages):
             raise BadFrame("a page is announced twice")

@@ -128,11 +128,11 @@ class ChunkFeed:
     # -------------------------------------------------------------------------------------------------------- the queue
 
     def _queue_chunk(self, room: bytes, entry: SendEntry, chunk: TransferKVChunk) -> None:
-        """An announced room's chunk, without the pages that D has, in pieces of at most one batch."""
+        """An announced room's chunk, without the pages that D has or does not want, in pieces of at most one batch."""
         info = entry.data.info
         assert info is not None
         first_page = max(chunk.first_page, info.prefix_pages)
-        if first_page >= chunk.end_page:
+        if first_page >= chunk.end_page or not entry.data.dst_pages:
             return
         self._table.apply(room, SenderEvent.DATA)
         layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
