@@ -56,6 +56,9 @@ IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it looks at its queue deadlines."""
 QUIET_S = 1.0
 """A drained instance leaves after so long without work: by then no request is on its way from the router."""
+LAST_WORD_S = 0.5
+"""The same of one that a signal ends while it has work: by then the router has read the last tokens. They come by
+another connection than the word that it leaves, which would fail a request that has just finished."""
 
 
 LAST_TOKENS_MS = 200
@@ -254,7 +257,7 @@ class PDSchedulerService:
                 end_s = min(end_s, now_s + self._deadlines.drain_s)
             if not self._scheduler.is_idle:
                 busy_s = now_s
-            elif is_signalled or now_s - busy_s >= QUIET_S:
+            elif now_s - busy_s >= (LAST_WORD_S if is_signalled else QUIET_S):
                 return
 
     def _leave(self) -> None:

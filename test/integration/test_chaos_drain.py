@@ -27,10 +27,17 @@ SHORT_DRAIN_S = 0.3
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
     """With time enough to finish what runs, on a busy machine too."""
     with ChaosCluster(tmp_path_factory.mktemp("drain") / "c", f"{DEADLINES}.drain_s=20") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared: ChaosCluster) -> Iterator[ChaosCluster]:
+    """Whole before each test, and again after it, be it that it failed."""
+    yield shared
+    come_back(shared)
 
 
 def send_long(cluster: ChaosCluster, count: int = 6) -> list[Future[Answer]]:
@@ -71,10 +78,13 @@ def finish(cluster: ChaosCluster, sent: list[Future[Answer]]) -> None:
     assert len(answers) >= len(sent)
 
 
-def come_back(cluster: ChaosCluster, name: str) -> None:
-    """Start `name` again; then everything is as it was."""
-    cluster.processes.restart(name)
+def come_back(cluster: ChaosCluster) -> None:
+    """Start again what has ended; then everything is as it was."""
+    for name in cluster.processes.members:
+        if not cluster.processes.alive(name):
+            cluster.processes.restart(name)
     cluster.wait_recovered(30)
+    cluster.load.pause(PATIENCE_S + 10)
     cluster.load.take_answers()
     wait_for(lambda: not cluster.not_whole(), 15, lambda: "; ".join(cluster.not_whole()))
 
@@ -90,7 +100,6 @@ def test_chitu_drain_under_load_costs_no_request(cluster: ChaosCluster, name: st
     cluster.processes.wait_exit(name, 20.0)
     assert cluster.processes.members[name].exit_code == 0
     finish(cluster, sent)
-    come_back(cluster, name)
 
 
 @pytest.mark.parametrize("name", ["D1", "P1"])
@@ -103,9 +112,9 @@ def test_an_instance_that_is_told_to_end_under_load_finishes_what_it_runs(cluste
     cluster.processes.wait_exit(name, 30.0)
     assert cluster.processes.members[name].exit_code == 0
     finish(cluster, sent)
-    retried = re.findall(r"request (long-\d): attempt 1 on P\d-D1 failed", cluster.processes.logs("router")[seen:])
-    assert not set(retried) & set(running), "there was time to finish"
-    come_back(cluster, name)
+    log = cluster.processes.logs("router")[seen:]
+    retried = re.findall(r"request (long-\d): attempt 1 on P\d-D1 failed", log)
+    assert not set(retried) & set(running), f"there was time to finish:\n{log}"
 
 
 def test_a_router_that_is_told_to_end_finishes_what_runs_and_its_successor_finds_everyone(
@@ -118,7 +127,7 @@ def test_a_router_that_is_told_to_end_finishes_what_runs_and_its_successor_finds
     cluster.processes.wait_exit("router", 30.0)
     assert cluster.processes.members["router"].exit_code == 0
     finish(cluster, sent)
-    come_back(cluster, "router")
+    come_back(cluster)
     assert {name: cluster.processes.pid(name) for name in pids} == pids
 
 
@@ -156,4 +165,4 @@ def test_what_outlasts_the_drain_goes_on_elsewhere(tmp_path_factory: pytest.Temp
         finish(cluster, sent)
         pair = r"P\d-D0" if name == "D0" else r"P0-D\d"
         assert re.search(rf"request \S+: attempt 1 on {pair} failed after", cluster.processes.logs("router"))
-        come_back(cluster, name)
+        come_back(cluster)
