@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from cluster_process import Process
 from cluster_script import Op, play
-from cluster_writes import WriteWatch
-from pd_node import PAGE_BYTES, mixed
+from cluster_writes import Writes, WriteWatch
+from pd_node import mixed
 from pd_world import Frame
 
 from chitu.errors import ChituError
@@ -35,12 +35,17 @@ MAX_LIVE_REQUESTS = 12
 class Cluster(ABC):
     process_type = Process
 
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2, max_batch_bytes: int = 4 * PAGE_BYTES) -> None:
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
         self.clock = FakeClock(100.0)
         self.fabric = FakeFabric()
-        watch = WriteWatch(self)
-        self.fabric.on_write, self.fabric.on_land = watch.on_write, watch.on_land
-        self.max_batch_bytes = max_batch_bytes
+        self.watch = WriteWatch(self)
+        self.fabric.on_write, self.fabric.on_land = self.watch.on_write, self.watch.on_land
+        self.writes = writes or Writes()
+        self.num_prefill = num_prefill
+        self.num_flips = 0
+        """Bits that were flipped on the way."""
+        self.interruptions: deque[int] = deque()
+        """Each cancels a request in the middle of the next write, gather or scatter."""
         self.writing = b""
         self.stepping: list[Process] = []
         """Whose step thread is in the middle of a step."""
@@ -80,6 +85,10 @@ class Cluster(ABC):
     @abstractmethod
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
         """A process gives a room up."""
+
+    @abstractmethod
+    def op_cancel(self, a: int, b: int) -> None:
+        """A client is gone."""
 
     @abstractmethod
     def op_router(self, a: int, b: int) -> None:
@@ -146,7 +155,7 @@ class Cluster(ABC):
         for _ in range(count):
             worked = bool(self.frames or self.orders or self.reports)
             for _ in range(min(3, len(self.orders))):
-                self._deliver_order()
+                self.deliver_order()
             for _ in range(min(3, len(self.frames))):
                 self.deliver(0)
             for process in list(self.processes):
@@ -190,7 +199,7 @@ class Cluster(ABC):
         elif process is not None:
             process.on_frame(frame.room, frame.payload)
 
-    def _deliver_order(self) -> None:
+    def deliver_order(self) -> bool:
         """The oldest one of a process that reads; those of one that is stopped wait in their order."""
         living = {process.incarnation: process for process in self.processes}
         for at, (incarnation, message) in enumerate(self.orders):
@@ -199,7 +208,8 @@ class Cluster(ABC):
                 del self.orders[at]
                 if process is not None:
                     self.hand_over(process, message)
-                return
+                return True
+        return False
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
@@ -216,6 +226,7 @@ class Cluster(ABC):
         for process in self.processes:
             process.is_frozen = process.is_slow = process.is_deaf = False
         self.fabric._faults.clear()
+        self.interruptions.clear()
         self.turns(3)  # all join again
         start_s = self.clock.monotonic()
         while self.leftovers():

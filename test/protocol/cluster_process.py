@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from cluster_writes import Writes, WriteWatch
 from numpy.typing import NDArray
-from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory
+from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -32,10 +33,13 @@ from chitu.errors import ChituError
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.sender.transfer_queue import Batch
+from chitu.kv_transfer.staging.area import Staging
+from chitu.kv_transfer.staging.cost import Price
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
@@ -51,6 +55,8 @@ DEADLINES = DeadlineConfig(
     bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
 )
 REQUEST_TIMEOUT_S = 12.0
+PRICE = Price(1e-4, 1e-9, 1e-9, per_message_s=2.5e-4)
+"""Of a staged group: from two or three pieces on `auto` stages it, so that rooms have both."""
 NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
 FAILED = {SenderState.SETTLING, SenderState.RELEASED}
@@ -63,7 +69,9 @@ class Surroundings(Protocol):
 
     clock: FakeClock
     fabric: FakeFabric
-    max_batch_bytes: int
+    writes: Writes
+    watch: WriteWatch
+    num_prefill: int
     writing: bytes
     """Room of the write that runs now."""
 
@@ -170,23 +178,10 @@ class Process:
         self.port = 1000 + self.incarnation
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
-        self.memory = Memory()
+        self.memory = Memory(segment_bytes=world.writes.segment_bytes)
         self.cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE, b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
-        config = KVManagerConfig(
-            rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES, max_batch_bytes=world.max_batch_bytes
-        )
-        self.kv = KVManager(
-            role,
-            config,
-            memory=self.memory,
-            aux=self.memory.aux,
-            transports=[FakeTransport(world.fabric, self.session)],
-            link=world.link,
-            wake=lambda: None,
-            clock=world.clock,
-            is_pid_alive=world.is_pid_alive,
-        )
+        self.kv = self._kv_manager()
         self.transfer = self.kv.sender or self.kv.receiver
         assert self.transfer is not None
         self.table = self.transfer._table
@@ -217,6 +212,36 @@ class Process:
         """Whether the room succeeded."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
+
+    def _kv_manager(self) -> KVManager:
+        world, writes, memory = self.world, self.world.writes, self.memory
+        transport = FakeTransport(world.fabric, self.session)
+        transport.gathers = writes.gathers
+        staging = None
+        if writes.way != "direct":
+            staging = Staging(
+                writes.way, WatchedCopier(lambda copies: world.watch.on_copy(self, copies)), memory.area, price=PRICE
+            )
+        config = KVManagerConfig(
+            *(self.rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES),
+            max_batch_bytes=writes.max_batch_bytes,
+            verify_kv=writes.verify_kv,
+            staging_prefills=tuple(range(world.num_prefill)) if staging is not None else (),
+            is_staging_required=writes.way == "staged",
+        )
+        return KVManager(
+            self.role,
+            config,
+            memory=memory,
+            aux=memory.aux,
+            transports=[transport],
+            link=world.link,
+            wake=lambda: None,
+            clock=world.clock,
+            is_pid_alive=world.is_pid_alive,
+            page_sums=HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes),
+            staging=staging,
+        )
 
     def _tap(self) -> None:
         """Look at what passes between the parts, without changing it."""
@@ -266,7 +291,12 @@ class Process:
         return self.scheduler.step()
 
     def write(self) -> bool:
-        return self.kv.sender is not None and self.kv.sender.queue.run_one()
+        """The threads that write, scatter and verify."""
+        if self.kv.sender is not None:
+            return self.kv.sender.queue.run_one()
+        assert self.kv.receiver is not None
+        threads = self.kv.receiver.scatterer, self.kv.receiver.verifier
+        return any([thread is not None and thread.run_one() for thread in threads])
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
         self.kv.comm_side.on_frame(room, payload)

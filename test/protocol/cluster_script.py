@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_node import PAGE_BYTES
+
 from chitu.testing.fake_transport import Fault, FaultKind
 
 if TYPE_CHECKING:
@@ -70,6 +72,18 @@ def fault(world: Cluster, a: int, b: int) -> None:
     world.fabric.inject(Fault((FaultKind.LATE, FaultKind.DROP)[a % 2]))
 
 
+def flip(world: Cluster, a: int, b: int) -> None:
+    """A bit of a write, where all KV is verified."""
+    if world.writes.verify_kv == "all":
+        world.num_flips += 1
+        world.fabric.inject(Fault(FaultKind.CORRUPT, byte=b % PAGE_BYTES))
+
+
+def interrupt(world: Cluster, a: int, b: int) -> None:
+    """The next write, gather or scatter takes long: a request is cancelled meanwhile."""
+    world.interruptions.append(a)
+
+
 def land(world: Cluster, a: int, b: int) -> None:
     world.fabric.release_late_writes()
 
@@ -125,6 +139,8 @@ OPS: dict[str, Callable[[Cluster, int, int], None]] = {
     "delay": delay,
     "hasten": hasten,
     "fault": fault,
+    "flip": flip,
+    "interrupt": interrupt,
     "land": land,
     "kill": kill,
     "start": start,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
-from pd_node import PAGE_BYTES, mixed
+from cluster_writes import Writes
+from pd_node import mixed
 
 from chitu.errors import ChituError
 from chitu.protocol import (
@@ -44,13 +45,13 @@ class Asked:
 
 
 class ClusterWorld(Cluster):
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2, max_batch_bytes: int = 4 * PAGE_BYTES) -> None:
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
         self.requests: dict[bytes, Asked] = {}
         self.finishes: set[bytes] = set()
         """Rooms that D ended."""
         self._members: tuple[int, ...] = ()
         self._num_rooms = 0
-        super().__init__(num_prefill, num_decode, max_batch_bytes)
+        super().__init__(num_prefill, num_decode, writes)
 
     # ---------------------------------------------------------------------------------------------------- the script
 
@@ -112,7 +113,8 @@ class ClusterWorld(Cluster):
 
     def end(self, asked: Asked, end: str, message: str = "") -> None:
         """As `Attempts`: each end that D did not bring about itself is told to both sides."""
-        assert end not in ("integrity", "internal", "bad_frame", "protocol"), f"no fault explains {end}: {message}"
+        is_explained = end not in ("integrity", "internal", "bad_frame", "protocol")
+        assert is_explained or (end == "integrity" and self.num_flips), f"no fault explains {end}: {message}"
         if not asked.end:
             asked.end, asked.message = end, message
             self._cancel(asked)

@@ -3,17 +3,33 @@ late write lands, and others go on in the middle of a write."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pd_node import NUM_PAGES, PAGE_BYTES
 
+from chitu.kv_transfer.checksums import VerifyKV
+from chitu.kv_transfer.staging.area import TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.types import Role
 
 if TYPE_CHECKING:
     from cluster import Cluster
     from cluster_process import Process
+
+
+@dataclass(frozen=True)
+class Writes:
+    """How P of a world write and how D verify."""
+
+    max_batch_bytes: int = 4 * PAGE_BYTES
+    verify_kv: VerifyKV = "off"
+    way: TransferWay = "direct"
+    segment_bytes: int = 0
+    """Zero: nobody has segments."""
+    gathers: bool = False
+    """P's transport puts pieces into D's segments by itself."""
 
 
 class WriteWatch:
@@ -23,16 +39,25 @@ class WriteWatch:
         self._world = world
         self._writes: dict[int, tuple[bytes, CopyList]] = {}
         """Room and copies, by the id of the copies."""
+        self._num_moves = 0
         self._is_inside_write = False
 
     def on_write(self, target: str, copies: CopyList) -> None:
         self._writes[id(copies)] = self._world.writing, copies
-        if len(self._writes) % 3 == 0 and not self._is_inside_write:
-            self._in_the_middle_of_a_write()
+        self.meanwhile()
 
-    def _in_the_middle_of_a_write(self) -> None:
-        """Which takes long: the comm threads and the step threads of D go on, and those of P hear of it."""
-        world, self._is_inside_write = self._world, True
+    def meanwhile(self) -> None:
+        """In the middle of a write, gather or scatter, which take long: the comm threads and the step threads of D go
+        on, and those of P hear of it."""
+        self._num_moves += 1
+        world = self._world
+        if self._is_inside_write or (self._num_moves % 3 and not world.interruptions):
+            return
+        self._is_inside_write = True
+        if world.interruptions:
+            world.op_cancel(world.interruptions.popleft(), 0)
+            while world.orders and world.deliver_order():
+                pass
         for process in world.of(Role.DECODE):
             if not process.is_frozen and not process.is_slow and process not in world.stepping:
                 world.step(process)
@@ -51,13 +76,34 @@ class WriteWatch:
             elif process.session == target:
                 _check(process, room, copies.dst, copies.length, is_source=False)
 
+    def on_copy(self, process: Process, copies: CopyList) -> None:
+        """Pieces are gathered into a segment of this process, or scattered out of one, by a room that has them all."""
+        self.meanwhile()
+        is_source = process.role is Role.PREFILL
+        pages, slots = _parts(process, copies.src if is_source else copies.dst, copies.length)
+        sequences = process.sequences()
+        rooms = [room for room in sequences if pages <= set(process.cache.get_page_indices(room))]
+        rooms = [room for room in rooms if slots <= {sequences[room].aux_slot}]
+        assert rooms, f"pages {pages} and aux slots {slots} of {process.name} are copied, and no room has them"
+        process.check_landing(rooms[0], pages, slots, is_source)
+
 
 def _check(process: Process, room: bytes, addresses: object, lengths: object, is_source: bool) -> None:
-    """Which of the process's pages and aux slots these addresses are, and whether the room has them."""
-    memory = process.memory
-    at, length = np.asarray(addresses, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    """Whether the room has these pages and aux slots of the process. Segments may be written by anybody at any time,
+    and are all that is written where D takes staged groups alone."""
+    memory, at = process.memory, np.asarray(addresses, dtype=np.int64)
     if not ((at >= memory.arena_base) & (at < memory.arena_base + memory.arena_bytes)).any():
         return
+    pages, slots = _parts(process, addresses, lengths)
+    if pages or slots:
+        assert is_source or process.world.writes.way != "staged", "a write beside the segments"
+        process.check_landing(room, pages, slots, is_source)
+
+
+def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[int], set[int]]:
+    """The pages and aux slots of the process that these bytes are in."""
+    memory = process.memory
+    at, length = np.asarray(addresses, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
     region_bytes = NUM_PAGES * PAGE_BYTES
     pages: set[int] = set()
     slots: set[int] = set()
@@ -65,6 +111,6 @@ def _check(process: Process, room: bytes, addresses: object, lengths: object, is
         if start < memory.aux_base - memory.arena_base:
             first = int(start % region_bytes) // PAGE_BYTES
             pages |= set(range(first, first + -(-int(count) // PAGE_BYTES)))
-        else:
+        elif memory.area is None or start < memory.area.base - memory.arena_base:
             slots.add(int(start - memory.aux_base + memory.arena_base) // memory.aux_row_bytes)
-    process.check_landing(room, pages, slots, is_source)
+    return pages, slots

@@ -1,4 +1,4 @@
-"""One P or D of the simulated cluster: a core with fake transport, memory whose misuse shows, a model of its scheduler.
+"""One P or D core with fake transport, memory whose misuse shows, a model of its scheduler.
 
 The scheduler model follows the rules of `kv_transfer/events.py` and checks what it is told: events come once and in
 order, SUCCESS means that every byte is right, and a page that was given back is never written again (free pages hold a
@@ -76,14 +76,16 @@ class WatchedSums:
 
 
 class WatchedCopier:
-    """`PieceCopier` of a node, with a chance to do something before and after the bytes move."""
+    """`PieceCopier` of a node, whose copies `look` sees, with a chance to do something before and after bytes move."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[CopyList], object] = lambda copies: None) -> None:
         self._inner = HostCopier()
+        self._look = look
         self.meanwhile: Callable[[], object] = lambda: None
 
     def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
         self.meanwhile()
+        self._look(copies)
         self._inner.copy(copies, after)
         self.meanwhile()
 
@@ -207,7 +209,7 @@ class Node:
         self.incarnation = world.next_incarnation()
         self.pid = self.incarnation
         self.port = 1000 + self.incarnation
-        self.memory = Memory(world.page_bytes.get((role, rank), PAGE_BYTES), world.segment_bytes)
+        self.memory = Memory(segment_bytes=world.segment_bytes)
         self.requests: dict[bytes, Request] = {}
         self.is_alive = True
         self.is_frozen = False
@@ -386,13 +388,3 @@ class Node:
             place[:] = data
         else:
             self.device.launch(partial(np.copyto, place, data))
-
-    def reset(self, room: bytes) -> None:
-        request = self.requests[room]
-        if request.holds and self.sender.reset_chunks(room):
-            request.computed = 0
-            for page in request.pages:
-                self.memory.kv[:, page] = 0
-            if request.aux_slot >= 0:
-                self.memory.aux.free(request.aux_slot)
-                request.aux_slot = -1

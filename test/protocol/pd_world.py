@@ -1,12 +1,11 @@
-"""P and D cores joined by a network that drops, doubles, delays and reorders, with fake time and the fake transport.
+"""P and D cores, a model of their schedulers, fake time and the fake transport: for single situations of a transfer.
 
-`World` is the whole cluster, driven by one seed; `Pair` is one P and one D on a good network, for single situations.
+`World` joins them by a good network; `Pair` is one P and one D. Whole processes under scripts of faults: `cluster.py`.
 """
 
 from __future__ import annotations
 
 import random
-import uuid
 from dataclasses import dataclass
 
 from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
@@ -20,7 +19,7 @@ from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ClusterView, TransferStatus, peer_codec
 from chitu.protocol.states import SegmentState
 from chitu.testing.clock import FakeClock
-from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
+from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role, new_room
 
 
@@ -32,15 +31,13 @@ class Frame:
 
 
 class World:
-    """`hostility`: chance that the network or the fabric does something bad, per frame and per write; bytes are only
-    flipped where all KV is verified. `verify_kv`: None: by the seed."""
+    """`seed`: of the order in which pages are given, chunks cut and threads go on. `verify_kv`: None: by the seed."""
 
     def __init__(
         self,
         seed: int,
         num_prefill: int = 1,
         num_decode: int = 1,
-        hostility: float = 0.0,
         verify_kv: VerifyKV | None = None,
         way: TransferWay = "direct",
         faults: FaultConfig | None = None,
@@ -50,11 +47,9 @@ class World:
         self.rng = random.Random(seed)
         self.clock = FakeClock(100.0)
         self.fabric = FakeFabric()
-        self.hostility = hostility
         self.max_batch_bytes = self.rng.choice([1, 4 * PAGE_BYTES, 1 << 20])
         modes: list[VerifyKV] = ["off", "sample", "all"]
         self.verify_kv = verify_kv or self.rng.choice(modes)
-        self.page_bytes: dict[tuple[Role, int], int] = {}
         self.segment_bytes = self.rng.choice([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12]) if way != "direct" else 0
         self.gathers = way != "direct" and self.rng.random() < 0.5
         """P's transport puts pieces into D's segments by itself."""
@@ -97,13 +92,13 @@ class World:
     # ---------------------------------------------------------------------------------------------------------- network
 
     def churn(self, turns: int) -> None:
-        """Deliver some frames, in any order and number, and let transfer threads do some work."""
+        """Deliver some frames, and let transfer threads do some work."""
         for _ in range(turns):
             if self.frames:
                 self.deliver_one()
             for node in self.of(Role.PREFILL):
                 if not node.is_frozen and self.rng.random() < 0.5:
-                    self.write_one(node)
+                    node.sender.queue.run_one()
             for node in self.of(Role.DECODE):
                 if not node.is_frozen and self.rng.random() < 0.5:
                     node.verify_one()
@@ -111,27 +106,13 @@ class World:
                     node.scatter_one()
 
     def deliver_one(self) -> None:
-        bad = self.rng.random() < self.hostility
-        index = self.rng.randrange(len(self.frames)) if bad else 0
-        frame = self.frames.pop(index)
-        if bad:
-            luck = self.rng.random()
-            if luck < 0.4:
-                return
-            if luck < 0.7:
-                self.frames.insert(self.rng.randint(0, len(self.frames)), frame)
+        frame = self.frames.pop(0)
         for node in self.nodes:
             if node.port == frame.port:
                 if node.is_frozen:
                     self.frames.append(frame)
                 else:
                     node.kv.comm_side.on_frame(frame.room, frame.payload)
-
-    def write_one(self, node: Node) -> bool:
-        if self.rng.random() < self.hostility / 4:
-            kinds = [FaultKind.DROP, FaultKind.LATE, *([FaultKind.CORRUPT] if self.verify_kv == "all" else [])]
-            self.fabric.inject(Fault(self.rng.choice(kinds), byte=self.rng.randrange(PAGE_BYTES)))
-        return node.sender.queue.run_one()
 
     def publish_view(self) -> None:
         self._view_version += 1
@@ -165,26 +146,8 @@ class World:
         self.nodes.remove(node)
         self.buried.append(node)
 
-    # ---------------------------------------------------------------------------------------------------------- actions
-
-    def submit(self) -> None:
-        """The router's two halves of one request; one of them may be lost, or the pair may be stale."""
-        room = uuid.UUID(int=self.rng.getrandbits(128)).bytes
-        num_tokens = self.rng.randint(1, 20)
-        prefill, decode = self.rng.choice(self.of(Role.PREFILL)), self.rng.choice(self.of(Role.DECODE))
-        halves = [
-            lambda: decode.is_frozen or decode.decode(room, num_tokens, prefill, needs_kv=num_tokens % 5 > 0),
-            lambda: prefill.is_frozen or prefill.prefill(room, num_tokens, decode),
-        ]
-        self.rng.shuffle(halves)
-        for half in halves:
-            if self.rng.random() >= self.hostility / 4:
-                half()
-            self.churn(self.rng.randint(0, 2))
-
     def settle_down(self, limit_s: float = 20.0) -> float:
         """No more faults, everybody runs: every room must end. Returns the fake seconds that took."""
-        self.hostility = 0.0
         self.fabric._faults.clear()
         for node in self.nodes:
             node.is_frozen, node.is_in_view = False, True

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
+from cluster_writes import Writes
 from pd_node import mixed
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
@@ -78,7 +79,7 @@ class Client:
 
 
 class RoutedWorld(Cluster):
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2) -> None:
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
         self.clients: list[Client] = []
         self._num_requests = 0
         self.open_peers: set[InstanceKey] = set()
@@ -96,7 +97,7 @@ class RoutedWorld(Cluster):
         """By incarnation."""
         self.silence: set[tuple[int, int]] = set()
         """Of P and D: (incarnation of the sender, port of the other), between which everything gets lost."""
-        super().__init__(num_prefill, num_decode)
+        super().__init__(num_prefill, num_decode, writes)
 
     # ------------------------------------------------------------------------------------------ between P and D
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from cluster_script import Op
 from cluster_world import ClusterWorld
+from cluster_writes import Writes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from pd_node import AUX_ROW_BYTES, PAGE_BYTES
 from routed_world import RoutedWorld
+
+from chitu.types import Role
 
 CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))
 KINDS = (
@@ -21,6 +26,7 @@ KINDS = (
     *["pass"] * 2,
     *["lose", "double", "delay", "hasten"] * 2,
     *["fault", "land", "cancel"] * 2,
+    *("flip", "interrupt"),
     *("again", "kill", "start", "replace", "tell", "freeze", "slow", "deafen", "router"),
 )
 ROUTED_KINDS = (*KINDS, *["cut", "sever"] * 3, "mute")
@@ -36,23 +42,24 @@ ROUTED_SCRIPTS = st.lists(st.lists(ROUTED_OPS, max_size=20), min_size=8, max_siz
 CUT_OPS = st.builds(Op, st.sampled_from([*NETWORK, "cut"]), st.integers(0, 143), st.integers(0, 400))
 SEVER = (*NETWORK, "sever", "cancel", "slow")
 SEVER_OPS = st.builds(Op, st.sampled_from(SEVER), st.integers(0, 143), st.integers(0, 400))
-MANY = settings(
-    max_examples=CASES,
-    deadline=None,
-    derandomize=CASES == 280,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+SHAPES = st.sampled_from([(2, 2), (1, 1), (1, 2), (3, 1)])
+BATCH_BYTES = st.sampled_from([1, 4 * PAGE_BYTES, 1 << 20])
+VERIFY = st.sampled_from(["off", "sample", "all"])
+DIRECT = st.builds(Writes, BATCH_BYTES, VERIFY)
+SEGMENT_BYTES = st.sampled_from([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12])
+STAGED = st.builds(Writes, BATCH_BYTES, VERIFY, st.sampled_from(["staged", "auto"]), SEGMENT_BYTES, st.booleans())
+MANY = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.parametrize("writes", [DIRECT, STAGED], ids=["direct", "staged"])
 @MANY
-@given(st.sampled_from([(2, 2), (1, 1), (1, 2), (3, 1)]), SCRIPTS)
+@given(SHAPES, SCRIPTS, st.data())
 def test_any_script_of_faults_costs_requests_at_most_and_never_a_page_a_byte_or_an_answer(
-    shape: tuple[int, int], pieces: list[list[Op]]
+    writes: st.SearchStrategy[Writes], shape: tuple[int, int], pieces: list[list[Op]], data: st.DataObject
 ) -> None:
     script = [op for piece in pieces for op in piece]
     note(f"script = {script}")
-    world = ClusterWorld(*shape)
+    world = ClusterWorld(*shape, data.draw(writes))
     world.play(script)
     world.settle_down()
     world.check_it_still_serves()
@@ -62,19 +69,25 @@ def test_any_script_of_faults_costs_requests_at_most_and_never_a_page_a_byte_or_
 @given(
     st.lists(
         st.builds(Op, st.sampled_from(["ask", "run", "run"]), st.integers(0, 15), st.integers(0, 400)), max_size=40
-    )
+    ),
+    DIRECT | STAGED,
 )
-def test_without_faults_every_request_finishes(script: list[Op]) -> None:
-    world = ClusterWorld()
+def test_without_faults_every_request_finishes(script: list[Op], writes: Writes) -> None:
+    world = ClusterWorld(writes=writes)
     world.play(script)
     world.settle_down()
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
+    if writes.way == "staged":
+        senders = [process.kv.sender for process in world.of(Role.PREFILL)]
+        assert all(sender.bytes_staged == sender.bytes_moved for sender in senders if sender is not None)
 
 
 @settings(MANY, max_examples=max(1, CASES // 3))
-@given(st.lists(st.lists(NETWORK_OPS, max_size=20), min_size=6, max_size=6))
-def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_request(pieces: list[list[Op]]) -> None:
-    world = ClusterWorld()
+@given(st.lists(st.lists(NETWORK_OPS, max_size=20), min_size=6, max_size=6), DIRECT | STAGED)
+def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_request(
+    pieces: list[list[Op]], writes: Writes
+) -> None:
+    world = ClusterWorld(writes=writes)
     world.play([op for piece in pieces for op in piece])
     world.settle_down()
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
