@@ -248,6 +248,9 @@ class RouterConfig(Section, frozen=True):
     would be more gets 503. Each of several `workers` may have its equal part."""
     request_timeout_s: Seconds = 600.0
     """Of a whole request, all its tries and tokens; then it ends with an error, a stream too."""
+    unknown_fields: Literal["refuse", "warn"] = "refuse"
+    """Of bodies, that nobody knows (docs/api.md has those that are known). `warn`: they are left out, and the answer's
+    header X-Chitu-Warning names the first."""
     api_keys: tuple[str, ...] = ()
     """Requests need one of them (`Authorization: Bearer KEY`); empty: nobody is asked."""
     retry: RetryConfig = field(default_factory=RetryConfig)

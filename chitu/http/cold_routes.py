@@ -16,15 +16,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, Internal, InvalidRequest
+from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder, warning_header
 from chitu.http.body_threads import BodyThreads
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
 from chitu.http.exchange import EXCHANGE
 from chitu.http.metrics_text import MetricsReport, render_metrics
 from chitu.http.openapi_document import openapi_document
-from chitu.http.request_bodies import MAX_TOKENS, decode_body, detokenize_decoder, tokenize_decoder
-from chitu.http.request_checks import chat_messages
+from chitu.http.request_bodies import (
+    MAX_TOKENS,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from chitu.http.request_checks import chat_messages, template_variables
 from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
 from chitu.net.http import error_headers, error_object
@@ -52,12 +58,13 @@ def make_cold_app(
     cluster: ClusterSource,
     source: SnapshotSource,
     threads: BodyThreads,
+    config: RouterConfig,
     version: str,
 ) -> FastAPI:
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
-    _add_tokenizer_routes(app, model, router, threads)
+    _add_tokenizer_routes(app, model, router, threads, config.unknown_fields == "warn")
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
@@ -116,11 +123,23 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         return card()
 
 
-def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter, threads: BodyThreads) -> None:
-    async def answer(request: Request, work: Callable[[bytes], Any]) -> Response:
+def _add_tokenizer_routes(
+    app: FastAPI, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, takes_unknown: bool
+) -> None:
+    async def answer(request: Request, decoder: BodyDecoder[Any], work: Callable[[Any, list[str]], Any]) -> Response:
         """`work` makes the answer of the body. Its JSON is made there too: it can be as large."""
         raw = await request.body()
-        body = await threads.run(request.scope[EXCHANGE], len(raw), lambda: msgspec.json.encode(work(raw)))
+        warnings: list[str] = []
+
+        def work_on_body() -> bytes:
+            body = decoder.decode(raw, warnings if takes_unknown else None)
+            model.require_name(body.model)
+            return msgspec.json.encode(work(body, warnings))
+
+        exchange = request.scope[EXCHANGE]
+        body = await threads.run(exchange, len(raw), work_on_body)
+        if warnings:
+            exchange.headers.append(warning_header(warnings))
         return Response(body, media_type="application/json")
 
     @app.post("/tokenize")
@@ -128,36 +147,33 @@ def _add_tokenizer_routes(app: FastAPI, model: ServedModel, router: PDRequestRou
         limits = model.limits(router.candidates)
         max_len = limits.max_model_len if limits is not None else None
 
-        def work(raw: bytes) -> dict[str, Any]:
-            body = decode_body(tokenize_decoder, raw)
-            model.require_name(body.model)
+        def work(body: TokenizeBody, warnings: list[str]) -> dict[str, Any]:
             if (body.prompt is None) == (body.messages is None):
                 raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
             if body.prompt is not None:
                 text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
             else:
-                text = model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
+                variables = template_variables(body.chat_template_kwargs)
+                text = model.render(chat_messages(body.messages), variables, warnings)
                 param, add_special_tokens = "messages", bool(body.add_special_tokens)
             if model.tokenizer.exceeds(text, max(max_len or 0, MAX_TOKENS), bytes_per_token=1):
                 raise InvalidRequest(f"{param}: at most {max(max_len or 0, MAX_TOKENS)} tokens are counted", param)
             ids = model.tokenizer.encode(text, add_special_tokens)
             return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
 
-        return await answer(request, work)
+        return await answer(request, tokenize_decoder, work)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         vocab_size = model.vocab_size(router.candidates)
 
-        def work(raw: bytes) -> dict[str, Any]:
-            body = decode_body(detokenize_decoder, raw)
-            model.require_name(body.model)
+        def work(body: DetokenizeBody, warnings: list[str]) -> dict[str, Any]:
             for token in body.tokens:
                 if not 0 <= token < vocab_size:
                     raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
-            return {"prompt": model.tokenizer.decode_in_pieces(body.tokens, body.skip_special_tokens)}
+            return {"prompt": model.tokenizer.decode_in_pieces(body.tokens, bool(body.skip_special_tokens))}
 
-        return await answer(request, work)
+        return await answer(request, detokenize_decoder, work)
 
 
 def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSource) -> None:

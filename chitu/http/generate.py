@@ -13,7 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
+from chitu.http.body_decoder import warning_header
 from chitu.http.body_threads import BodyThreads
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.exchange import Exchange
@@ -76,11 +78,11 @@ class Choice:
 class GenerationRoutes:
     """Handlers of the two routes."""
 
-    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, max_body_bytes: int) -> None:
+    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, config: RouterConfig) -> None:
         self._model = model
         self._router = router
-        self._parser = JobParser(model, router, threads)
-        self._max_body_bytes = max_body_bytes
+        self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
+        self._max_body_bytes = config.max_body_bytes
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
@@ -110,6 +112,8 @@ class GenerationRoutes:
             del raw
             exchange.release_body()
             job.timeout_s = timeout_s
+            if job.warnings:
+                exchange.headers.append(warning_header(job.warnings))
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chitu.errors import ChituError, InvalidRequest, NoInstance
+from chitu.http.body_decoder import chat_decoder, completion_decoder
 from chitu.http.body_threads import BodyThreads
 from chitu.http.exchange import Exchange
-from chitu.http.request_bodies import MAX_PROMPTS, GenerationBody, chat_decoder, completion_decoder, decode_body
-from chitu.http.request_checks import chat_messages, check_chat, check_completion, completion_prompts
+from chitu.http.request_bodies import MAX_PROMPTS, GenerationBody
+from chitu.http.request_checks import chat_messages, check_completion, completion_prompts, template_variables
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     OutputOptions,
+    kept_tokens,
     output_options,
     sampling_params,
     wanted_tokens,
@@ -48,6 +50,8 @@ class Job:
     timeout_s: float | None = None
     """The client's own."""
     cache_salt: str = ""
+    warnings: list[str] = field(default_factory=list)
+    """For the client, of fields that had no effect."""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
@@ -86,12 +90,16 @@ class _Frame:
 
 
 class JobParser:
-    """For one model; the limits are those of the instances that serve at the moment."""
+    """For one model; the limits are those of the instances that serve at the moment. `takes_unknown`: fields that
+    nobody knows are warned of, not refused."""
 
-    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads) -> None:
+    def __init__(
+        self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, takes_unknown: bool = False
+    ) -> None:
         self._model = model
         self._router = router
         self._threads = threads
+        self._takes_unknown = takes_unknown
 
     async def completion(self, raw: bytes, exchange: Exchange) -> Job:
         """A body of `/v1/completions`."""
@@ -114,18 +122,20 @@ class JobParser:
     # ------------------------------------------------------------------------------------ on the loop or in a thread
 
     def _completion(self, raw: bytes, frame: _Frame) -> Job:
-        body = decode_body(completion_decoder, raw)
+        warnings: list[str] = []
+        body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
         check_completion(body)
         given = completion_prompts(body)
-        return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS)
+        return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS, warnings)
 
     def _chat(self, raw: bytes, frame: _Frame) -> Job:
-        body = decode_body(chat_decoder, raw)
+        warnings: list[str] = []
+        body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
-        check_chat(body)
-        text = self._model.tokenizer.apply_chat_template(chat_messages(body.messages), add_generation_prompt=True)
-        return self._job(body, [text], bool(body.add_special_tokens), frame, None)
+        variables = template_variables(body.chat_template_kwargs)
+        text = self._model.render(chat_messages(body.messages), variables, warnings)
+        return self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings)
 
     def _job(
         self,
@@ -134,6 +144,7 @@ class JobParser:
         add_special_tokens: bool,
         frame: _Frame,
         default_tokens: int | None,
+        warnings: list[str],
     ) -> Job:
         options = output_options(body)
         wanted = wanted_tokens(body)
@@ -142,21 +153,30 @@ class JobParser:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
+        most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
         prompts: list[Prompt] = []
         samplings = []
         shared: SamplingParams | None = None
         for entry in given:
             frame.require_client()
             text = entry if isinstance(entry, str) else None
-            ids = self._model.encode(entry, add_special_tokens, limits) if isinstance(entry, str) else entry
+            if not isinstance(entry, str):
+                ids = entry
+            elif most is None:
+                ids = self._model.encode(entry, add_special_tokens, limits)
+            else:
+                ids = self._model.encode_to_cut(entry, add_special_tokens, limits)
             if not ids:
                 raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
+            if most is not None and len(ids) > most:
+                ids = self._model.last_tokens(ids, most, text is not None and add_special_tokens)
+                text = None
             max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
-            self._model.require_known(ids, limits, param, text is not None)
+            self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos)
             samplings.append(shared)
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
             prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
-        return Job(prompts, samplings, options, cache_salt=body.cache_salt or "")
+        return Job(prompts, samplings, options, cache_salt=body.cache_salt or "", warnings=warnings)

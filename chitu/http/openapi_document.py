@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from chitu.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from chitu.http.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
+from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
 from chitu.protocol.snapshot import ClusterSnapshot
 
 
@@ -185,9 +185,15 @@ def _make(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error, which is never sent
         schemas.pop(name, None)
     schemas.update(components)
-    for body, unsupported in (("CompletionBody", UNSUPPORTED), ("ChatBody", UNSUPPORTED + UNSUPPORTED_CHAT)):
-        for name, neutral in unsupported:
-            schemas[body]["properties"][name] = {"enum": [None, *neutral], "description": "Not supported yet"}
+    for path, body in BODIES.items():
+        properties = schemas[body.__name__]["properties"]
+        for field in fields_of(path).values():
+            if "." in field.name:
+                continue
+            if field.effect == REFUSED:
+                properties[field.name] = {"enum": [None, *field.neutral], "description": "Not supported yet"}
+            elif field.effect == NO_EFFECT:
+                properties.setdefault(field.name, {"description": "Without effect"})
     return document
 
 

@@ -1,7 +1,6 @@
-"""What a generation route takes of a body: refusals of what the service does not do, the shapes of prompts. Pure.
+"""What types alone do not say of a body: the shapes of prompts, what messages may hold. Pure.
 
-Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thread. Everything that the service does not
-do yet is refused by name, never ignored; a field at its neutral value is taken.
+Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thread.
 """
 
 from __future__ import annotations
@@ -15,87 +14,21 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import (
     MAX_PROMPTS,
-    ChatBody,
     ChatMessage,
     CompletionBody,
-    GenerationBody,
 )
-
-
-def _refuse(body: GenerationBody, name: str, neutral: tuple[Any, ...] = ()) -> None:
-    value = getattr(body, name, None)
-    if value is not None and value not in neutral:
-        raise InvalidRequest(f"{name} is not supported yet; leave it out", name)
-
-
-UNSUPPORTED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    # name, and the values at which it is taken
-    ("response_format", ({"type": "text"},)),
-    ("prompt_logprobs", (False,)),
-    ("guided_json", ()),
-    ("guided_regex", ()),
-    ("guided_choice", ()),
-    ("guided_grammar", ()),
-    ("structured_outputs", ()),
-    ("regex", ()),
-    ("json_schema", ()),
-    ("ebnf", ()),
-    ("use_beam_search", (False,)),
-    ("tools", ([],)),
-    ("tool_choice", ("none", "auto")),
-    ("functions", ([],)),
-    ("function_call", ("none", "auto")),
-)
-UNSUPPORTED_CHAT: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("modalities", (["text"],)),
-    ("audio", ()),
-    ("prediction", ()),
-    ("reasoning_effort", ("none",)),
-    ("verbosity", ("medium",)),
-    ("web_search_options", ()),
-    ("store", (False,)),
-    ("chat_template", ()),
-    ("continue_final_message", (False,)),
-    ("add_generation_prompt", (True,)),
-)
-
-
-_unsupported_of = attrgetter(*(name for name, _ in UNSUPPORTED), "top_logprobs", "suffix", "best_of", "logprobs")
-_unsupported_of_chat = attrgetter(*(name for name, _ in UNSUPPORTED + UNSUPPORTED_CHAT))
-
-
-def _is_plain(values: tuple[Any, ...]) -> bool:
-    """None of them given: nearly every request, so it is found out with one comparison."""
-    return values.count(None) == len(values)
 
 
 def check_completion(body: CompletionBody) -> None:
-    """Refuse what is not supported. InvalidRequest naming the field."""
-    if _is_plain(_unsupported_of(body)):
-        return
-    for name, neutral in UNSUPPORTED:
-        if getattr(body, name) is not None:
-            _refuse(body, name, neutral)
-    _refuse(body, "top_logprobs", (0,))
-    _refuse(body, "suffix", ("",))
+    """InvalidRequest for fields that do not go together."""
     if body.echo and body.logprobs is not None and body.logprobs is not False:
         raise InvalidRequest("echo with logprobs is not supported yet; leave one out", "echo")
-    if body.best_of is not None and body.best_of not in (1, body.n or 1):
-        raise InvalidRequest("best_of above n is not supported yet; use n", "best_of")
-    if body.best_of is not None and body.best_of < (body.n or 1):
-        raise InvalidRequest(f"best_of ({body.best_of}) must not be below n ({body.n})", "best_of")
-
-
-def check_chat(body: ChatBody) -> None:
-    """The same for chat."""
-    if _is_plain(_unsupported_of_chat(body)):
+    if body.best_of is None:
         return
-    for name, neutral in UNSUPPORTED:
-        if getattr(body, name) is not None:
-            _refuse(body, name, neutral)
-    for name, neutral in UNSUPPORTED_CHAT:
-        if getattr(body, name) is not None:
-            _refuse(body, name, neutral)
+    if body.best_of < (body.n or 1):
+        raise InvalidRequest(f"best_of ({body.best_of}) must not be below n ({body.n or 1})", "best_of")
+    if body.best_of > (body.n or 1):
+        raise InvalidRequest("best_of above n is not supported yet; use n", "best_of")
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -139,6 +72,11 @@ ROLES = {"developer": "system"}
 """OpenAI's newer name of the role, and the one that chat templates know."""
 
 
+_EMPTY_ONLY = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning", "reasoning_content")
+_EMPTY = (b"null", b'""', b"[]", b"{}")
+_empty_only_of = attrgetter(*_EMPTY_ONLY)
+
+
 def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
     """Messages as the chat template takes them. InvalidRequest for what is not text."""
     if not given:
@@ -146,9 +84,11 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
     messages = []
     for i, message in enumerate(given):
         where = f"messages[{i}]"
-        for name in ("tool_calls", "function_call", "audio"):
-            if getattr(message, name):
-                raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
+        values = _empty_only_of(message)
+        if values.count(msgspec.UNSET) < len(values):
+            for name, value in zip(_EMPTY_ONLY, values, strict=True):
+                if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
+                    raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
         content = message.content
         if content is None:
             raise InvalidRequest(f"{where}.content is required", f"{where}.content")
@@ -160,5 +100,22 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
                         f"{where}.content[{j}]",
                     )
             content = "".join(part.text or "" for part in content)
-        messages.append({"role": ROLES.get(message.role, message.role), "content": content})
+        message_of_template = {"role": ROLES.get(message.role, message.role), "content": content}
+        if message.name is not None:
+            message_of_template["name"] = message.name
+        messages.append(message_of_template)
     return messages
+
+
+SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
+"""Variables of chat templates that `chat_template_kwargs` may not give."""
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs` as the template takes them. InvalidRequest for a name that is not theirs to set."""
+    for name in SET_OTHERWISE:
+        if given and name in given:
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name} is made of other fields; leave it out", f"chat_template_kwargs.{name}"
+            )
+    return given or {}

@@ -146,13 +146,28 @@ def num_logprobs(body: GenerationBody) -> int | None:
 
 
 def wanted_tokens(body: GenerationBody) -> int | None:
-    """`max_tokens` (chat: `max_completion_tokens` first) as the client gave it. InvalidRequest below 1."""
+    """`max_completion_tokens`, else `max_tokens`, as the client gave it. InvalidRequest below 1."""
     name, value = "max_tokens", body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if body.max_completion_tokens is not None:
         name, value = "max_completion_tokens", body.max_completion_tokens
     if value is not None and value < 1:
         raise InvalidRequest(f"{name} must be at least 1, not {value}", name)
     return value
+
+
+def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int | None:
+    """Tokens of a prompt that `truncate_prompt_tokens` leaves at most, beside `to_emit` of the answer where it is -1;
+    None: all. InvalidRequest out of range."""
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    if wanted == -1:
+        return max(1, max_model_len - to_emit)
+    if not 1 <= wanted <= max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or from 1 to {max_model_len}, not {wanted}", "truncate_prompt_tokens"
+        )
+    return wanted
 
 
 def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:

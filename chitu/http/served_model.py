@@ -1,6 +1,6 @@
 """The model as the HTTP layer sees it: names, tokenizer, limits. Torch-free.
 
-Loop thread, except `require_name`, `encode` and `require_known`, which any thread may call.
+Loop thread, except what needs no candidates, which any thread may call.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from chitu.http.request_bodies import MAX_TOKENS
 from chitu.http.token_logprobs import ChatLogprobs, ChatTexts, ChoiceLogprobs, CompletionLogprobs, CompletionTexts
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.router.routing import Candidates
@@ -87,6 +89,31 @@ class ServedModel:
                 "characters has more; shorten the prompt"
             )
         return self.tokenizer.encode(text, add_special_tokens)
+
+    def encode_to_cut(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
+        """The same of a text of which only the end is wanted: it may have more tokens than a request, and is refused
+        beyond what `/tokenize` takes."""
+        most = max(limits.max_model_len, MAX_TOKENS)
+        if self.tokenizer.exceeds(text, most, bytes_per_token=1):
+            raise ContextLengthExceeded(f"a prompt of {len(text)} characters has more than {most} tokens; shorten it")
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def last_tokens(self, ids: Sequence[int], most: int, has_special_tokens: bool) -> list[int]:
+        """The last of them, `most` at least 1; with special tokens behind those that begin every text (bos), where
+        there is room for more than these."""
+        head = self.tokenizer.encode("", True) if has_special_tokens else []
+        if len(head) < most and list(ids[: len(head)]) == head:
+            return [*head, *ids[len(ids) - (most - len(head)) :]]
+        return list(ids[-most:])
+
+    def render(self, messages: Sequence[dict[str, str]], variables: dict[str, Any], warnings: list[str]) -> str:
+        """A chat as text. InvalidRequest where the template refuses it; `warnings` gets a word on variables that the
+        template does not read."""
+        unread = sorted(variables.keys() - self.tokenizer.template_variables)
+        if unread:
+            names = ", ".join(unread)[:NAMED_CHARS]
+            warnings.append(f"chat_template_kwargs: the model's chat template does not read {names}")
+        return self.tokenizer.apply_chat_template(messages, variables=variables)
 
     def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
         """InvalidRequest where the model has no embedding for one of the ids (not empty), whoever made them: tokenizers

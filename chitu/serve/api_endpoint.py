@@ -76,10 +76,10 @@ class ApiEndpoint:
         self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply)
         cluster = make_cluster(self.router)
         self._threads = BodyThreads()
-        self._routes = GenerationRoutes(model, self.router, self._threads, config.max_body_bytes)
+        self._routes = GenerationRoutes(model, self.router, self._threads, config)
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
-        cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, chitu.__version__)
+        cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__)
 
         def for_joining() -> Topology:
             return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})

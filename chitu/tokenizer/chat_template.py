@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -99,6 +100,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        trees = map(environment.parse, templates.values())
+        self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))
+        """That the templates read."""
 
     def render(
         self,

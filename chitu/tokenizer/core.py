@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chitu.errors import ConfigError, MissingDependency
@@ -124,7 +125,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
@@ -132,6 +133,11 @@ class Tokenizer:
         the template refuses the messages.
         """
         return self._chat_template.render(messages, tools, add_generation_prompt, variables)
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template reads of `variables`, and of what is given to it otherwise."""
+        return self._chat_template.variables
 
 
 def _longest_chars(backend: Backend) -> int | None:

@@ -36,7 +36,7 @@ from schemathesis.specs.openapi.checks import (
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
-from chitu.http.request_checks import UNSUPPORTED, UNSUPPORTED_CHAT
+from chitu.http.request_fields import REFUSED, SERVED, fields_of
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
@@ -163,8 +163,8 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
     for name in ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens"):
         body.pop(name, None)
     if rng.random() < 0.8:
-        for name, _ in UNSUPPORTED + UNSUPPORTED_CHAT:
-            body.pop(name, None)
+        for name in [name for name in body if fields_of(path)[name].effect == REFUSED]:
+            del body[name]
     if not body.get("stream"):
         body.pop("stream_options", None)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -324,11 +324,11 @@ def test_no_body_costs_more_than_a_4xx_and_answers_are_as_documented(cluster: Lo
 
 
 def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
-    """Every odd value in every field of a body that has no other fault, so that it gets as far as it can."""
-    schemas = httpx.get(f"{cluster.url}/openapi.json", trust_env=False).json()["components"]["schemas"]
-    names = ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody")
-    for path, name in zip(BODY_ROUTES, names, strict=True):
-        for field in schemas[name]["properties"]:
+    """Every odd value in every served field of a body that has no other fault, so that it gets as far as it can; and in
+    one of those that are refused, and of those without effect, which are all treated alike."""
+    for path in BODY_ROUTES:
+        served = [field.name for field in fields_of(path).values() if field.effect == SERVED and "." not in field.name]
+        for field in (*served, "response_format", "metadata"):
             for odd in ODD_JSON:
                 body: dict[str, Any] = {}
                 meant_well(random.Random(0), path, body)

@@ -135,6 +135,11 @@ ERRORS = [
     ({"top_logprobs": 1}, 400, "top_logprobs", "invalid_request"),
     ({"best_of": 3}, 400, "best_of", "invalid_request"),
     ({"suffix": "x"}, 400, "suffix", "invalid_request"),
+    ({"stop_regex": "a+"}, 400, "stop_regex", "invalid_request"),
+    ({"max_token": 2}, 400, "max_token", "invalid_request"),
+    ({"stream": True, "stream_options": {"usage": True}}, 400, "stream_options.usage", "invalid_request"),
+    ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "invalid_request"),
+    ({"truncate_prompt_tokens": 513}, 400, "truncate_prompt_tokens", "invalid_request"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "invalid_request"),
     ({"logit_bias": {"a": 1}}, 400, "logit_bias", "invalid_request"),
     ({"stop": [""]}, 400, "stop", "invalid_request"),
@@ -168,7 +173,7 @@ def test_other_errors(router: RouterUnderTest) -> None:
     ):
         assert reply.status_code == status
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
-    neutral = {"logprobs": False, "best_of": 1, "tools": [], "response_format": {"type": "text"}, "unheard_of": 1}
+    neutral = {"logprobs": False, "best_of": 1, "tools": [], "response_format": {"type": "text"}, "user": "me"}
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "suffix": "", **neutral}
     reply = httpx.post(url + "/v1/completions", json=body, headers={"X-Request-Id": "my-id"})
     assert reply.status_code == 200 and reply.headers["x-request-id"] == "my-id"
@@ -214,6 +219,29 @@ def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) ->
         assert "0.4 s (X-Request-Timeout)" in reply.json()["error"]["message"]
         reply = httpx.post(url, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": "60"})
         assert reply.status_code == 200
+
+
+def test_a_lenient_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path) -> None:
+    lenient = ("model.served_name=tiny", "dp_config.router.unknown_fields=warn")
+    with RouterUnderTest(tmp_path, model, lenient) as router:
+        router.start_worker("U0")
+        bodies: list[tuple[str, dict[str, object]]] = [
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 2, "stream": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+            ("/tokenize", {"prompt": "hi"}),
+            ("/detokenize", {"tokens": [20]}),
+        ]
+        for path, body in bodies:
+            plain = httpx.post(router.url + path, json=body)
+            assert plain.status_code == 200 and "x-chitu-warning" not in plain.headers, (path, plain.text)
+            odd = httpx.post(router.url + path, json={**body, "m\u00f6del": 1})
+            assert odd.status_code == 200, (path, odd.text)
+            assert "m\\xf6del: " in odd.headers["x-chitu-warning"], (path, odd.headers)
+            refused = httpx.post(router.url + path, json={**body, "model": 1})
+            assert refused.status_code == 400, (path, refused.text)
+        reply = httpx.post(router.url + "/v1/completions", json={"prompt": "hi", "stop_regex": "a"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stop_regex")
 
 
 def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoIn
 from chitu.http.body_threads import HUGE_BODY_BYTES, BodyThreads
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, JobParser
-from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import unpack_i32
 
 MAX_LEN = 64
 
@@ -81,8 +82,9 @@ class World:
         raw = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
         return asyncio.run(self.parser.completion(raw, self.client.exchange))
 
-    def chat(self, text: str) -> Job:
-        raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
+    def chat(self, text: str, **fields: Any) -> Job:
+        messages = [{"role": "user", "content": text}]
+        raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 1, **fields}).encode()
         return asyncio.run(self.parser.chat(raw, self.client.exchange))
 
 
@@ -183,10 +185,97 @@ def test_work_that_waits_for_a_client_that_left_is_dropped_and_huge_bodies_hold_
     asyncio.run(scenario())
 
 
-def test_eos_of_the_tokenizer_ends_a_text_unless_it_is_ignored_or_has_no_embedding(tmp_path: Path) -> None:
+def ids_of(job: Job) -> list[list[int]]:
+    return [list(unpack_i32(prompt.token_ids)) for prompt in job.prompts]
+
+
+def copy_of_tiny(folder: Path) -> Path:
     for path in TINY_MODEL_DIR.iterdir():
         if path.suffix in (".json", ".jinja"):
-            shutil.copyfile(path, tmp_path / path.name)
+            shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+def test_of_a_truncated_prompt_the_last_tokens_are_kept_and_bos() -> None:
+    world = World()
+    text = " ".join(str(i) for i in range(500))
+    whole = world.model.tokenizer.encode(text, True)
+    [bos, *plain] = whole
+    assert len(whole) > 10 * MAX_LEN and world.model.tokenizer.encode("", True) == [bos]
+    with pytest.raises(ContextLengthExceeded):
+        world.completion(text)
+    for kept in (1, 2, 9, MAX_LEN - 16, MAX_LEN):
+        room = MAX_LEN - kept
+
+        def truncated(prompt: Any, kept: int = kept, room: int = room, **fields: Any) -> list[list[int]]:
+            return ids_of(
+                world.completion(prompt, truncate_prompt_tokens=kept, **{"max_tokens": max(1, room), **fields})
+            )
+
+        if not room:  # of a prompt that fills the context no token could follow
+            with pytest.raises(ContextLengthExceeded):
+                truncated(text)
+            continue
+        expected = [bos, *plain[len(plain) - (kept - 1) :]] if kept > 1 else plain[-1:]
+        assert truncated([text, "7"]) == [expected, world.model.tokenizer.encode("7", True)[-kept:]] or kept == 1
+        assert truncated(text) == [expected]
+        assert truncated(text, add_special_tokens=False) == [plain[-kept:]]
+        assert truncated([[5] * 100 + whole, [9]]) == [whole[-kept:], [9]]
+    # -1: as many as leave room for the answer.
+    assert len(ids_of(world.completion(text, truncate_prompt_tokens=-1, max_tokens=20))[0]) == MAX_LEN - 20
+    assert len(ids_of(world.completion(text, truncate_prompt_tokens=-1))[0]) == MAX_LEN - 16
+    assert ids_of(world.completion("7", truncate_prompt_tokens=-1)) == [world.model.tokenizer.encode("7", True)]
+    echoed = world.completion(text, truncate_prompt_tokens=9, echo=True).prompts[0].echo
+    assert echoed == world.model.tokenizer.decode([bos, *plain[-8:]], skip_special_tokens=True)
+    chat = ids_of(world.chat("x " * 100, truncate_prompt_tokens=10))
+    assert chat == [ids_of(world.chat("x " * 9))[0][-10:]]
+    for wrong in (-2, 0, MAX_LEN + 1):
+        with pytest.raises(InvalidRequest) as raised:
+            world.completion(text, truncate_prompt_tokens=wrong)
+        assert raised.value.param == "truncate_prompt_tokens"
+
+
+def test_of_a_text_of_which_the_end_is_wanted_no_more_is_tokenized_than_tokenize_takes() -> None:
+    world = World()
+    with pytest.raises(ContextLengthExceeded, match=str(MAX_TOKENS)):
+        world.completion("1 " * (MAX_TOKENS + 1), truncate_prompt_tokens=5)
+
+
+def test_a_chat_template_gets_names_and_variables_and_what_it_does_not_read_is_warned_of(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }}\n{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% else %}think{% endif %}"
+    )
+    (copy_of_tiny(tmp_path) / "chat_template.jinja").write_text(template)
+    world = World(path=tmp_path)
+    jobs = [
+        world.chat("a"),
+        world.chat("a", chat_template_kwargs={"enable_thinking": True}),
+        world.chat("a", chat_template_kwargs={"enable_thinking": False}),
+        world.chat("a", messages=[{"role": "user", "content": "a", "name": "ann"}]),
+        world.chat("a", chat_template_kwargs={"enable_thinking": False, "enable_thought": True, "x": 1}),
+    ]
+    assert world.tokenized == [
+        "nobody: a\nthink",
+        "nobody: a\nthink",
+        "nobody: a\nno thoughts",
+        "ann: a\nthink",
+        "nobody: a\nno thoughts",
+    ]
+    assert [job.warnings for job in jobs[:-1]] == [[]] * 4
+    [warning] = jobs[-1].warnings
+    assert warning.endswith("does not read enable_thought, x")
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest) as raised:
+            world.chat("a", chat_template_kwargs={name: []})
+        assert raised.value.param == f"chat_template_kwargs.{name}"
+    with pytest.raises(InvalidRequest):  # a variable in the place of something that the template calls
+        (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('x') }}")
+        World(path=tmp_path).chat("a", chat_template_kwargs={"raise_exception": 1})
+
+
+def test_eos_of_the_tokenizer_ends_a_text_unless_it_is_ignored_or_has_no_embedding(tmp_path: Path) -> None:
+    copy_of_tiny(tmp_path)
     for name in ("config.json", "generation_config.json"):
         described = json.loads((tmp_path / name).read_text())
         (tmp_path / name).write_text(json.dumps({**described, "eos_token_id": 1}))

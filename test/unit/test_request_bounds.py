@@ -9,23 +9,21 @@ from typing import Any
 import pytest
 
 from chitu.errors import InvalidRequest
+from chitu.http.body_decoder import chat_decoder, completion_decoder, detokenize_decoder, tokenize_decoder
 from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
     MAX_MESSAGES,
     MAX_N,
+    MAX_NAME_CHARS,
     MAX_PARTS,
     MAX_PROMPTS,
     MAX_ROLE_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPLATE_KWARGS,
     MAX_TOKENS,
-    chat_decoder,
-    completion_decoder,
-    decode_body,
-    detokenize_decoder,
-    tokenize_decoder,
 )
 from chitu.http.request_checks import chat_messages, completion_prompts
 from chitu.http.sampling_fields import output_options, sampling_params
@@ -40,7 +38,7 @@ VOCAB = 100_000
 def read(decoder: Any, body: Any) -> Any:
     """All that is made of a body's fields before anything is tokenised."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    decoded = decode_body(decoder, raw)
+    decoded = decoder.decode(raw)
     if decoder is completion_decoder:
         completion_prompts(decoded)
     if getattr(decoded, "messages", None) is not None:
@@ -88,6 +86,18 @@ BOUNDS = {
         MAX_ROLE_CHARS,
         "messages[0].role",
     ),
+    "a name": (
+        chat_decoder,
+        lambda n: {"messages": [{"role": "user", "content": "", "name": "x" * n}]},
+        MAX_NAME_CHARS,
+        "messages[0].name",
+    ),
+    "variables of a template": (
+        chat_decoder,
+        lambda n: {"messages": [USER], "chat_template_kwargs": {str(i): i for i in range(n)}},
+        MAX_TEMPLATE_KWARGS,
+        "chat_template_kwargs",
+    ),
     "messages to tokenize": (tokenize_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
     "tokens": (detokenize_decoder, lambda n: {"tokens": [1] * n}, MAX_TOKENS, "tokens"),
 }
@@ -108,20 +118,20 @@ def test_a_list_or_length_is_taken_at_its_bound_and_refused_beyond(name: str) ->
 def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> None:
     content = {"prompt", "messages", "tokens"}
     fields = [name for name in decoder.type.__struct_fields__ if name not in content]
-    padding = {"unheard_of": "x" * LARGE_BODY_BYTES}
+    padding = {"user": "x" * LARGE_BODY_BYTES}
     for name in fields:
         with pytest.raises(InvalidRequest) as raised:
-            decode_body(decoder, json.dumps({name: "x" * (MAX_FIELD_BYTES - 1), **padding}).encode())
+            decoder.decode(json.dumps({name: "x" * (MAX_FIELD_BYTES - 1), **padding}).encode())
         assert raised.value.param == name
         assert str(MAX_FIELD_BYTES) in raised.value.message
         try:
-            decode_body(decoder, json.dumps({name: "x" * (MAX_FIELD_BYTES - 2), **padding}).encode())
+            decoder.decode(json.dumps({name: "x" * (MAX_FIELD_BYTES - 2), **padding}).encode())
         except InvalidRequest as error:
             assert "bytes of JSON" not in error.message
 
 
 def test_stop_ids_that_come_twice_are_one() -> None:
-    body = decode_body(completion_decoder, b'{"stop_token_ids":[7,3,7,7,3]}')
+    body = completion_decoder.decode(b'{"stop_token_ids":[7,3,7,7,3]}')
     assert sampling_params(body, 1, VOCAB).stop_token_ids == (7, 3)
 
 
@@ -132,6 +142,7 @@ COSTLY = {
     "objects in prompt": (completion_decoder, '{"prompt":[%s{}]}', "{},"),
     "objects where none are known": (completion_decoder, '{"guided_json":[%s{}]}', "{},"),
     "objects in an unknown field": (completion_decoder, '{"unheard_of":[%s{}]}', "{},"),
+    "objects in messages": (chat_decoder, '{"messages":[{"role":"a","tool_calls":[%s{}]}]}', "{},"),
     "biases": (completion_decoder, '{"logit_bias":{%s"1":1}}', '"2":1,'),
     "stop ids": (completion_decoder, '{"stop_token_ids":[%s1]}', "1,"),
     "stops": (completion_decoder, '{"stop":[%s"a"]}', '"",'),

@@ -244,7 +244,7 @@ def test_templates_get_special_tokens_variables_and_helpers(tmp_path: Path) -> N
         "{% generation %}|body{% endgeneration %}{% endfor %}"
     )
     tokenizer = Tokenizer.load(write_checkpoint(tmp_path, {"chat_template": template, "bos_token": "<|begin|>"}))
-    text = tokenizer.apply_chat_template([{"content": "<ä>"}, {}], enable_thinking=False)
+    text = tokenizer.apply_chat_template([{"content": "<ä>"}, {}], variables={"enable_thinking": False})
     assert text == '<|begin|>|{"content": "<ä>"}|False|True|body'
 
 

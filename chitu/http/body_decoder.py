@@ -1,0 +1,187 @@
+"""From a body's bytes to its struct: nothing in it is ignored in silence. Pure; on the loop or in a thread.
+
+JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error here. A body of nothing but
+served fields, which nearly all are, is decoded once. Any other is gone through by `request_fields.py`: a refused field
+is an error with its name, one without effect is left out, and one that nobody knows is an error that names the nearest,
+or a warning for the answer's head where `router.unknown_fields` says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.request_bodies import (
+    LARGE_BODY_BYTES,
+    MAX_FIELD_BYTES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from chitu.http.request_fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    FIELDS,
+    REFUSED,
+    TOKENIZE,
+    Field,
+    fields_of,
+    is_neutral,
+)
+
+WARNING_HEADER = b"x-chitu-warning"
+NAMED_CHARS = 100
+"""Of a field's name, or of an entry's, that a client made up, in an error."""
+MAX_NEUTRAL_BYTES = 64
+"""Of JSON: no neutral value of a refused field is longer."""
+CONTENT = ("prompt", "messages", "tokens")
+"""What a body may be large by."""
+
+_BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
+_Outline = msgspec.json.Decoder[msgspec.Struct]
+_PARAM = re.compile(r"`\$\.?([^`]*)`")
+_TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
+_INDEX = re.compile(r"\[\d+\]")
+
+
+def _outline(names: list[str], forbid_unknown: bool) -> _Outline:
+    """For fields as pieces of JSON, of which nothing is made yet."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Outline", fields, forbid_unknown_fields=forbid_unknown))
+
+
+def _lenient(kind: Any) -> Any:
+    """The type, with all structs in it as ones that leave out what they do not know."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        fields = ((field.name, field.type, field.default) for field in msgspec.structs.fields(kind))
+        twins = [(name, twin, value) for name, own, value in fields if (twin := _lenient(own)) is not own]
+        return msgspec.defstruct(kind.__name__, twins, bases=(kind,), forbid_unknown_fields=False, kw_only=True)
+    inner = tuple(map(_lenient, get_args(kind)))
+    if all(twin is own for twin, own in zip(inner, get_args(kind), strict=True)):
+        return kind
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return Annotated[inner]
+    return Union[inner] if origin in (Union, types.UnionType) else origin[inner]
+
+
+class BodyDecoder(Generic[_BodyT]):
+    """Of one route."""
+
+    def __init__(self, body: type[_BodyT], route: str) -> None:
+        self.type = body
+        self._route = route
+        self._fields = fields_of(route)
+        known = [name for name in self._fields if "." not in name]
+        self._refused = [name for name in known if self._fields[name].effect == REFUSED]
+        self._sized = [name for name in body.__struct_fields__ if name not in CONTENT]
+        self._strict = msgspec.json.Decoder(body)
+        as_open = msgspec.defstruct(body.__name__, [], bases=(body,), forbid_unknown_fields=False)
+        self._open: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(as_open)
+        """Leaves out what it does not know, but not in nested objects."""
+        self._lenient: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(_lenient(body))
+        self._known = _outline(known, forbid_unknown=True)
+        self._known_of_more = _outline(known, forbid_unknown=False)
+
+    def decode(self, raw: bytes, warnings: list[str] | None = None) -> _BodyT:
+        """A body as its struct. InvalidRequest with the field's name where a type or length is wrong, the field is not
+        served or not known, or the JSON broken. `warnings`: where given, it gets a sentence on the first unknown field
+        of the body, and of the objects in it, which are then no errors."""
+        try:
+            if len(raw) > LARGE_BODY_BYTES:
+                self._look_over(raw)
+            try:
+                return self._strict.decode(raw)
+            except msgspec.ValidationError as error:
+                if _unknown_in(error) is None:
+                    raise
+                return self._decode_odd(raw, warnings)
+        except msgspec.ValidationError as error:
+            raise _invalid(str(error)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+    def _look_over(self, raw: bytes) -> None:
+        """Objects cost many times their JSON, and decoding cannot be interrupted: refuse what would make too many."""
+        outline = self._known_of_more.decode(raw)
+        for name in self._sized:
+            num_bytes = len(getattr(outline, name))
+            if num_bytes > MAX_FIELD_BYTES:
+                raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {MAX_FIELD_BYTES} are taken", name)
+
+    def _decode_odd(self, raw: bytes, warnings: list[str] | None) -> _BodyT:
+        """A body that has more than served fields."""
+        try:
+            outline = self._known.decode(raw)
+        except msgspec.ValidationError as error:
+            self._judge(_unknown_in(error) or "", warnings)
+            outline = self._known_of_more.decode(raw)
+        for name in self._refused:
+            value = bytes(getattr(outline, name))
+            is_short = len(value) <= MAX_NEUTRAL_BYTES
+            if value and not (is_short and is_neutral(self._fields[name], msgspec.json.decode(value))):
+                raise _refusal(self._fields[name], name)
+        try:
+            return self._open.decode(raw)
+        except msgspec.ValidationError as error:
+            path = _unknown_in(error)
+            if path is None:
+                raise
+            self._judge(path, warnings)
+            return self._lenient.decode(raw)
+
+    def _judge(self, path: str, warnings: list[str] | None) -> None:
+        """What becomes of a field that the struct at its place does not have."""
+        place = _INDEX.sub("[]", path)
+        field = self._fields.get(place)
+        if field is not None:
+            raise _refusal(field, path)
+        prefix = place[: place.rindex(".") + 1] if "." in place else ""
+        siblings = [name.removeprefix(prefix) for name in self._fields if name.startswith(prefix)]
+        name = place.removeprefix(prefix)
+        nearest = difflib.get_close_matches(name[:NAMED_CHARS].lower(), [s for s in siblings if "." not in s], 1)
+        elsewhere = [other.routes[0] for other in FIELDS if other.name == place]
+        hint = f"; {elsewhere[0]} has it" if elsewhere else f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+        text = f"{path[:NAMED_CHARS]}: {self._route} has no such field{hint}"
+        if warnings is None:
+            raise InvalidRequest(text, path[:NAMED_CHARS])
+        warnings.append(text)
+
+
+def _unknown_in(error: msgspec.ValidationError) -> str | None:
+    """The path of the unknown field that it is about; None where it is about something else."""
+    found = _UNKNOWN.match(str(error))
+    return found and (f"{found[2]}.{found[1]}" if found[2] else found[1])
+
+
+def _refusal(field: Field, path: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} is not supported yet; leave it out{f' ({field.note})' if field.note else ''}", path)
+
+
+def _invalid(text: str) -> InvalidRequest:
+    """The error that says what msgspec says, of the field that it names."""
+    what, found = text.split(" - at ")[0], _PARAM.search(text)
+    param = found.group(1) if found else ""
+    if length := _TOO_LONG.match(what):
+        unit = "characters" if length.group(1) == "str" else "entries"
+        what = f"at most {length.group(2)} {unit} are taken"
+    return InvalidRequest(f"{param or 'the body'}: {what}", param or None)
+
+
+def warning_header(warnings: list[str]) -> tuple[bytes, bytes]:
+    """For the head of an answer. Clients' words are in it, so that nothing but printable ASCII is."""
+    return WARNING_HEADER, "; ".join(warnings).encode("unicode_escape")
+
+
+completion_decoder = BodyDecoder(CompletionBody, COMPLETIONS)
+chat_decoder = BodyDecoder(ChatBody, CHAT)
+tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
+detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)

@@ -1,0 +1,249 @@
+"""Every field of the bodies of the API's routes and what becomes of it: the one list of them. Pure.
+
+Read by `body_decoder.py`, which takes, refuses or leaves out by it, by the OpenAPI document, and by
+`script/api_reference.py`, which makes docs/api.md of it. What is served has its type and its bounds in
+`request_bodies.py`; a test holds the two, and the fields that OpenAI's own client knows, together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+GENERATION = (COMPLETIONS, CHAT)
+
+SERVED: Literal["served"] = "served"
+REFUSED: Literal["refused"] = "refused"
+NO_EFFECT: Literal["without effect"] = "without effect"
+
+
+class Field(NamedTuple):
+    name: str
+    """As in the body; of a nested object with its path, and `[]` for every entry of a list."""
+    routes: tuple[str, ...]
+    effect: Literal["served", "refused", "without effect"]
+    note: str = ""
+    """One line of Markdown: bounds and default of what is served, what to do instead of what is refused."""
+    neutral: tuple[Any, ...] = ()
+    """Values, beside null, at which a refused field asks for nothing and is taken."""
+
+
+def _of(routes: tuple[str, ...], effect: Literal["served", "refused", "without effect"], *rows: Any) -> list[Field]:
+    """Each row a name, its note, and perhaps its neutral values."""
+    return [Field(row[0], routes, effect, *row[1:]) for row in rows]
+
+
+FIELDS: tuple[Field, ...] = (
+    *_of(
+        (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE),
+        SERVED,
+        ("model", "the served name or the checkpoint's path; default: the one model that there is"),
+    ),
+    *_of(
+        (COMPLETIONS, TOKENIZE),
+        SERVED,
+        ("prompt", "text; completions also take lists of texts, token ids, or lists of those"),
+    ),
+    *_of((CHAT, TOKENIZE), SERVED, ("messages", "1 to 2048")),
+    *_of(
+        (CHAT, TOKENIZE),
+        SERVED,
+        ("messages[].role", "to 64 characters; `developer` is the template's `system`"),
+        ("messages[].content", "text, or to 1024 parts"),
+        ("messages[].content[].type", "`text`"),
+        ("messages[].content[].text", ""),
+        ("messages[].name", "to 64 characters; handed to the chat template, which may show it or not"),
+    ),
+    *_of(
+        (CHAT, TOKENIZE),
+        NO_EFFECT,
+        ("messages[].refusal", "of an answer that is sent back"),
+        ("messages[].annotations", "of an answer that is sent back"),
+        ("messages[].type", "lm-eval sends `text`"),
+        ("messages[].content[].cache_control", ""),
+        ("messages[].content[].prompt_cache_breakpoint", ""),
+    ),
+    *_of(
+        (CHAT, TOKENIZE),
+        REFUSED,
+        ("messages[].tool_calls", "unless empty"),
+        ("messages[].tool_call_id", "unless empty"),
+        ("messages[].function_call", "unless empty"),
+        ("messages[].audio", "unless empty"),
+        ("messages[].reasoning", "unless empty"),
+        ("messages[].reasoning_content", "unless empty"),
+        ("messages[].content[].image_url", ""),
+        ("messages[].content[].video_url", ""),
+        ("messages[].content[].audio_url", ""),
+        ("messages[].content[].input_audio", ""),
+        ("messages[].content[].file", ""),
+        ("messages[].content[].refusal", ""),
+    ),
+    *_of(
+        GENERATION,
+        SERVED,
+        ("max_tokens", "1 to what the context leaves; default: completions 16, chat the rest of the context"),
+        ("max_completion_tokens", "the same, and goes before it"),
+        ("temperature", "0 (greedy) to 2; default 1"),
+        ("top_p", "above 0, to 1; default 1"),
+        ("n", "1 to 128, and 1024 choices over all prompts; choice i has the seed `seed` + i"),
+        ("stop", "text or to 16 texts of 1 to 256 characters"),
+        ("seed", "64 bits; default random"),
+        ("stream", "server-sent events"),
+        ("stream_options", "with `stream` only"),
+        ("stream_options.include_usage", "a last event with the usage"),
+        ("presence_penalty", "-2 to 2, over emitted tokens"),
+        ("frequency_penalty", "-2 to 2, over emitted tokens"),
+        ("logit_bias", "to 1024 token ids, each -100 to 100"),
+        ("top_k", "1 or more; 0 and -1 are off"),
+        ("min_p", "0 to 1"),
+        ("repetition_penalty", "above 0, to 10, over prompt and emitted tokens"),
+        ("min_tokens", "0 to `max_tokens`: no eos and no stop id before"),
+        ("stop_token_ids", "to 256"),
+        ("ignore_eos", ""),
+        ("include_stop_str_in_output", ""),
+        ("skip_special_tokens", "default true"),
+        ("return_token_ids", "`token_ids` in every choice"),
+        (
+            "truncate_prompt_tokens",
+            "1 to the context: of each prompt the last so many tokens (a bos that the tokenizer puts ahead stays); "
+            "-1: as many as leave room for `max_tokens`",
+        ),
+        ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
+    ),
+    *_of(
+        (COMPLETIONS, CHAT, TOKENIZE),
+        SERVED,
+        ("add_special_tokens", "default: of prompts true, of chats false (the template has them)"),
+    ),
+    *_of(
+        (COMPLETIONS,),
+        SERVED,
+        ("echo", "the prompt ahead of the text; not with `logprobs`"),
+        ("logprobs", "0 to 20: with each token its logprob and so many most likely ones; `false` is none"),
+        ("best_of", "1, or as `n`"),
+    ),
+    *_of(
+        (CHAT, TOKENIZE),
+        SERVED,
+        (
+            "chat_template_kwargs",
+            "to 64 variables of the chat template, such as `enable_thinking`; one that it does not read gets a warning",
+        ),
+    ),
+    *_of(
+        (CHAT,),
+        SERVED,
+        ("logprobs", "`true`: with each token its logprob"),
+        ("top_logprobs", "0 to 20 most likely tokens, with `logprobs`"),
+    ),
+    *_of((DETOKENIZE,), SERVED, ("tokens", "to 262,144 token ids"), ("skip_special_tokens", "default false")),
+    *_of(
+        GENERATION,
+        NO_EFFECT,
+        ("user", ""),
+        ("safety_identifier", ""),
+        ("metadata", ""),
+        ("store", "nothing is stored"),
+        ("service_tier", "there is one"),
+        ("prompt_cache_key", "prompts are cached by their tokens; see `cache_salt`"),
+        ("prompt_cache_retention", ""),
+        ("prompt_cache_options", ""),
+        ("parallel_tool_calls", "there are no tools"),
+        ("stream_options.include_obfuscation", "nothing is padded"),
+    ),
+    *_of(
+        GENERATION,
+        REFUSED,
+        ("response_format", "", ({"type": "text"},)),
+        ("prompt_logprobs", "", (False,)),
+        ("structured_outputs", ""),
+        ("guided_json", ""),
+        ("guided_regex", ""),
+        ("guided_choice", ""),
+        ("guided_grammar", ""),
+        ("guided_decoding_backend", ""),
+        ("guided_whitespace_pattern", ""),
+        ("structural_tag", ""),
+        ("json_schema", ""),
+        ("regex", ""),
+        ("ebnf", ""),
+        ("tools", "", ([],)),
+        ("tool_choice", "", ("none", "auto")),
+        ("functions", "", ([],)),
+        ("function_call", "", ("none", "auto")),
+        ("allowed_token_ids", ""),
+        ("bad_words", "", ([],)),
+        ("priority", "", (0,)),
+        ("stop_regex", "", ([], "")),
+        ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),
+        ("min_new_tokens", "see `min_tokens`", (0,)),
+        ("sampling_seed", "see `seed`"),
+        ("use_beam_search", "", (False,)),
+        ("length_penalty", "", (1,)),
+        ("early_stopping", "", (False,)),
+        ("spaces_between_special_tokens", "", (True,)),
+        ("return_tokens_as_token_ids", "see `return_token_ids`", (False,)),
+        ("return_hidden_states", "", (False,)),
+        ("return_routed_experts", "", (False,)),
+        ("logits_processors", "", ([],)),
+        ("custom_logit_processor", ""),
+        ("custom_params", ""),
+        ("vllm_xargs", ""),
+        ("kv_transfer_params", "the router pairs P and D itself"),
+        ("bootstrap_host", "the router pairs P and D itself"),
+        ("bootstrap_port", "the router pairs P and D itself"),
+        ("bootstrap_room", "the router pairs P and D itself"),
+        ("data_parallel_rank", "the router chooses"),
+        ("lora_path", ""),
+        ("session_params", ""),
+        ("extra_key", "see `cache_salt`", ("",)),
+        ("request_id", "give it as the header X-Request-Id"),
+        ("rid", "give it as the header X-Request-Id"),
+        ("repetition_detection", ""),
+        ("moderation", ""),
+        ("extra_body", "what the client library puts into the body itself", ({},)),
+    ),
+    *_of(
+        (COMPLETIONS,), REFUSED, ("suffix", "", ("",)), ("top_logprobs", "see `logprobs`", (0,)), ("prompt_embeds", "")
+    ),
+    *_of(
+        (CHAT,),
+        REFUSED,
+        ("modalities", "", (["text"],)),
+        ("audio", ""),
+        ("prediction", ""),
+        ("reasoning_effort", "", ("none",)),
+        ("thinking_token_budget", ""),
+        ("include_reasoning", "", (True,)),
+        ("separate_reasoning", "", (True,)),
+        ("stream_reasoning", "", (True,)),
+        ("verbosity", "", ("medium",)),
+        ("web_search_options", ""),
+        ("echo", "completions have it", (False,)),
+        ("documents", "", ([],)),
+        ("mm_processor_kwargs", ""),
+        ("media_io_kwargs", ""),
+    ),
+    *_of(
+        (CHAT, TOKENIZE),
+        REFUSED,
+        ("chat_template", "the model's own is used"),
+        ("continue_final_message", "", (False,)),
+        ("add_generation_prompt", "", (True,)),
+    ),
+    *_of((TOKENIZE,), REFUSED, ("tools", "", ([],)), ("return_token_strs", "", (False,)), ("mm_processor_kwargs", "")),
+)
+
+
+def fields_of(route: str) -> dict[str, Field]:
+    """By name."""
+    return {field.name: field for field in FIELDS if route in field.routes}
+
+
+def is_neutral(field: Field, value: Any) -> bool:
+    """Whether a refused field asks for nothing: 0 is not false here, as it is none in JSON."""
+    return value is None or any(
+        isinstance(value, bool) == isinstance(known, bool) and value == known for known in field.neutral
+    )

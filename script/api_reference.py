@@ -1,0 +1,53 @@
+"""Writes docs/api.md from the table of fields: `python script/api_reference.py`; a test fails where it is old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from chitu.http.request_fields import CHAT, COMPLETIONS, DETOKENIZE, FIELDS, NO_EFFECT, REFUSED, SERVED, TOKENIZE
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+HEAD = """# HTTP API: every field
+
+Made from `chitu/http/request_fields.py` by `script/api_reference.py`; edit there. `GET /openapi.json` has the same
+with types. Every field of a body is served, refused, or in the short list of those without effect. `null` is the same
+as leaving a field out.
+
+A field that is none of these is refused (400, `param` names it and the message the nearest known one), in nested
+objects, too. With `dp_config.router.unknown_fields: warn` it is left out instead, and the header `X-Chitu-Warning` of
+the answer names the first one.
+"""
+PARTS = (
+    (SERVED, "Served", "meaning"),
+    (NO_EFFECT, "Without effect", "why"),
+    (REFUSED, "Refused", "taken nevertheless at; what to do instead"),
+)
+SHORT = {COMPLETIONS: "completions", CHAT: "chat", TOKENIZE: "tokenize", DETOKENIZE: "detokenize"}
+
+
+def main() -> None:
+    PAGE.write_text(reference(), encoding="utf-8")
+
+
+def reference() -> str:
+    """The whole page."""
+    return HEAD + "".join(_parts())
+
+
+def _parts() -> Iterator[str]:
+    for effect, title, meaning in PARTS:
+        yield f"\n## {title}\n\n| field | routes | {meaning} |\n|---|---|---|\n"
+        for field in FIELDS:
+            if field.effect == effect:
+                routes = ", ".join(SHORT[route] for route in field.routes)
+                neutral = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in field.neutral)
+                notes = "; ".join(text for text in (neutral, field.note) if text)
+                yield f"| `{field.name}` | {routes} | {notes} |\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Nothing of a body is ignored in silence: the table of fields is whole, and each field becomes what it says."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai.types.chat as chat_types
+import pytest
+from fastapi import FastAPI
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from chitu.errors import InvalidRequest
+from chitu.http.body_decoder import (
+    BodyDecoder,
+    chat_decoder,
+    completion_decoder,
+    detokenize_decoder,
+    tokenize_decoder,
+    warning_header,
+)
+from chitu.http.openapi_document import BODIES, openapi_document
+from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.request_checks import chat_messages
+from chitu.http.request_fields import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    FIELDS,
+    NO_EFFECT,
+    REFUSED,
+    SERVED,
+    TOKENIZE,
+    Field,
+    fields_of,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+USER = {"role": "user", "content": "a"}
+DECODERS: dict[str, BodyDecoder[Any]] = {
+    COMPLETIONS: completion_decoder,
+    CHAT: chat_decoder,
+    TOKENIZE: tokenize_decoder,
+    DETOKENIZE: detokenize_decoder,
+}
+LEAST: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a"},
+    CHAT: {"messages": [USER]},
+    TOKENIZE: {"prompt": "a"},
+    DETOKENIZE: {"tokens": [1]},
+}
+ASKING = ["something", 7, [1], {"a": 1}]
+"""Values of which each refused field has one that is not neutral."""
+
+
+def decode(route: str, body: dict[str, Any], warnings: list[str] | None = None) -> Any:
+    return DECODERS[route].decode(json.dumps({**LEAST[route], **body}).encode(), warnings)
+
+
+def struct_fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Paths of all fields of a body and of the objects in it."""
+    for field in msgspec.structs.fields(struct):
+        yield prefix + field.name
+        for nested, dots in nested_in(field.type, ""):
+            yield from struct_fields(nested, f"{prefix}{field.name}{dots}.")
+
+
+def nested_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind, dots
+    for inner in getattr(kind, "__args__", ()):
+        yield from nested_in(inner, dots + "[]" if getattr(kind, "__origin__", None) is list else dots)
+
+
+def every(effect: str) -> list[Any]:
+    return [
+        pytest.param(route, field, id=f"{route} {field.name}")
+        for field in FIELDS
+        if field.effect == effect and "." not in field.name
+        for route in field.routes
+    ]
+
+
+@pytest.mark.parametrize("route", DECODERS)
+def test_the_table_has_each_field_once_and_bodies_have_what_it_says_is_served(route: str) -> None:
+    names = [field.name for field in FIELDS if route in field.routes]
+    assert len(names) == len(set(names))
+    table = fields_of(route)
+    in_structs = set(struct_fields(DECODERS[route].type))
+    assert {name for name, field in table.items() if field.effect == SERVED} <= in_structs
+    assert in_structs <= set(names)
+    # What is refused or without effect is no field of a body itself: the route would have to look at it.
+    assert {table[name].effect for name in in_structs if "." not in name} == {SERVED}
+
+
+def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
+    known = {
+        COMPLETIONS: completion_params.CompletionCreateParamsBase,
+        CHAT: chat_params.CompletionCreateParamsBase,
+    }
+    for route, params in known.items():
+        assert {*params.__annotations__, "stream"} <= set(fields_of(route)), route
+    table = fields_of(CHAT)
+    nested = [
+        ("stream_options.", chat_types.ChatCompletionStreamOptionsParam),
+        ("messages[].content[].", chat_types.ChatCompletionContentPartTextParam),
+    ]
+    nested += [
+        ("messages[].", getattr(chat_types, f"ChatCompletion{role}MessageParam"))
+        for role in ("Assistant", "Developer", "Function", "System", "Tool", "User")
+    ]
+    for prefix, param in nested:
+        assert {prefix + name for name in param.__annotations__} <= set(table)
+
+
+def test_the_page_of_all_fields_is_that_of_the_table() -> None:
+    tool = runpy.run_path(str(ROOT / "script" / "api_reference.py"))
+    assert tool["PAGE"].read_text(encoding="utf-8") == tool["reference"](), "call script/api_reference.py"
+
+
+def test_the_openapi_document_has_the_same_fields() -> None:
+    schemas = openapi_document(FastAPI())["components"]["schemas"]
+    json.dumps(schemas)
+    for route, body in BODIES.items():
+        schema = schemas[body.__name__]
+        assert set(schema["properties"]) == {name for name in fields_of(route) if "." not in name}
+        assert schema["additionalProperties"] is False
+    for name in ("ChatMessage", "TextPart", "StreamOptions"):
+        assert schemas[name]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(("route", "field"), every(REFUSED))
+def test_what_is_refused_is_refused_by_name_unless_it_asks_for_nothing(route: str, field: Field) -> None:
+    asking = [value for value in [*ASKING, True, False, 0, 1] if value not in field.neutral]
+    for value in asking:
+        with pytest.raises(InvalidRequest) as raised:
+            decode(route, {field.name: value})
+        assert raised.value.param == field.name
+        with pytest.raises(InvalidRequest):
+            decode(route, {field.name: value}, [])
+    for value in (None, *field.neutral):
+        decode(route, {field.name: value})
+
+
+@pytest.mark.parametrize(("route", "field"), every(NO_EFFECT))
+def test_what_has_no_effect_is_taken_whatever_it_is(route: str, field: Field) -> None:
+    for value in (None, *ASKING):
+        assert decode(route, {field.name: value}) is not None
+
+
+def test_what_is_true_for_python_but_not_in_json_asks_for_something() -> None:
+    for name, value in (
+        ("top_logprobs", False),
+        ("prompt_logprobs", 0),
+        ("length_penalty", True),
+        ("use_beam_search", 0),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            decode(COMPLETIONS, {name: value})
+        assert raised.value.param == name
+
+
+UNKNOWN = [
+    (CHAT, {"temprature": 0}, "temprature", "did you mean temperature?"),
+    (CHAT, {"maxTokens": 5}, "maxTokens", "did you mean max_tokens?"),
+    (CHAT, {"temprature": None}, "temprature", "did you mean temperature?"),
+    (CHAT, {"user": "me", "metadata": {}, "tools": [], "qqqq": 1}, "qqqq", "no such field"),
+    (CHAT, {"prompt": "a"}, "prompt", "/v1/completions has it"),
+    (COMPLETIONS, {"messages": [USER]}, "messages", "/v1/chat/completions has it"),
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_usge": 1}}, "stream_options.include_usge", "_usage?"),
+    (CHAT, {"messages": [USER, {**USER, "nme": "x"}]}, "messages[1].nme", "did you mean messages[].name?"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]},
+        "messages[0].content[0].txt",
+        "did you mean messages[].content[].text?",
+    ),
+    (TOKENIZE, {"add_special_token": False}, "add_special_token", "did you mean add_special_tokens?"),
+    (DETOKENIZE, {"skip_special": True}, "skip_special", "did you mean skip_special_tokens?"),
+    (CHAT, {"x\r\ny": 1}, "x\r\ny", "no such field"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "param", "hint"), UNKNOWN)
+def test_an_unknown_field_is_refused_with_the_nearest_or_warned_of(
+    route: str, body: dict[str, Any], param: str, hint: str
+) -> None:
+    for padding in ("", " " * LARGE_BODY_BYTES):
+        raw = json.dumps({**LEAST[route], **body}).encode() + padding.encode()
+        with pytest.raises(InvalidRequest) as raised:
+            DECODERS[route].decode(raw)
+        assert raised.value.param == param and hint in raised.value.message
+        warnings: list[str] = []
+        assert DECODERS[route].decode(raw, warnings) is not None
+        assert len(warnings) == 1 and param in warnings[0]
+        value = warning_header(warnings)[1]
+        assert value.isascii() and value.decode().isprintable()
+
+
+def test_a_lenient_server_names_an_unknown_field_of_the_body_and_one_of_its_objects_and_takes_the_rest() -> None:
+    messages = [USER, {**USER, "a1": 1}, {**USER, "content": [{"type": "text", "text": "b", "b1": 1}]}]
+    warnings: list[str] = []
+    body = decode(CHAT, {"messages": messages, "n": 2, "c1": 1, "d1": 1}, warnings)
+    assert [text.split(":")[0] for text in warnings] == ["c1", "messages[1].a1"]
+    assert body.n == 2 and [message["content"] for message in chat_messages(body.messages)] == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content"])
+def test_of_a_message_what_is_not_served_is_refused_unless_empty(name: str) -> None:
+    for empty in (None, [], "", {}):
+        decoded = decode(CHAT, {"messages": [{**USER, name: empty}]})
+        assert chat_messages(decoded.messages) == [USER]
+    for asking in ([{"id": "x"}], "x", {"a": 1}, 1, True):
+        decoded = decode(CHAT, {"messages": [USER, {**USER, name: asking}]})
+        with pytest.raises(InvalidRequest) as raised:
+            chat_messages(decoded.messages)
+        assert raised.value.param == f"messages[1].{name}"
+
+
+BY_DEFAULT = {
+    # What clients send without being asked to, read off their sources.
+    "openai": (CHAT, {"model": "m", "messages": [USER], "stream": False}),
+    "langchain-openai OpenAI": (
+        COMPLETIONS,
+        {
+            **{"model": "m", "prompt": ["a"], "temperature": 0.7, "top_p": 1, "frequency_penalty": 0, "n": 1},
+            **{"presence_penalty": 0, "logprobs": None, "max_tokens": 256, "seed": None, "logit_bias": {}},
+            **{"best_of": 1, "user": None},
+        },
+    ),
+    "langchain-openai ChatOpenAI with an answer sent back": (
+        CHAT,
+        {
+            "messages": [USER, {"role": "assistant", "content": "b", "refusal": None}, {**USER, "name": "ann"}],
+            **{"model": "m", "stream": True, "stream_options": {"include_usage": True}},
+        },
+    ),
+    "openai, an answer sent back whole": (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    **{"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None},
+                    **{"function_call": None, "tool_calls": None},
+                },
+            ]
+        },
+    ),
+    "litellm": (CHAT, {"model": "m", "messages": [USER], "user": "u", "metadata": {}, "extra_body": {}}),
+    "lm-eval local-chat-completions": (
+        CHAT,
+        {
+            "messages": [{**USER, "type": "text"}],
+            **{"model": "m", "max_tokens": 256, "temperature": 0, "stop": ["\n"], "seed": 1234},
+        },
+    ),
+    "guidellm": (
+        COMPLETIONS,
+        {
+            **{"model": "m", "prompt": "a", "stream": True, "stream_options": {"include_usage": True}},
+            **{"max_tokens": 8, "max_completion_tokens": 8, "stop": None, "ignore_eos": True},
+        },
+    ),
+    "vllm bench serve": (
+        COMPLETIONS,
+        {
+            **{"model": "m", "prompt": "a", "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None},
+            **{"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0},
+        },
+    ),
+    "sglang bench_serving": (
+        COMPLETIONS,
+        {"model": "m", "prompt": "a", "temperature": 0.0, "best_of": 1, "max_tokens": 8, "ignore_eos": True},
+    ),
+    "aiperf": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "name": "", "content": [{"type": "text", "text": "a"}]}],
+            **{"model": "m", "stream": True, "max_completion_tokens": 8},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("client", BY_DEFAULT)
+def test_what_clients_send_by_default_is_taken(client: str) -> None:
+    route, body = BY_DEFAULT[client]
+    decoded = decode(route, body)
+    if route == CHAT:
+        assert chat_messages(decoded.messages)
