@@ -10,8 +10,14 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
+
+import msgspec
+
+PACKAGE = Path(__file__).parent
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 CREATED_PD_REQUEST = "created pd request: %s -> P%d-D%d"
 PROCESSING_PREFILL = "processing prefill request: %s"
@@ -23,29 +29,57 @@ RECEIVED_KV = "received kv cache for %s"
 
 
 class _Formatter(logging.Formatter):
-    """`date time process level name: message`. Date and time are formatted once a second, and a line without a
-    traceback in one go: the router writes one for every request."""
+    """`date time zone process level name: message`. Date, time and zone are formatted once a second: the router writes
+    a line for every request."""
 
     _second = -1
-    _text = ""
+    _date = _zone = ""
 
     def __init__(self, process: str) -> None:
-        super().__init__(
-            f"%(asctime)s.%(msecs)03d {process} %(levelname).1s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"
-        )
+        super().__init__()
         self._process = process
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """As RFC 3339 has it, in the machine's own zone."""
         second = int(record.created)
         if second != self._second:
-            self._second, self._text = second, super().formatTime(record, datefmt)
-        return self._text
+            local = time.localtime(second)
+            zone = time.strftime("%z", local)
+            self._second, self._date = second, time.strftime("%Y-%m-%d %H:%M:%S", local)
+            self._zone = f"{zone[:3]}:{zone[3:]}"
+        return f"{self._date}.{int(record.msecs):03d}{self._zone}"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return f"{self.formatTime(record)} {self._process} {record.levelname[:1]} {record.name}: {record.message}"
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.exc_text or record.stack_info:
             return super().format(record)
-        when, level = self.formatTime(record, self.datefmt), record.levelname[:1]
-        return f"{when}.{int(record.msecs):03d} {self._process} {level} {record.name}: {record.getMessage()}"
+        record.message = record.getMessage()
+        return self.formatMessage(record)
+
+
+class _JsonFormatter(_Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record).replace(" ", "T"),
+            "process": self._process,
+            "level": record.levelname,
+            "module": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", ""):
+            line["request_id"] = request_id
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def about(request_id: str) -> dict[str, str]:
+    """`extra` of a line that is about one request."""
+    return {"request_id": request_id}
 
 
 class _LeanRecord(logging.LogRecord):
@@ -99,9 +133,32 @@ class DeferredHandler(LogHandler):
             self.handleError(record)
 
 
-def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> logging.Handler:
-    """One line a record on stderr: time, process name (`router`, `P0`), level, module, message. `deferred`: see
-    `DeferredHandler`; the handler is returned for its `flush`."""
+def module_levels(entries: Iterable[str]) -> dict[str, str]:
+    """Level by logger, of entries such as `kv_transfer=DEBUG`. ValueError names the one that is none."""
+    levels = {}
+    for entry in entries:
+        name, _, level = entry.partition("=")
+        if level not in LEVELS or not _is_part(name):
+            raise ValueError(f"{entry!r} is not MODULE=LEVEL: a part of chitu, as kv_transfer, and {', '.join(LEVELS)}")
+        levels[f"chitu.{name}"] = level
+    return levels
+
+
+def _is_part(name: str) -> bool:
+    path = PACKAGE
+    for part in name.split("."):
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if part not in names and f"{part}.py" not in names:
+            return False
+        path /= part
+    return True
+
+
+def setup_logging(
+    process: str, level: str = "INFO", modules: Iterable[str] = (), form: str = "text", deferred: bool = False
+) -> logging.Handler:
+    """One line a record on stderr: time, process name (`router`, `P0`), level, module, message. `modules`, `form`: as
+    the keys of `log` have them. `deferred`: see `DeferredHandler`; the handler is returned for its `flush`."""
     # What no line here shows need not be found out: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
@@ -114,6 +171,8 @@ def setup_logging(process: str, level: str = "INFO", deferred: bool = False) -> 
         logging.setLogRecordFactory(_LeanRecord)
     else:
         handler = LogHandler(sys.stderr)
-    handler.setFormatter(_Formatter(process))
+    handler.setFormatter(_JsonFormatter(process) if form == "json" else _Formatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name, module_level in module_levels(modules).items():
+        logging.getLogger(name).setLevel(module_level)
     return handler

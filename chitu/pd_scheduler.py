@@ -200,7 +200,14 @@ class PDScheduler:
         for sequence in self._prefill.after_launch(chunks):
             sequence.launched += 1
             self._decode.start(sequence)
-        self._load.prompt_tokens += sum(chunk.length for chunk in chunks)
+        num_prompt_tokens = sum(chunk.length for chunk in chunks)
+        self._load.prompt_tokens += num_prompt_tokens
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step %d launched: %d prompt tokens in %d chunks, %d first tokens, %d decoding; %d of %d pages free",
+                *(self._load.steps, num_prompt_tokens, len(chunks), len(step.first_tokens), len(step.decoding)),
+                *(self._cache.num_free_pages, self._cache.num_pages),
+            )
         self._settle()
         self._pending = launched
 

@@ -270,7 +270,12 @@ class DPConfig(Section, frozen=True):
 
 class LogConfig(Section, frozen=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """The least that is logged."""
+    """The least that is logged. `DEBUG`: also what each step of an instance did."""
+    modules: tuple[str, ...] = ()
+    """Levels of single packages and modules below `chitu/`, such as `kv_transfer=DEBUG` or `router.attempts=ERROR`."""
+    format: Literal["text", "json"] = "text"
+    """`json`: one object a line, with `time`, `process`, `level`, `module`, `message`, `request_id` where the line is
+    about one request, and `traceback`."""
     dir: str | None = None
     """Folder of per-process logs of `chitu serve` and `chitu node`; unset: a new one under the temporary folder, which
     is removed at the end unless a process died."""

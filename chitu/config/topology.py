@@ -23,6 +23,7 @@ from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
 from chitu.errors import ConfigError
+from chitu.log import module_levels
 from chitu.types import Role, instance_name
 
 logger = logging.getLogger(__name__)
@@ -229,9 +230,17 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
     yield from _size_problems(topology)
+    yield from _log_problems(topology)
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _split_problems(topology)
+
+
+def _log_problems(topology: Topology) -> Iterator[str]:
+    try:
+        module_levels(topology.log.modules)
+    except ValueError as error:
+        yield f"log.modules: {error}"
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from chitu.errors import ChituError, Internal
 from chitu.http.access import Access
 from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.log import about
 from chitu.net.http import ClientGone, Receive, Scope, Send, error_body, header
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class RouterApp:
         except ChituError as error:
             exchange.fail(error)
         except Exception:
-            log.exception("request %s: a handler failed", request_id)
+            log.exception("request %s: a handler failed", request_id, extra=about(request_id))
             if not exchange.is_started:
                 exchange.fail(Internal("the server failed to handle this request"))
             elif not exchange.is_complete:

@@ -71,9 +71,13 @@ class RequestArrivals:
 
     def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         if self._ends.is_here(message.room):  # a refusal would end the first one at the router, which knows rooms only
-            logger.warning("request %s came twice", message.request_id)
+            logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
-            logger.warning("request %s came from an API process that is gone", message.request_id)
+            logger.warning(
+                "request %s came from an API process that is gone",
+                message.request_id,
+                extra=log.about(message.request_id),
+            )
         elif isinstance(message, PrefillRequest):
             self._process_prefill_request(message)
         elif not self._can_answer(message):
@@ -89,7 +93,12 @@ class RequestArrivals:
             try:
                 self._parts.tokens.expect(message.router_worker, message.reply_port)
             except ChituError as error:
-                logger.warning("request %s came from where no tokens can go: %s", message.request_id, error.message)
+                logger.warning(
+                    "request %s came from where no tokens can go: %s",
+                    message.request_id,
+                    error.message,
+                    extra=log.about(message.request_id),
+                )
                 self._parts.report_failure(message.room, error)
                 return False
         return True
@@ -98,7 +107,7 @@ class RequestArrivals:
         sequence = self._arrive(message, Role.PREFILL, "this instance does not prefill for others")
         if sequence is None:
             return
-        logger.info(log.PROCESSING_PREFILL, message.request_id)
+        logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
         assert self._parts.sender is not None
         self._prefill.add(sequence)
         self._parts.sender.add_request(
@@ -114,7 +123,7 @@ class RequestArrivals:
         if sequence is not None:
             sequence.prefill_rank = message.prefill_rank
             sequence.prefill_incarnation = message.prefill_incarnation
-            logger.info(log.PROCESSING_DECODE, message.request_id)
+            logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
             self._decode.add(sequence)
 
     def _process_unified_request(self, message: UnifiedRequest) -> None:

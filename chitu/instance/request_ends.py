@@ -26,6 +26,7 @@ from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import TransferEvent
+from chitu.log import about
 from chitu.protocol import Finish
 from chitu.protocol.states import SEQUENCE_AWAITS, waited_text
 
@@ -95,7 +96,7 @@ class RequestEnds:
             return
         sequence = self._decode.find(event.room)
         if sequence is not None:
-            logger.warning("request %s failed: %s", sequence.request_id, event.error)
+            logger.warning("request %s failed: %s", sequence.request_id, event.error, extra=about(sequence.request_id))
             self._tell(sequence, "error", event.error)
 
     def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
@@ -113,7 +114,7 @@ class RequestEnds:
 
     def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request here, and say so."""
-        logger.warning("request %s failed: %s", sequence.request_id, error.message)
+        logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
         if self._rules.is_prefill:
             self._report_failure(sequence.room, error)
             self._prefill.cancel(sequence, error)

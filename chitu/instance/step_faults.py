@@ -24,6 +24,7 @@ from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.log import about
 from chitu.protocol import SamplingParams, pack_i32
 from chitu.protocol.states import SequenceState
 
@@ -90,7 +91,12 @@ class StepFaults:
             for sequence, _ in outcome.raised[:1]:
                 self._require_sound(sequence, error)
         for sequence, its_error in outcome.raised:
-            logger.error("request %s raises alone", sequence.request_id, exc_info=its_error)
+            logger.error(
+                "request %s raises alone",
+                sequence.request_id,
+                exc_info=its_error,
+                extra=about(sequence.request_id),
+            )
             text = f"{self._name} cannot compute this request ({type(its_error).__name__})"
             self._ends.fail(sequence, StepFailed(text))
         self._decode.drop_all_but_retracted(self._executor.saved_keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
@@ -21,6 +21,7 @@ from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
+from chitu.log import about
 from chitu.protocol import NO_TIMES, KVLayout, PrefillTimes, RankMemory, TransportSession, Wire, encode
 
 TICK_INTERVAL_S = 0.02
@@ -88,20 +89,30 @@ class RoleParts:
     """None: every write is direct."""
 
 
+class Line(NamedTuple):
+    """One for the log, which is not written under a lock."""
+
+    level: int
+    text: str
+    values: tuple[object, ...]
+    request_id: str
+    """Empty: it is about none, or about several."""
+
+
 class Outbox:
     """Filled under the owner's lock; `take` under it too; `Sendings.leave` after it."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[str, int, bytes, bytes]] = []
-        self._lines: list[tuple[int, str, tuple[object, ...]]] = []
+        self._lines: list[Line] = []
         self._events: list[TransferEvent] = []
         self._wants_wake = False
 
     def frame(self, host: str, port: int, room: bytes, message: Wire) -> None:
         self._frames.append((host, port, room, encode(message)))
 
-    def log(self, level: int, text: str, *values: object) -> None:
-        self._lines.append((level, text, values))
+    def log(self, level: int, text: str, *values: object, request_id: str = "") -> None:
+        self._lines.append(Line(level, text, values, request_id))
 
     def event(
         self,
@@ -136,13 +147,13 @@ class Outbox:
 @dataclass(slots=True, frozen=True)
 class Sendings:
     frames: list[tuple[str, int, bytes, bytes]]
-    lines: list[tuple[int, str, tuple[object, ...]]]
+    lines: list[Line]
     wants_wake: bool
 
     def leave(self, link: PeerLink, wake: Wake, logger: logging.Logger) -> None:
         for host, port, room, payload in self.frames:
             link(host, port, room, payload)
-        for level, text, values in self.lines:
-            logger.log(level, text, *values)
+        for line in self.lines:
+            logger.log(line.level, line.text, *line.values, extra=about(line.request_id))
         if self.wants_wake:
             wake()

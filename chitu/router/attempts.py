@@ -30,7 +30,7 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
-from chitu.log import CREATED_PD_REQUEST
+from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat, StageTimes
 from chitu.protocol.snapshot import RequestState
 from chitu.protocol.states import ATTEMPT_AWAITS, AttemptState, waited_text
@@ -189,6 +189,7 @@ class Attempts:
             room_text(attempt.room),
             error.code,
             error.message,
+            extra=about(attempt.generation.request.request_id),
         )
         attempt.error = attempt.generation.error = error
         self._end(attempt, "failed")
@@ -224,7 +225,8 @@ class Attempts:
                 self._breakers.on_sent(key, now_s)
         if target.prefill is not None:
             request_id = generation.request.request_id
-            log.info(CREATED_PD_REQUEST, request_id, target.prefill.engine_rank, target.decode.engine_rank)
+            ranks = target.prefill.engine_rank, target.decode.engine_rank
+            log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         self.journal.note_change()
         full = self._dispatcher.send(attempt)
         if full is not None:
@@ -319,6 +321,7 @@ class Attempts:
             generation.num_emitted,
             code,
             failure.error.message,
+            extra=about(generation.request.request_id),
         )
         self._begin(generation, target, token_ids)
         return True

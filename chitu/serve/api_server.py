@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         topology = load_topology(args.config, args.overrides)
-        handler = setup_logging("router", topology.log.level, deferred=True)
+        handler = setup_logging("router", topology.log.level, topology.log.modules, topology.log.format, deferred=True)
         warn_of_faults(topology)
         warn_without_key(topology)
         warn_of_open_api(topology)

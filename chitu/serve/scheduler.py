@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
         found = find_instance(topology, role, arguments.rank)
         instance = replace(found, config=on_visible_devices(found.config, shown_devices()))
         tp_rank = torchrun_rank().rank
-        setup_logging(f"{name}.{tp_rank}" if tp_rank else name, topology.log.level)
+        setup_logging(
+            f"{name}.{tp_rank}" if tp_rank else name, topology.log.level, topology.log.modules, topology.log.format
+        )
         warn_of_faults(topology)
         warn_without_key(topology)
         return _serve(topology, instance, makers, arguments.if_free)

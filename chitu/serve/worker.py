@@ -167,7 +167,9 @@ class WorkerProcess:
         self._feed = feed
         topology = _with_share(welcome.topology, welcome.index)
         self._deadlines = topology.dp_config.router.pd_disaggregation.deadlines
-        handler = setup_logging(f"router.{welcome.index}", topology.log.level, deferred=True)
+        handler = setup_logging(
+            f"router.{welcome.index}", topology.log.level, topology.log.modules, topology.log.format, deferred=True
+        )
         self._flush_log: Callable[[], None] = handler.flush
         model = ServedModel.load(topology.model, welcome.created_s)
         secrets = derive(cluster_key_of(topology))

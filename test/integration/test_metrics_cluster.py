@@ -32,6 +32,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         "model.served_name=m",
         f"cache.num_pages={NUM_PAGES}",
         "dp_config.router.retry.max_attempts=1",
+        "log.format=json",
+        "log.level=DEBUG",
+        "log.modules=[kv_transfer=WARNING]",
     ]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
@@ -68,7 +71,10 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
     requests, prompt_tokens = len(prompts), sum(map(len, prompts))
     output_tokens = sum(TOKENS) + STREAMED_TOKENS
     # The default model: 4 layers, 4 KV heads of 16, float32, pages of 16 tokens; 512 logits and a 64 byte header.
-    pages = sum(-(-len(prompt) // 16) for prompt in prompts)
+    # Of the request for one token the logits alone are moved.
+    pages = sum(
+        -(-len(prompt) // 16) for prompt, count in zip(prompts, [*TOKENS, STREAMED_TOKENS], strict=True) if count > 1
+    )
     moved = pages * 4 * 2 * (16 * 4 * 16 * 4) + requests * (64 + 512 * 4)
 
     def told() -> bool:
@@ -115,6 +121,25 @@ def test_openmetrics_for_a_prometheus_server(cluster: LocalCluster) -> None:
     assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     names = {family.name for family in parse_openmetrics(response.text)}
     assert {"chitu_requests", "chitu_instance_pages", "chitu_time_to_first_token_seconds"} <= names
+
+
+def test_json_logs_follow_a_request_through_all_processes_and_tell_what_steps_did(cluster: LocalCluster) -> None:
+    request_id = httpx.post(
+        f"{cluster.url}/v1/completions", json={"prompt": [11] * 20, "max_tokens": 3}, timeout=60.0, trust_env=False
+    ).headers["x-request-id"]
+
+    def lines(name: str) -> list[dict[str, str]]:
+        return [json.loads(line) for line in cluster.logs(name).splitlines() if line.startswith("{")]
+
+    def is_told(name: str) -> bool:
+        return any(line.get("request_id") == request_id for line in lines(name))
+
+    for name in ("router", "P0", "D0"):
+        wait_until(lambda name=name: is_told(name), 20.0, lambda name=name: cluster.logs(name)[-2000:])
+        assert {line["process"] for line in lines(name)} == {name}
+    assert any(re.match(r"step \d+ launched: 20 prompt tokens in 1 chunks", line["message"]) for line in lines("P0"))
+    quiet = {line["level"] for line in lines("P0") if line["module"].startswith("chitu.kv_transfer")}
+    assert not quiet & {"DEBUG", "INFO"}, "log.modules"
 
 
 def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluster) -> None:

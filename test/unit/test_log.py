@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 import re
 import sys
+import time
 import uuid
+from datetime import datetime, timedelta
 
 import pytest
 
-from chitu.log import DeferredHandler, LogHandler, _Formatter
+from chitu.log import DeferredHandler, LogHandler, _Formatter, _JsonFormatter, module_levels
 from chitu.types import new_room, room_text
 
 
@@ -27,11 +30,54 @@ def record(level: int, message: str, *args: object, exc_info: object = None) -> 
         record(logging.DEBUG, "%(name)s", {"name": "a mapping"}),
     ],
 )
-def test_a_line_is_what_logging_would_have_made_of_the_format(line: logging.LogRecord) -> None:
-    formatter = _Formatter("router")
-    expected = logging.Formatter(formatter._fmt, formatter.datefmt).format(line)
-    assert formatter.format(line) == expected
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} router [IWD] chitu\.router\.attempts: .+", expected)
+def test_a_line_has_the_moment_with_its_zone_and_what_was_said(line: logging.LogRecord) -> None:
+    text = _Formatter("router").format(line)
+    when, level, message = re.fullmatch(r"(\S+ \S+) router ([IWD]) chitu\.router\.attempts: (.+)", text).groups()  # type: ignore[union-attr]
+    moment = datetime.fromisoformat(when)
+    assert moment.tzinfo is not None and abs(moment.timestamp() - line.created) < 0.0011
+    assert (level, message) == (line.levelname[0], line.getMessage())
+
+
+@pytest.mark.parametrize("zone", ["UTC0", "XXX-5:30", "YYY3"])
+def test_the_zone_is_the_machines_own(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        when = " ".join(_Formatter("P0").format(record(logging.INFO, "x")).split()[:2])
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    offset = {"UTC0": 0, "XXX-5:30": 330, "YYY3": -180}[zone]
+    assert datetime.fromisoformat(when).utcoffset() == timedelta(minutes=offset)
+
+
+def test_json_lines_can_be_read_by_machines() -> None:
+    line = record(logging.WARNING, "request %s failed: %s", "abc", 'a "quote"\nand a line')
+    line.request_id = "abc"
+    assert json.loads(_JsonFormatter("D1").format(line)) == {
+        "time": _Formatter("D1").formatTime(line).replace(" ", "T"),
+        "process": "D1",
+        "level": "WARNING",
+        "module": "chitu.router.attempts",
+        "message": 'request abc failed: a "quote"\nand a line',
+        "request_id": "abc",
+    }
+    assert "request_id" not in json.loads(_JsonFormatter("D1").format(record(logging.INFO, "of nobody")))
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        text = _JsonFormatter("P0").format(record(logging.ERROR, "it died", exc_info=sys.exc_info()))
+    assert "\n" not in text and json.loads(text)["traceback"].endswith("ValueError: odd")
+
+
+def test_parts_have_levels_of_their_own_and_a_part_that_is_not_there_is_refused() -> None:
+    assert module_levels(["kv_transfer=DEBUG", "router.attempts=ERROR"]) == {
+        "chitu.kv_transfer": "DEBUG",
+        "chitu.router.attempts": "ERROR",
+    }
+    for wrong in ("kv_transfer", "kv_transfer=LOUD", "nothing=INFO", "=INFO", "../test=INFO", "kv_transfer=debug"):
+        with pytest.raises(ValueError, match=re.escape(repr(wrong))):
+            module_levels([wrong])
 
 
 def test_an_exception_comes_with_its_traceback() -> None:

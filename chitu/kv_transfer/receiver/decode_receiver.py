@@ -287,7 +287,7 @@ class DecodeReceiver:
                 else:
                     text = "D%d refuses what P%d sent of %s: %s"
                     names = (self._config.engine_rank, record.prefill_rank, record.request_id)
-                    self._out.log(logging.ERROR, text, *names, error.message)
+                    self._out.log(logging.ERROR, text, *names, error.message, request_id=record.request_id)
                     self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
         self._empty_outbox()
 

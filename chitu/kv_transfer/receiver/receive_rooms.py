@@ -202,7 +202,8 @@ class ReceiveRooms:
         self.logits_arrived(room)  # absorbed, but where AuxReady was lost
         if self.table.apply(room, ReceiverEvent.SUCCESS) is not None:
             self.bytes_moved += moved_bytes
-            self._out.log(logging.INFO, log.RECEIVED_KV, entry.data.request_id)
+            request_id = entry.data.request_id
+            self._out.log(logging.INFO, log.RECEIVED_KV, request_id, request_id=request_id)
             self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes, times=times)
             self.table.bury(room, Tombstone("", ""))
 

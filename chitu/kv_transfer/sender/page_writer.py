@@ -227,7 +227,8 @@ class PageWriter:
         elif place is not None:
             self.stager.dropped(place, peer)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
-        self._out.log(logging.WARNING, "transfer of %s failed: %s", record.request_id, failure.message)
+        text = "transfer of %s failed: %s"
+        self._out.log(logging.WARNING, text, record.request_id, failure.message, request_id=record.request_id)
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
     def _landed(
@@ -243,14 +244,14 @@ class PageWriter:
         assert record.peer is not None
         if batch.is_aux:
             record.is_aux_written = True
-            self._out.log(logging.INFO, log.FINISHED_AUX, record.request_id)
+            self._out.log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
         if batch.is_aux and not is_staged:
             info = record.peer.info
             self._out.frame(info.endpoint, info.dst_port, room, AuxReady(self._config.incarnation))
         record.units_left -= sum(chunk.num_units for chunk in batch.chunks)
         if not record.units_left and not record.is_kv_logged:
             record.is_kv_logged = True
-            self._out.log(logging.INFO, log.FINISHED_KV, record.request_id)
+            self._out.log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
         if not record.units_left and record.is_aux_written:
             self._rooms.succeed(room, entry)
 
