@@ -15,7 +15,16 @@ from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
 from chitu.models.config import ModelSpec
-from chitu.protocol import FP8_E4M3, ITEM_BYTES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, KVLayout
+from chitu.protocol import (
+    FP8_E4M3,
+    ITEM_BYTES,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    KVLayout,
+)
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
 """A pool taken from `memory_fraction` on CPU; more only where `cache.num_pages` asks for it."""
@@ -227,6 +236,9 @@ it (the table of seen tokens doubles as it grows)."""
 EDIT_BYTES = 2 * 12
 """Of each entry of logit_bias and each masked id: a place and a value, of the present batch and of the next one."""
 
+BAD_WORD_BYTES = MAX_BAD_WORD_TOKENS * (2 * 8 + 8 + 2) + 2 * 3 * 8
+"""Of each bad word: its tokens and its place, of the present batch and of the next one; what it is compared with."""
+
 
 def reserve_bytes(
     spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, max_model_len: int, tp_size: int = 1
@@ -237,8 +249,9 @@ def reserve_bytes(
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
     logits = num_slots * spec.vocab_size * (4 * 4 + 2 * 8)
     counts = spec.vocab_size * 4
-    edits = (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(spec.eos_token_ids)) * EDIT_BYTES
-    slots = num_slots * (max_model_len * SLOT_TOKEN_BYTES + counts + edits)
+    edits = (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + len(spec.eos_token_ids) + MAX_ALLOWED_TOKEN_IDS) * EDIT_BYTES
+    words = MAX_BAD_WORDS * BAD_WORD_BYTES
+    slots = num_slots * (max_model_len * SLOT_TOKEN_BYTES + counts + edits + words)
     return CONTEXT_BYTES + 2 * max_rows * width * itemsize + logits + slots
 
 

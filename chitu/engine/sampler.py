@@ -1,9 +1,10 @@
 """Logits to tokens, batched on the device. Owns what each slot's sampling depends on; called by the step thread.
 
 Order of operations of a row: repetition, frequency and presence penalty; logit bias; eos and stop ids masked until
-min_tokens; then argmax (temperature 0), or temperature, min-p, top-k, top-p and one draw. The draw depends on the seed
-and the number of tokens emitted so far alone: the same request gets the same tokens in any batch, before and after a
-retraction (`admit` with the emitted tokens takes up where it stopped), on D or on a unified instance.
+min_tokens; tokens that are not allowed, or end a bad word; then argmax (temperature 0), or temperature, min-p, top-k,
+top-p and one draw. The draw depends on the seed and the number of tokens emitted so far alone: the same request gets
+the same tokens in any batch, before and after a retraction (`admit` with the emitted tokens takes up where it stopped),
+on D or on a unified instance.
 
 Invariants: slots that are plain greedy cost one argmax; a row pays only for what its own request asked for; nothing
 here waits for the device. Whether a token ends its request is the scheduler's business.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
+from chitu.engine.restrictions import HISTORY, NONE, restriction_of, restrictions_of
 from chitu.engine.sampling_layout import (
     NO_ENTRIES,
     BatchLayout,
@@ -74,6 +76,8 @@ class Sampler:
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
         # A count of 0 protects token 0 where it is padding only.
         self._seen = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        # The newest tokens that slots with bad words emitted.
+        self._history = torch.full((num_slots, HISTORY), NONE, dtype=torch.int64, device=device)
         self._penalty_row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._layout_of: list[int] = []
@@ -113,12 +117,17 @@ class Sampler:
             bias=entries_of(bias),
             masked=entries_of(dict.fromkeys(masked, -torch.inf)),
             masked_steps=params.min_tokens - emitted if masked else 0,
+            restriction=restriction_of(params, self.vocab_size),
         )
         self._states[slot] = state
         self._layout = None
         if not state.special:
             return
         self._special.add(slot)
+        if params.bad_words:
+            newest = token_ids[prompt_len:][-HISTORY:]
+            self._history[slot] = NONE
+            self._history[slot, HISTORY - newest.shape[0] :] = newest
         row = self._count_tokens(slot, token_ids, prompt_len) if state.penalised else 0
         floats = [
             sampling_ops.unit_of(params.temperature) if random else 0.0,
@@ -167,6 +176,8 @@ class Sampler:
                 layout.slots.index_select(0, layout.penalised),
                 tokens.index_select(0, layout.rows.index_select(0, layout.penalised)),
             )
+        if layout.restrictions is not None and layout.restrictions.words is not None:
+            self._follow(layout, layout.restrictions.words.followed, tokens)
         if layout.masked:
             self._count_down(layout.masked)
         return tokens
@@ -193,7 +204,7 @@ class Sampler:
         return tokens.index_copy_(0, layout.rows, special)
 
     def _edit_(self, work: Tensor, layout: BatchLayout) -> None:
-        """Penalties, bias and mask on the edited rows, in place."""
+        """Penalties, bias, mask and restrictions on the edited rows, in place."""
         if layout.penalised is not None:
             slots = layout.slots.index_select(0, layout.penalised)
             floats = self._floats.index_select(0, slots).float()
@@ -210,6 +221,8 @@ class Sampler:
         for edits in (layout.bias, layout.mask):
             if edits is not None:
                 edits.add_to_(work)
+        if layout.restrictions is not None:
+            layout.restrictions.apply_(work, self._history)
 
     def _draw(self, work: Tensor, segment: Segment, slots: Tensor) -> Tensor:
         """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
@@ -251,6 +264,12 @@ class Sampler:
             num_edited=num_edited,
             bias=edits_of([state.bias for state in ordered[:num_edited]], self.vocab_size, self.device),
             mask=edits_of([state.masked for state in ordered[:num_edited]], self.vocab_size, self.device),
+            restrictions=restrictions_of(
+                [state.restriction for state in ordered[:num_edited]],
+                [slots[row] for row in rows[:num_edited]],
+                self.vocab_size,
+                self.device,
+            ),
             penalised=self._indices(penalised) if penalised else None,
             penalised_slots=[slots[rows[i]] for i in penalised],
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
@@ -308,6 +327,13 @@ class Sampler:
         self._counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
         self._seen[ints[:, _PENALTY_ROW], ints[:, _LENGTH]] = tokens
         self._ints[:, _LENGTH].index_add_(0, slots, torch.ones_like(slots))
+
+    def _follow(self, layout: BatchLayout, places: Tensor, tokens: Tensor) -> None:
+        """The tokens that these work rows just emitted become the newest of their slots."""
+        slots = layout.slots.index_select(0, places)
+        newest = tokens.index_select(0, layout.rows.index_select(0, places))
+        older = self._history.index_select(0, slots)[:, 1:]
+        self._history.index_copy_(0, slots, torch.cat([older, newest[:, None]], dim=1))
 
     def _require(self, slot: int) -> SlotState:
         state = self._states[slot]

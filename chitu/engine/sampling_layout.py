@@ -7,7 +7,7 @@ Rows that need more than an argmax form the *work matrix*, sorted so that every 
                     \_____________ drawn ____________________________________________/
                                     \_____ filtered ______________________/
 
-*Edited*: penalties, logit bias or masked stop ids change the logits. *Filtered*: min-p, top-k or top-p.
+*Edited*: penalties, logit bias, masked stop ids or forbidden tokens change the logits. *Filtered*: min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chitu.engine.restrictions import Restriction, Restrictions
 from chitu.engine.sampling_ops import FilterNeeds
 from chitu.engine.upload import upload_tensor
 
@@ -72,12 +73,13 @@ class SlotState:
     """Prompt and emitted tokens at the last `admit`, plus those since while `penalised`."""
     bias: Entries
     masked: Entries
+    restriction: Restriction | None
     masked_steps: int
     """Tokens still to emit before eos and stop ids (`masked`) are allowed."""
 
     @property
     def edited(self) -> bool:
-        return self.penalised or len(self.bias[0]) > 0 or self.masked_steps > 0
+        return self.penalised or len(self.bias[0]) > 0 or self.masked_steps > 0 or self.restriction is not None
 
     @property
     def special(self) -> bool:
@@ -108,6 +110,7 @@ class BatchLayout:
     """Its first rows are edited: greedy ones, then random ones."""
     bias: Edits | None
     mask: Edits | None
+    restrictions: Restrictions | None
     penalised: Tensor | None
     """Work rows with penalties."""
     penalised_slots: list[int]

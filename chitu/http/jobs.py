@@ -21,6 +21,7 @@ from chitu.http.sampling_fields import (
     OutputOptions,
     kept_tokens,
     output_options,
+    require_a_token,
     sampling_params,
     wanted_tokens,
 )
@@ -154,6 +155,7 @@ class JobParser:
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
+        bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []
         samplings = []
         shared: SamplingParams | None = None
@@ -174,7 +176,8 @@ class JobParser:
             max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
             self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
-                shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos)
+                shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words)
+                require_a_token(shared, self._model.eos_ids)
             samplings.append(shared)
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)

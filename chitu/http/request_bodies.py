@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from chitu.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -19,6 +19,9 @@ MAX_STOP_CHARS = 256
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
 """A client's; eos may be among those that an instance gets."""
+MAX_WORDS = MAX_BAD_WORDS // 2
+"""Of `bad_words`: each is looked for with a space ahead, too."""
+MAX_WORD_CHARS = 64
 MAX_SALT_CHARS = 256
 """Of `cache_salt`."""
 MAX_MESSAGES = 2048
@@ -52,6 +55,7 @@ _Count = Annotated[int, _documented(minimum=1)]
 _Penalty = Annotated[float, _documented(minimum=-2, maximum=2)]
 _Share = Annotated[float, _documented(minimum=0, maximum=1)]
 _StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
+_BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
 _TokenIdText = Annotated[str, _documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, _documented(minimum=0)]
 _Bias = Annotated[float, _documented(minimum=-100, maximum=100)]
@@ -91,6 +95,11 @@ class GenerationBody(Body, kw_only=True):
     min_tokens: Annotated[int, _documented(minimum=0)] | None = None
     stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: (
+        Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
+        | None
+    ) = None
+    bad_words: Annotated[list[_BadWord], msgspec.Meta(max_length=MAX_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

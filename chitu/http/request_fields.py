@@ -102,6 +102,12 @@ FIELDS: tuple[Field, ...] = (
         ("min_tokens", "0 to `max_tokens`: no eos and no stop id before"),
         ("stop_token_ids", "to 256"),
         ("ignore_eos", ""),
+        ("allowed_token_ids", "1 to 1024: no other token is drawn, eos neither"),
+        (
+            "bad_words",
+            "to 128 texts of 64 characters and 16 tokens; each, with and without a space ahead, is a sequence of "
+            "tokens that the answer does not have (another sequence may read the same)",
+        ),
         ("include_stop_str_in_output", ""),
         ("skip_special_tokens", "default true"),
         ("return_token_ids", "`token_ids` in every choice"),
@@ -173,8 +179,6 @@ FIELDS: tuple[Field, ...] = (
         ("tool_choice", "", ("none", "auto")),
         ("functions", "", ([],)),
         ("function_call", "", ("none", "auto")),
-        ("allowed_token_ids", ""),
-        ("bad_words", "", ([],)),
         ("priority", "", (0,)),
         ("stop_regex", "", ([], "")),
         ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),

@@ -91,10 +91,16 @@ def output_options(body: GenerationBody) -> OutputOptions:
 
 
 def sampling_params(
-    body: GenerationBody, max_tokens: int, vocab_size: int, more_eos: tuple[int, ...] = ()
+    body: GenerationBody,
+    max_tokens: int,
+    vocab_size: int,
+    more_eos: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Every default resolved, every range checked. `max_tokens` was capped by the context already. `more_eos`: what
-    ends a text beside what D itself takes for eos."""
+    ends a text beside what D itself takes for eos. `bad_words`: as tokens."""
+    if body.allowed_token_ids == []:
+        raise InvalidRequest("allowed_token_ids must not be empty; left out, any may come", "allowed_token_ids")
     min_tokens = body.min_tokens or 0
     if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
@@ -120,8 +126,25 @@ def sampling_params(
             [*(body.stop_token_ids or ()), *(() if body.ignore_eos else more_eos)], vocab_size, "stop_token_ids"
         ),
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids"),
+        bad_words=bad_words,
         logprobs=num_logprobs(body),
     )
+
+
+def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
+    """InvalidRequest where nothing is left of the allowed tokens. What `min_tokens` holds back for a while counts as
+    forbidden, as no token could come meanwhile."""
+    if not sampling.allowed_token_ids:
+        return
+    forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        forbidden.update(sampling.stop_token_ids, () if sampling.ignore_eos else eos_ids)
+    if forbidden.issuperset(sampling.allowed_token_ids):
+        raise InvalidRequest(
+            "allowed_token_ids: bad_words, and the ends that min_tokens holds back, leave none of them",
+            "allowed_token_ids",
+        )
 
 
 def num_logprobs(body: GenerationBody) -> int | None:

@@ -15,6 +15,7 @@ from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.http.request_bodies import MAX_TOKENS
 from chitu.http.token_logprobs import ChatLogprobs, ChatTexts, ChoiceLogprobs, CompletionLogprobs, CompletionTexts
 from chitu.models.config import ModelSpec, read_model_spec
+from chitu.protocol import MAX_BAD_WORD_TOKENS
 from chitu.router.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
@@ -89,6 +90,23 @@ class ServedModel:
                 "characters has more; shorten the prompt"
             )
         return self.tokenizer.encode(text, add_special_tokens)
+
+    def bad_words(self, words: Sequence[str], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+        """Each as the tokens that it is at the beginning of a text and behind a space. InvalidRequest where it is
+        nothing but spaces, or more tokens than are looked back at."""
+        found: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            param, bare = f"bad_words[{i}]", word.lstrip()
+            if not bare:
+                raise InvalidRequest(f"{param} must not be empty", param)
+            for text in (bare, " " + bare):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequest(f"{param}: {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are taken", param)
+                if ids:
+                    self.require_known(ids, limits, param, is_text=True)
+                    found[ids] = None
+        return tuple(found)
 
     def encode_to_cut(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
         """The same of a text of which only the end is wanted: it may have more tokens than a request, and is refused

@@ -22,6 +22,9 @@ from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.inbox import CacheFlush, RouterReplaced, RouterSilent, Word, WorkerGone
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -206,10 +209,21 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
             f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
             f"{MAX_STOP_TOKEN_IDS} are taken"
         )
+    allowed, words = sampling.allowed_token_ids, sampling.bad_words
+    longest = max(map(len, words), default=0)
+    if len(allowed) > MAX_ALLOWED_TOKEN_IDS or len(words) > MAX_BAD_WORDS or longest > MAX_BAD_WORD_TOKENS:
+        return (
+            f"{len(allowed)} allowed_token_ids and {len(words)} bad_words of up to {longest} tokens; at most "
+            f"{MAX_ALLOWED_TOKEN_IDS} and {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS} are taken"
+        )
+    if () in words:
+        return "a bad word has no tokens"
     if not 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS:
         return f"{sampling.logprobs} logprobs with each token; 0 to {MAX_LOGPROBS} are given"
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
     if not all(map(math.isfinite, (*numbers, *penalties))):
         return "a sampling parameter is not a finite number"
-    return _wrong_ids("logit_bias", tuple(bias), vocab_size) or _wrong_ids("stop_token_ids", stops, vocab_size)
+    lists = {"logit_bias": tuple(bias), "stop_token_ids": stops, "allowed_token_ids": allowed}
+    lists["bad_words"] = tuple(token for word in words for token in word)
+    return next(filter(None, (_wrong_ids(name, ids, vocab_size) for name, ids in lists.items())), "")

@@ -55,6 +55,9 @@ from chitu.protocol.peer import (
     peer_frames,
 )
 from chitu.protocol.requests import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     NO_TIMES,
@@ -85,6 +88,9 @@ from chitu.protocol.wire import (
 __all__ = [
     "FP8_E4M3",
     "ITEM_BYTES",
+    "MAX_ALLOWED_TOKEN_IDS",
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_TOKENS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_STOP_TOKEN_IDS",

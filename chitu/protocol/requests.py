@@ -10,6 +10,11 @@ MAX_LOGIT_BIAS = 1024
 """Entries of `logit_bias`. What they and the stop ids cost an instance is counted in its memory budget."""
 MAX_STOP_TOKEN_IDS = 1024
 
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
+"""Sequences of tokens; one word of a client is two of them, with and without a space ahead."""
+MAX_BAD_WORD_TOKENS = 16
+
 
 class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
@@ -39,6 +44,11 @@ class SamplingParams(Wire, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     """At most MAX_STOP_TOKEN_IDS."""
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is drawn; empty: any. At most MAX_ALLOWED_TOKEN_IDS."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The last token of each is not drawn behind the others, which must all have been emitted. At most MAX_BAD_WORDS of
+    at most MAX_BAD_WORD_TOKENS."""
     logprobs: int | None = None
     """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
 

@@ -17,6 +17,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +130,43 @@ def test_the_openai_client_chats_with_a_stop_string_and_a_seed(client: openai.Op
     assert stopped.choices[0].finish_reason == "stop"
     deltas = client.chat.completions.create(**options, stop=[stop], stream=True)  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == first[: first.index(stop)]
+
+
+def test_what_is_not_allowed_or_a_bad_word_never_comes_the_first_token_included(cluster: LocalCluster) -> None:
+    """The row of the first token is P's."""
+    prompt = [5, 9, 33, 70]
+    base = {"max_tokens": 24, "ignore_eos": True}
+    greedy = {**base, "temperature": 0}
+    (plain,) = complete_all(cluster.url, [prompt], [greedy])
+    first, allowed = plain.token_ids[0], [40, 41, 42, 43]
+    assert first not in allowed
+    random = [{**base, "temperature": 1.5, "seed": seed} for seed in range(8)]
+    answers = complete_all(
+        cluster.url, [prompt] * 9, [{**one, "allowed_token_ids": allowed} for one in (greedy, *random)]
+    )
+    for one in answers:
+        assert len(one.token_ids) == 24 and set(one.token_ids) <= set(allowed), one.token_ids
+    assert len({tuple(one.token_ids) for one in answers}) > 1
+    # A bad word of one token, and one of two that follow each other in an answer.
+    tokenizer = Tokenizer.load(cluster.topology.model.path)
+
+    def is_word(*ids: int) -> bool:
+        text = tokenizer.decode(ids)
+        return text.strip() != "" and tokenizer.encode(text, add_special_tokens=False) == list(ids)
+
+    for one in random:
+        (free,) = complete_all(cluster.url, [prompt], [one])
+        pairs = zip(free.token_ids, free.token_ids[1:], strict=False)
+        words = [ids for ids in ((free.token_ids[0],), *pairs) if is_word(*ids)][:4]
+        if any(len(word) > 1 for word in words):
+            break
+    else:
+        pytest.fail("no answer has two tokens that are the tokens of their text")
+    (kept,) = complete_all(cluster.url, [prompt], [{**one, "bad_words": [tokenizer.decode(word) for word in words]}])
+    assert len(kept.token_ids) == 24 and kept.token_ids != free.token_ids
+    for word in words:
+        seen = [tuple(kept.token_ids[i : i + len(word)]) for i in range(len(kept.token_ids))]
+        assert tuple(word) not in seen, (word, kept.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chitu.engine import sampling_ops
 from chitu.engine.sampler import Sampler
 from chitu.errors import Internal
-from chitu.protocol import SamplingParams
+from chitu.protocol import MAX_BAD_WORD_TOKENS, SamplingParams
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -59,6 +59,11 @@ def naive_logits(row: np.ndarray, prompt: list[int], emitted: list[int], p: Samp
     if len(emitted) < p.min_tokens:
         for token in set(p.stop_token_ids) | (set() if p.ignore_eos else set(EOS)):
             row[token] = -math.inf
+    if p.allowed_token_ids:
+        row[[token for token in range(len(row)) if token not in p.allowed_token_ids]] = -math.inf
+    for word in p.bad_words:
+        if emitted[len(emitted) - len(word) + 1 :] == list(word[:-1]):
+            row[word[-1]] -= 1e28
     return row
 
 
@@ -104,6 +109,11 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-20, 20, width=32), max_size=4),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    # So few that words of several tokens come about.
+    allowed_token_ids=st.sampled_from([(), (), (7, 3, 40, 41, 42), (96, 0, 1, 9)]),
+    bad_words=st.lists(
+        st.lists(st.sampled_from([7, 3, 40, 96, 0, 11]), min_size=1, max_size=3).map(tuple), max_size=4
+    ).map(tuple),
 )
 
 
@@ -139,6 +149,8 @@ MIXED = [
     SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.4),
     SamplingParams(max_tokens=9, seed=14, min_p=0.1, logit_bias={7: 2.0}),
     SamplingParams(max_tokens=9, seed=15, min_tokens=6, stop_token_ids=(40,)),
+    SamplingParams(max_tokens=9, seed=16, temperature=1.5, allowed_token_ids=(7, 8, 9), bad_words=((7, 7), (8, 9, 7))),
+    SamplingParams(max_tokens=9, temperature=0.0, bad_words=tuple((t,) for t in range(3, 90))),
 ]
 
 
@@ -210,6 +222,46 @@ def test_min_tokens_leaves_eos_alone_for_a_request_that_ignores_it() -> None:
     rows = torch.zeros(1, VOCAB)
     rows[0, 50], rows[0, EOS[0]] = 2.0, 1.0
     assert run(sampler, [0], rows) == [EOS[0]]
+
+
+def test_a_bad_word_may_be_ended_only_by_what_it_does_not_end_with() -> None:
+    longest = tuple(range(20, 20 + MAX_BAD_WORD_TOKENS))
+    word = msgspec.structs.replace(GREEDY, bad_words=(longest, (60,), (50, 51)))
+    sampler = Sampler(1, VOCAB, CPU, EOS)
+
+    def drawn(emitted: list[int], wanted: int, prompt: tuple[int, ...] = (1,)) -> int:
+        """The token of a row in which nothing is likely but `wanted`, and far behind it 90."""
+        sampler.admit(0, ids([*prompt, *emitted]), len(prompt), word)
+        row = torch.zeros(1, VOCAB)
+        row[0, wanted], row[0, 90] = 30.0, 1.0
+        return run(sampler, [0], row)[0]
+
+    assert drawn([], 60) == 90
+    assert drawn([3, *longest[:-1]], longest[-1]) == 90
+    assert drawn([*longest[1:-1]], longest[-1]) == longest[-1], "its first token is missing"
+    assert drawn([50], 51) == 90
+    assert drawn([50, 3], 51) == 51
+    assert drawn([], 51, prompt=(1, 50)) == 51, "a prompt is not followed"
+    # Followed from step to step, without a new admission.
+    sampler.admit(0, ids([1]), 1, word)
+    for wanted, expected in ((50, 50), (51, 90), (50, 50), (50, 50), (51, 90), (51, 51), (60, 90)):
+        row = torch.zeros(1, VOCAB)
+        row[0, wanted], row[0, 90] = 30.0, 1.0
+        assert run(sampler, [0], row) == [expected], wanted
+
+
+def test_what_is_not_allowed_is_never_drawn_also_where_bad_words_leave_nothing() -> None:
+    all_bad = ((4,), (8,), (4, 4), (8, 4))
+    for temperature in (0.0, 0.001, 1.0):
+        for top_p in (1.0, 0.5):
+            p = SamplingParams(100, temperature=temperature, top_p=top_p, allowed_token_ids=(4, 8), bad_words=all_bad)
+            sampler = Sampler(2, VOCAB, CPU, EOS)
+            sampler.admit(0, ids([1]), 1, p)
+            sampler.admit(1, ids([1]), 1, GREEDY)
+            for step in range(20):
+                rows = logits_of(2, seed=step, std=50.0)
+                found, plain = run(sampler, [0, 1], rows)
+                assert found in (4, 8) and plain == int(rows[1].argmax())
 
 
 def num_kept(sampler: Sampler) -> int:

@@ -44,6 +44,9 @@ MIXED = [
     params(min_p=0.02, top_k=15, top_p=0.95, temperature=1.3),
     params(temperature=0.0, repetition_penalty=1.4),
     params(min_tokens=3, stop_token_ids=(40,)),
+    params(allowed_token_ids=(7, 8, 90), bad_words=((7,),)),
+    params(temperature=0.0, allowed_token_ids=(7, 8), bad_words=((7,), (8,))),
+    params(top_p=0.9, bad_words=tuple((t,) for t in range(5, 97))),
 ]
 
 

@@ -23,7 +23,7 @@ from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import unpack_i32
+from chitu.protocol import MAX_BAD_WORD_TOKENS, unpack_i32
 
 MAX_LEN = 64
 
@@ -239,6 +239,33 @@ def test_of_a_text_of_which_the_end_is_wanted_no_more_is_tokenized_than_tokenize
     world = World()
     with pytest.raises(ContextLengthExceeded, match=str(MAX_TOKENS)):
         world.completion("1 " * (MAX_TOKENS + 1), truncate_prompt_tokens=5)
+
+
+def test_bad_words_are_tokens_with_and_without_a_space_and_something_allowed_must_be_left() -> None:
+    world = World()
+    encode = world.model.tokenizer.encode
+    words = world.completion("a", bad_words=["time", "  time", "xqz"]).samplings[0].bad_words
+    expected = [tuple(encode(text, False)) for text in ("time", " time", "xqz", " xqz")]
+    assert words == tuple(dict.fromkeys(expected)) and len(words) > 2
+    fits = next(n for n in range(60, 0, -1) if len(encode(" " + "1" * n, False)) == MAX_BAD_WORD_TOKENS)
+    world.completion("a", bad_words=["1" * fits])
+    for fields, param in (
+        ({"bad_words": ["a", " "]}, "bad_words[1]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["1" * (fits + 8)]}, "bad_words[0]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": sorted(world.model.eos_ids), "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": encode("the", False), "bad_words": ["the"]}, "allowed_token_ids"),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            world.completion("a", **fields)
+        assert raised.value.param == param, fields
+    taken = world.completion(
+        "a", allowed_token_ids=sorted(world.model.eos_ids), min_tokens=1, ignore_eos=True, stop_token_ids=[7]
+    )
+    assert taken.samplings[0].allowed_token_ids == tuple(sorted(world.model.eos_ids))
 
 
 def test_a_chat_template_gets_names_and_variables_and_what_it_does_not_read_is_warned_of(tmp_path: Path) -> None:

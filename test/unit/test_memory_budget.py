@@ -19,7 +19,7 @@ from chitu.engine.memory_budget import (
 )
 from chitu.errors import ConfigError
 from chitu.models.config import read_model_spec
-from chitu.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from chitu.types import Role
 
 CARD = DeviceMemory(total_bytes=80 * GIB, free_bytes=60 * GIB, own_bytes=16 * GIB)
@@ -72,7 +72,7 @@ def test_pages_are_what_weights_and_steps_leave_of_the_share():
 def test_what_a_slot_keeps_is_counted():
     spec = read_model_spec(TINY_MODEL_DIR, None)
     few, many = (reserve_bytes(spec, 2, 64, num_slots, 1000) for num_slots in (1, 2))
-    lists = 12 * (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS)
+    lists = 12 * (MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_ALLOWED_TOKEN_IDS) + 8 * MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
     token_ids, counts, logits = 1000 * 8, 4 * spec.vocab_size, 4 * spec.vocab_size
     assert many - few >= lists + token_ids + counts + logits
 

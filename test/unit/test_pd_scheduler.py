@@ -20,6 +20,9 @@ from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -393,6 +396,12 @@ WRONG_SAMPLING = [
     SamplingParams(4, stop_token_ids=(-1,)),
     SamplingParams(4, stop_token_ids=(1 << 63,)),
     SamplingParams(4, stop_token_ids=(3,) * (MAX_STOP_TOKEN_IDS + 1)),
+    SamplingParams(4, allowed_token_ids=(1, VOCAB)),
+    SamplingParams(4, allowed_token_ids=(3,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
+    SamplingParams(4, bad_words=((1, 2), (-1,))),
+    SamplingParams(4, bad_words=((1, 2), ())),
+    SamplingParams(4, bad_words=((1,) * (MAX_BAD_WORD_TOKENS + 1),)),
+    SamplingParams(4, bad_words=((1,),) * (MAX_BAD_WORDS + 1)),
     SamplingParams(4, temperature=float("inf")),
     SamplingParams(4, presence_penalty=float("nan")),
     SamplingParams(4, logprobs=MAX_LOGPROBS + 1),
@@ -436,6 +445,8 @@ def test_lists_at_their_bounds_are_taken() -> None:
     bias = {token: 1.0 for token in range(MAX_LOGIT_BIAS)}
     assert not wrong_sampling(SamplingParams(4, logit_bias=bias), MAX_LOGIT_BIAS)
     assert not wrong_sampling(SamplingParams(4, stop_token_ids=(2,) * MAX_STOP_TOKEN_IDS), 3)
+    assert not wrong_sampling(SamplingParams(4, allowed_token_ids=(2,) * MAX_ALLOWED_TOKEN_IDS), 3)
+    assert not wrong_sampling(SamplingParams(4, bad_words=((2,) * MAX_BAD_WORD_TOKENS,) * MAX_BAD_WORDS), 3)
     assert not wrong_sampling(SamplingParams(4, logprobs=MAX_LOGPROBS), 3)
 
 
