@@ -209,6 +209,10 @@ class PDRequestRouter:
             self._attempts.on_lost_tokens(*lost)
         counters, attempt_of = self.counters, self._attempts.rooms.get
         counters.tokens += len(rooms)
+        for room, cached_tokens in batch.cached:
+            attempt = attempt_of(room)
+            if attempt is not None:
+                attempt.note_cached(cached_tokens)
         for room, token in zip(rooms, tokens):  # noqa: B905 - equal as of above, and the keyword costs as much as two tokens
             attempt = attempt_of(room)
             if attempt is None:

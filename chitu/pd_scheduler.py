@@ -254,11 +254,11 @@ class PDScheduler:
 
     def _note_first_token(self, sequence: Sequence) -> None:
         now_s = sequence.first_token_s = self._clock.monotonic()
+        if sequence.cached_tokens:
+            self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router_worker)
         if self._parts.role is Role.UNIFIED:
             since_s = sequence.computing_since_s
-            sequence.prefill_times = PrefillTimes(
-                since_s - sequence.arrival_s, now_s - since_s, cached_tokens=sequence.cached_tokens
-            )
+            sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, now_s - since_s)
 
     # ------------------------------------------------------------------------------------------------------- transfers
 

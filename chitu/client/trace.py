@@ -24,6 +24,8 @@ class Trace:
     error: str
     """Code, where it failed."""
     prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, and of output that was prefilled again behind it."""
     output_tokens: int
     kv_bytes: int | None
     queue_s: float | None
@@ -55,6 +57,7 @@ def trace_of(request: RequestSnapshot) -> Trace:
         state=request.state,
         error=request.error,
         prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
         output_tokens=request.output_tokens,
         kv_bytes=request.kv_bytes if is_pair and stages is not None else None,
         queue_s=stages.prefill.queue_s if stages is not None else None,
@@ -72,7 +75,8 @@ def _rate(tokens: int, span_s: float) -> float | None:
 
 def trace_lines(trace: Trace) -> list[str]:
     """Two lines: where it ran and what it moved; where its time went."""
-    run = [trace.pair, f"{trace.prompt_tokens} prompt + {trace.output_tokens} output tokens"]
+    cached = f" ({trace.cached_tokens} cached)" if trace.cached_tokens else ""
+    run = [trace.pair, f"{trace.prompt_tokens} prompt{cached} + {trace.output_tokens} output tokens"]
     if trace.kv_bytes is not None:
         run.append(f"{byte_text(trace.kv_bytes)} KV moved")
     if trace.tokens_per_s is not None:

@@ -253,6 +253,9 @@ class RouterConfig(Section, frozen=True):
     header X-Chitu-Warning names the first."""
     api_keys: tuple[str, ...] = ()
     """Requests need one of them (`Authorization: Bearer KEY`); empty: nobody is asked."""
+    api_key_salts: tuple[str, ...] = ()
+    """One for each of `api_keys`, in their order: keys with the same one share cached pages. Empty: no two keys do, so
+    that nobody learns from a first token's time what another one has asked."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -224,6 +224,7 @@ def check(topology: Topology, master_addr: str | None = None, need_model: bool =
 
 def problems(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> Iterator[str]:
     """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
+    yield from _api_key_problems(topology.dp_config.router)
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
     yield from staging_problems(topology.dp_config.router)
@@ -241,6 +242,15 @@ def _log_problems(topology: Topology) -> Iterator[str]:
         module_levels(topology.log.modules)
     except ValueError as error:
         yield f"log.modules: {error}"
+
+
+def _api_key_problems(router: RouterConfig) -> Iterator[str]:
+    num_keys, num_salts = len(router.api_keys), len(router.api_key_salts)
+    if num_keys and num_salts and num_keys != num_salts:
+        yield (
+            f"dp_config.router.api_key_salts has {num_salts} entries for {num_keys} API keys: give each key one, in "
+            "their order, or none at all"
+        )
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:

@@ -9,6 +9,7 @@ taken wherever an API key is. Secrets are compared in constant time.
 from __future__ import annotations
 
 import ipaddress
+from hashlib import blake2b
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
@@ -27,6 +28,8 @@ ADMIN_FOLDER = "/admin/"
 API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
 TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
 """What is said to those who bring nothing, and something wrong."""
+SALT_BYTES = 16
+"""Of what stands before a request's own salt: as long for everybody, so that no two tenants can mean the same."""
 IPV6_NETWORK_BYTES = 8
 """A client has a whole /64 of addresses."""
 
@@ -35,6 +38,7 @@ class Access:
     def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, clock: Clock) -> None:
         self._token = [secrets.token.encode()] if secrets is not None else []
         self._api_keys = [key.encode() for key in config.api_keys]
+        self._salts = _salts(config, self._token)
         per_s, burst = config.admission.requests_per_s, config.admission.burst
         self._limiter: RateLimiter[bytes] | None = RateLimiter(clock, per_s, burst) if per_s else None
 
@@ -54,6 +58,11 @@ class Access:
         if wait_s:
             raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
 
+    def cache_salt(self, scope: Scope) -> str:
+        """What goes before the request's own `cache_salt`: each tenant's differs. Empty where nobody is asked for a
+        key. Call after `require`."""
+        return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
+
     def _require_operator(self, scope: Scope, authorization: bytes | None) -> None:
         if self._token:
             _require(authorization, self._token, *TOKEN)
@@ -72,6 +81,17 @@ class Access:
         if address is None:
             return b""
         return address.packed if address.version == 4 else address.packed[:IPV6_NETWORK_BYTES]
+
+
+def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:
+    """By credential; empty where nobody is asked for one. A key is a tenant of its own, or one with those that
+    `api_key_salts` says the same of. Hashes, since instances need not know the keys."""
+    keys = [key.encode() for key in config.api_keys]
+    if not keys:
+        return {}
+    salts = [b"salt" + salt.encode() for salt in config.api_key_salts] or [b"key" + key for key in keys]
+    tenants = [*zip(keys, salts, strict=True), *((token, b"key" + token) for token in tokens)]
+    return {key: blake2b(tenant, digest_size=SALT_BYTES).hexdigest() for key, tenant in tenants}
 
 
 def _require(authorization: bytes | None, known: list[bytes], missing: str, wrong: str) -> None:

@@ -78,11 +78,20 @@ class Choice:
 class GenerationRoutes:
     """Handlers of the two routes."""
 
-    def __init__(self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        router: PDRequestRouter,
+        threads: BodyThreads,
+        config: RouterConfig,
+        tenant_salt: Callable[[Scope], str],
+    ) -> None:
+        """`tenant_salt`: what goes before a request's own `cache_salt`."""
         self._model = model
         self._router = router
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
         self._max_body_bytes = config.max_body_bytes
+        self._tenant_salt = tenant_salt
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
@@ -114,6 +123,8 @@ class GenerationRoutes:
             job.timeout_s = timeout_s
             if job.warnings:
                 exchange.headers.append(warning_header(job.warnings))
+            if job.cache_salt is not None:
+                job.cache_salt = self._tenant_salt(scope) + job.cache_salt
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
@@ -183,9 +194,7 @@ class GenerationRoutes:
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
         # The choices of a prompt share it: it counts once, as the first of them found it.
-        cached = [choice.generation.cached_tokens for choice in choices[:: job.options.n]]
-        known = [tokens for tokens in cached if tokens is not None]
-        cached_tokens = sum(known) if len(known) == len(cached) else None
+        cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
         return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering

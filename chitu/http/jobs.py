@@ -50,7 +50,8 @@ class Job:
     options: OutputOptions
     timeout_s: float | None = None
     """The client's own."""
-    cache_salt: str = ""
+    cache_salt: str | None = ""
+    """None: it takes no cached pages, and leaves none."""
     warnings: list[str] = field(default_factory=list)
     """For the client, of fields that had no effect."""
 
@@ -182,4 +183,5 @@ class JobParser:
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
             prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
-        return Job(prompts, samplings, options, cache_salt=body.cache_salt or "", warnings=warnings)
+        cache_salt = None if body.cache_prompt is False else body.cache_salt or ""
+        return Job(prompts, samplings, options, cache_salt=cache_salt, warnings=warnings)

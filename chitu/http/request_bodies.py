@@ -88,7 +88,7 @@ class GenerationBody(Body, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    # extensions (names as vLLM and SGLang have them)
+    # extensions (names as vLLM and SGLang have them, `cache_prompt` as llama.cpp)
     top_k: Annotated[int, _documented(minimum=-1)] | None = None
     min_p: _Share | None = None
     repetition_penalty: Annotated[float, _documented(exclusiveMinimum=0, maximum=10)] | None = None
@@ -106,6 +106,7 @@ class GenerationBody(Body, kw_only=True):
     truncate_prompt_tokens: Annotated[int, _documented(minimum=-1)] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
+    cache_prompt: bool | None = None
 
 
 def _list_of(items: dict[str, Any]) -> dict[str, Any]:

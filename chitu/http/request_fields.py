@@ -117,6 +117,7 @@ FIELDS: tuple[Field, ...] = (
             "-1: as many as leave room for `max_tokens`",
         ),
         ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
+        ("cache_prompt", "false: takes no cached pages and leaves none; default true"),
     ),
     *_of(
         (COMPLETIONS, CHAT, TOKENIZE),

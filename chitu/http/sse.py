@@ -21,16 +21,15 @@ _json = msgspec.json.Encoder().encode
 class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int | None = None
-    """Of the prompts; None where it is not known."""
+    cached_tokens: int
+    """Of the prompts."""
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        details = {} if self.cached_tokens is None else {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            **details,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

@@ -231,7 +231,7 @@ class DecodeManager:
         if sequence is None:
             return
         if event.kind is TransferEventKind.LOGITS_READY:
-            sequence.logits_ready = True
+            sequence.logits_ready, sequence.cached_tokens = True, event.cached_tokens
         elif event.kind is TransferEventKind.SUCCESS:
             self._landed(sequence, event)
         elif event.kind is TransferEventKind.FAILED:

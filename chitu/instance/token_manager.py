@@ -52,6 +52,7 @@ class _Batch:
     finished: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, bytes]] = field(default_factory=list)
     """With the place in `tokens`."""
+    cached: list[tuple[bytes, int]] = field(default_factory=list)
     epoch: int = 0
     """How many routers got messages through `send` before."""
     number: int = 0
@@ -107,6 +108,12 @@ class TokenManager:
             batch.rooms.append(room)
             batch.tokens.append(token)
 
+    def note_cached(self, room: bytes, num_tokens: int, worker: int = 0) -> None:
+        """With the room's first token: so many of its prompt were not computed."""
+        batch = self._batches.get(worker)
+        if batch is not None:
+            batch.cached.append((room, num_tokens))
+
     def finish(self, finish: Finish, worker: int = 0) -> None:
         """End of a room; it travels behind the room's last token."""
         batch = self._batches.get(worker)
@@ -124,11 +131,12 @@ class TokenManager:
         count = len(batch.tokens)
         batch.number += 1
         message = TokenBatch(
-            self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch, batch.logprobs
+            *(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch),
+            *(batch.logprobs, batch.cached),
         )
         if not batch.send(encode(message)):
             # The router has not read for so long that it is gone; its clients are, too.
             logger.error("token queue to the router is full: dropped %d tokens", count)
             self.tokens_dropped += count
         self.tokens_sent += count
-        batch.rooms, batch.tokens, batch.finished, batch.logprobs = [], [], [], []
+        batch.rooms, batch.tokens, batch.finished, batch.logprobs, batch.cached = [], [], [], [], []

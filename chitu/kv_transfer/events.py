@@ -38,6 +38,8 @@ class TransferEvent:
     """With SUCCESS: bytes moved (KV and logits)."""
     times: PrefillTimes = NO_TIMES
     """D, with SUCCESS: where P spent its time."""
+    cached_tokens: int = 0
+    """D, with LOGITS_READY: of the prompt, that P did not have to compute."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,8 +6,9 @@ of somebody else never verifies. `allocate` and `free` belong to the step thread
 any thread that has the slot. The rows themselves live in the pool's arena (`KVPool.aux_rows`), on its device: the
 checksum is always made on the host, of the row where it is there and else of a copy.
 
-Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits; measured 3.2 GB/s against 2.8
-of Adler-32), logits length in bytes u64, room (16 bytes); the rest is zero.
+Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits, begun with the number behind
+the room; measured 3.2 GB/s against 2.8 of Adler-32), logits length in bytes u64, room (16 bytes), how many tokens of
+the prompt P had cached u32; the rest is zero.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from chitu.errors import Integrity
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, HostRows, RowMemory
 from chitu.types import room_text
 
-HEADER = struct.Struct("<8sIIQ16s")
+HEADER = struct.Struct("<8sIIQ16sI")
 MAGIC = b"chituAUX"
-VERSION = 1
+VERSION = 2
 
 
 class MetadataBuffers:
@@ -76,20 +77,22 @@ class MetadataBuffers:
         self._check(slot)
         self._rows.write(slot, bytes(AUX_HEADER_BYTES))
 
-    def seal(self, slot: int, room: bytes) -> None:
+    def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None:
         """P, logits in place: write the header. Nothing may change the row from here until it was sent."""
         if len(room) != 16:
             raise ValueError(f"a room of {len(room)} bytes")
         self.clear(slot)
         payload = self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes)
-        header = HEADER.pack(MAGIC, VERSION, zlib.crc32(payload.data), self._logits_bytes, room)
+        checksum = zlib.crc32(payload.data, cached_tokens)
+        header = HEADER.pack(MAGIC, VERSION, checksum, self._logits_bytes, room, cached_tokens)
         self._rows.write(slot, header)
 
-    def verify(self, slot: int, room: bytes) -> None:
-        """D, after P said that the row is written. Raises Integrity naming what differs."""
+    def verify(self, slot: int, room: bytes) -> int:
+        """D, after P said that the row is written: how many tokens P had cached. Raises Integrity naming what
+        differs."""
         self._check(slot)
         row = self._rows.read(slot, 0, AUX_HEADER_BYTES + self._logits_bytes)
-        magic, version, checksum, logits_bytes, row_room = HEADER.unpack_from(row.data, 0)
+        magic, version, checksum, logits_bytes, row_room, cached_tokens = HEADER.unpack_from(row.data, 0)
         where = f"aux slot {slot} of room {room_text(room)}"
         if magic != MAGIC:
             raise Integrity(f"{where}: no row was written (magic {magic!r}, expected {MAGIC!r})")
@@ -99,9 +102,10 @@ class MetadataBuffers:
             raise Integrity(f"{where}: the row belongs to room {room_text(row_room)}")
         if logits_bytes != self._logits_bytes:
             raise Integrity(f"{where}: {logits_bytes} bytes of logits, expected {self._logits_bytes}")
-        actual = zlib.crc32(row[AUX_HEADER_BYTES:].data)
+        actual = zlib.crc32(row[AUX_HEADER_BYTES:].data, cached_tokens)
         if actual != checksum:
             raise Integrity(f"{where}: checksum of the logits is {actual:#010x}, the header says {checksum:#010x}")
+        return int(cached_tokens)
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < len(self._used):

@@ -31,9 +31,9 @@ TICK_INTERVAL_S = 0.02
 class AuxRows(Protocol):
     """What the roles need of `MetadataBuffers`."""
 
-    def seal(self, slot: int, room: bytes) -> None: ...
+    def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None: ...
 
-    def verify(self, slot: int, room: bytes) -> None: ...
+    def verify(self, slot: int, room: bytes) -> int: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,8 +122,9 @@ class Outbox:
         *,
         kv_bytes: int = 0,
         times: PrefillTimes = NO_TIMES,
+        cached_tokens: int = 0,
     ) -> None:
-        self._events.append(TransferEvent(kind, room, error, kv_bytes, times))
+        self._events.append(TransferEvent(kind, room, error, kv_bytes, times, cached_tokens))
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:

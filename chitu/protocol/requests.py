@@ -72,8 +72,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     number: int = 0
     """Of the messages of this link to this instance, from 1: one that is missing was lost with a connection. 0: not
     counted."""
-    cache_salt: str = ""
-    """Of the client: prompts share cached pages only where it is the same."""
+    cache_salt: str | None = ""
+    """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -109,7 +109,7 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     reply_port: int = 0
     link: int = 0
     number: int = 0
-    cache_salt: str = ""
+    cache_salt: str | None = ""
     """As in PrefillRequest."""
 
 
@@ -143,8 +143,6 @@ class PrefillTimes(Wire, frozen=True, omit_defaults=False):
     """From the first chunk to the logits of the last token; layers leave meanwhile."""
     transfer_s: float = 0.0
     """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
-    cached_tokens: int = 0
-    """So many of the prompt were in cached pages, and took none of the compute."""
 
 
 NO_TIMES = PrefillTimes()
@@ -192,6 +190,9 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     """How many routers this incarnation has outlived; it counts anew for each."""
     logprobs: list[tuple[int, bytes]] = []
     """With the place in `tokens`, ascending: of each token whose request asks for them (`protocol/logprobs.py`)."""
+    cached: list[tuple[bytes, int]] = []
+    """Of rooms whose first token is in here: how many tokens of the prompt were in cached pages, and not computed. Not
+    where it is none."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

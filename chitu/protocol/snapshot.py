@@ -45,6 +45,8 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     """Number of this try of its request, from 1."""
     continued_tokens: int = 0
     """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
+    cached_tokens: int = 0
+    """Of what was prefilled, that was in cached pages and needed no computing; known with the first token."""
 
 
 InstanceStatus = Literal["up", "draining", "down"]

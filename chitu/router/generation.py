@@ -34,8 +34,8 @@ class GenerateRequest:
     """A token of these is the last one: the request's stop ids, and eos unless it is ignored."""
     timeout_s: float | None = None
     """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
-    cache_salt: str = ""
-    """Of the client: prompts share cached pages only where it is the same."""
+    cache_salt: str | None = ""
+    """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ class Attempt:
     num_continued: int = 0
     """Tokens of that output."""
     first_token_s: float | None = None
+    cached_tokens: int = 0
+    """Of what is prefilled, that needed no computing; known with the first token."""
     has_dead_prefill: bool = False
     """P died behind the first token: D knows whether all KV had landed, and says so if not."""
     error: ChituError | None = None
@@ -77,6 +79,11 @@ class Attempt:
         name = instance_name(decode.role, decode.engine_rank)
         return name if prefill is None else f"{instance_name(prefill.role, prefill.engine_rank)}-{name}"
 
+    def note_cached(self, num_tokens: int) -> None:
+        """Its instance says so with the first token."""
+        self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
+        self.generation.cached_tokens = min(self.cached_tokens, self.generation.request.num_tokens)
+
     def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
         generation = self.generation
         prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
@@ -96,6 +103,7 @@ class Attempt:
             error=self.error.code if self.error is not None else "",
             attempt=self.number,
             continued_tokens=self.num_continued,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -118,6 +126,8 @@ class Generation:
     num_taken: int = 0
     taken: array[int] = field(default_factory=lambda: array("i"))
     """Those that were: another D may have to go on behind them."""
+    cached_tokens: int = 0
+    """Of the prompt, that the newest attempt with a token did not have to compute."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
@@ -155,14 +165,6 @@ class Generation:
         """Those that came since the last call, one for each token."""
         taken, self.logprobs = self.logprobs, []
         return taken
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Of the prompt, that the newest attempt did not have to compute. None where no instance said so: those that
-        the router ended itself."""
-        if self.finish is None:
-            return None
-        return max(0, min(self.finish.stages.prefill.cached_tokens, self.request.num_tokens))
 
     def end_reason(self) -> str:
         """Why the newest token is the last one; empty where more are to come. What D would say of it."""

@@ -76,7 +76,8 @@ class ApiEndpoint:
         self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply)
         cluster = make_cluster(self.router)
         self._threads = BodyThreads()
-        self._routes = GenerationRoutes(model, self.router, self._threads, config)
+        access = Access(config, secrets, clock)
+        self._routes = GenerationRoutes(model, self.router, self._threads, config, access.cache_salt)
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__)
@@ -85,7 +86,7 @@ class ApiEndpoint:
             return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})
 
         add_admin_routes(cold, cluster, for_joining)
-        self.app = RouterApp(hot, cold, Access(config, secrets, clock), config.max_body_bytes)
+        self.app = RouterApp(hot, cold, access, config.max_body_bytes)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 

@@ -26,7 +26,7 @@ from chitu.launch.run_dir import RunDir
 from chitu.net.curve import derive
 
 KEY = "a-secret-that-must-stay-one-0123456789"
-API_KEY = "sk-of-a-user"
+API_KEY, OTHER_API_KEY = "sk-of-a-user", "sk-of-another"
 SECRETS = derive(KEY)
 assert SECRETS is not None
 ALL_SECRETS = [KEY, SECRETS.token, SECRETS.curve_secret.decode(), SECRETS.curve_public.decode()]
@@ -38,7 +38,7 @@ def cluster() -> Iterator[LocalCluster]:
         *(f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", "log.level=DEBUG"),
         "dp_config.router.pd_disaggregation.transport=shm",
     ]
-    topology = with_api_keys(load_topology(None, overrides), (API_KEY,))
+    topology = with_api_keys(load_topology(None, overrides), (API_KEY, OTHER_API_KEY))
     with LocalCluster(with_cluster_key(topology, KEY)) as cluster:
         cluster.wait_ready()
         yield cluster
@@ -59,6 +59,16 @@ def complete(cluster: LocalCluster) -> str:
 
 def test_it_serves(cluster: LocalCluster) -> None:
     assert complete(cluster) == complete(cluster) != ""
+
+
+def test_the_holders_of_two_api_keys_share_no_cached_pages(cluster: LocalCluster) -> None:
+    body = {"model": "m", "prompt": list(range(100, 150)), "max_tokens": 1, "cache_salt": "a"}
+    found = []
+    for key in (API_KEY, API_KEY, OTHER_API_KEY, OTHER_API_KEY):
+        answer = ask(cluster, "POST", "/v1/completions", key, json=body)
+        assert answer.status_code == 200, answer.text
+        found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [0, 48, 0, 48]
 
 
 def test_the_key_is_in_no_log_no_file_no_answer_and_no_command_line(cluster: LocalCluster) -> None:

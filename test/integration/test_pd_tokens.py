@@ -1,5 +1,6 @@
 """Tokens of 1P1D = tokens of one undivided engine = transformers, for every family; over shm, and over
-Mooncake one family of each kind of pages."""
+Mooncake one family of each kind of pages. Each prompt is asked more than once, and behind it the answer's beginning as
+a next turn, so most of these tokens come from cached pages."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 OVER_MOONCAKE = ("qwen3", "deepseek_v3")
 """K and V of heads, and latent rows: a transport knows nothing else of a model."""
 LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 100, 255, 512, 700, 1000, 1300, 1500)
-OUTPUT_TOKENS = 12
+OUTPUT_TOKENS, NEXT_TURN_TOKENS, PAGE_SIZE = 12, 5, 16
 CHUNKS = ["scheduler.chunk_size=37", "scheduler.max_batched_tokens=250", "cache.num_pages=2000"]
 PATIENCE = [
     "dp_config.router.pd_disaggregation.deadlines.queue_s=120",
@@ -79,12 +80,19 @@ def seeded_options() -> list[dict[str, Any]]:
 def answers_of(
     topology: str, model: Path, overrides: list[str], prompts: list[list[int]]
 ) -> tuple[list[Completion], list[Completion]]:
-    """(greedy, seeded) answers of a fresh cluster to 16 requests at once."""
+    """(greedy, seeded) answers of a fresh cluster to 16 requests at once. The greedy ones are those of a next turn,
+    too."""
     settings = [f"model.path={model}", "model.served_name=m", *CHUNKS, *PATIENCE, *overrides]
     with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         greedy = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
+        turns = [prompt + answer.token_ids[:NEXT_TURN_TOKENS] for prompt, answer in zip(prompts, greedy, strict=True)]
+        next_turn = GREEDY | {"max_tokens": OUTPUT_TOKENS - NEXT_TURN_TOKENS}
+        again = complete_all(cluster.url, turns, [next_turn] * len(turns))
         seeded = complete_all(cluster.url, prompts, seeded_options())
+    assert [answer.token_ids for answer in again] == [answer.token_ids[NEXT_TURN_TOKENS:] for answer in greedy]
+    for prompt, answer in zip(prompts, again, strict=True):
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] >= len(prompt) // PAGE_SIZE * PAGE_SIZE
     return greedy, seeded
 
 

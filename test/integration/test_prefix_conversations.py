@@ -141,6 +141,14 @@ def test_a_flush_forgets_and_a_salt_is_a_text(cluster: LocalCluster) -> None:
             f"{cluster.url}/v1/completions", json=body | {"cache_salt": salt}, timeout=60.0, trust_env=False
         )
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+    for shown in ({"cache_prompt": False}, {"cache_prompt": None}):
+        (answer,) = complete_all(cluster.url, [prompt], [GREEDY | shown])
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] == (0 if False in shown.values() else 64)
+    # The router ends a text at a stop string by itself: what was cached is known with the first token.
+    text = complete_all(cluster.url, [prompt], [GREEDY | {"max_tokens": 40}])[0].text
+    (answer,) = complete_all(cluster.url, [prompt], [GREEDY | {"max_tokens": 40, "stop": text[len(text) // 2 :][:2]}])
+    assert answer.finish_reason == "stop" and len(answer.text) < len(text)
+    assert answer.usage["prompt_tokens_details"]["cached_tokens"] == 64
     secrets = derive(cluster_key_of(cluster.topology))
     assert secrets is not None
     for headers, status in (({}, 401), ({"authorization": f"Bearer {secrets.token}"}, 200)):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, RateLimited, Unauthorized
-from chitu.http.access import Access
+from chitu.http.access import SALT_BYTES, Access
 from chitu.net.curve import derive
 from chitu.net.http import error_headers
 from chitu.net.rate_limit import RateLimiter
@@ -32,10 +32,10 @@ def request(
 
 
 def access(
-    *, keys: tuple[str, ...] = (), has_cluster_key: bool = False, **admission: float
+    *, keys: tuple[str, ...] = (), salts: tuple[str, ...] = (), has_cluster_key: bool = False, **admission: float
 ) -> tuple[Access, FakeClock]:
     clock = FakeClock()
-    config = RouterConfig(api_keys=keys, admission=AdmissionConfig(**admission))  # type: ignore[arg-type]
+    config = RouterConfig(api_keys=keys, api_key_salts=salts, admission=AdmissionConfig(**admission))  # type: ignore[arg-type]
     return Access(config, SECRETS if has_cluster_key else None, clock), clock
 
 
@@ -62,6 +62,19 @@ def test_api_keys_open_the_rest_and_so_does_the_token(
     guard, _ = access(keys=("sk-1", "sk-2"), has_cluster_key=True)
     assert verdict(guard, request("/v1/completions", credential)) is expected
     assert verdict(guard, request("/cluster", credential)) is expected
+
+
+def test_each_api_key_has_cached_pages_of_its_own_unless_the_configuration_says_who_shares_them() -> None:
+    def salts_of(guard: Access, credentials: tuple[str, ...]) -> list[str]:
+        return [guard.cache_salt(request("/v1/completions", credential)) for credential in credentials]
+
+    credentials = ("sk-1", "sk-2", "sk-3", TOKEN)
+    own = salts_of(access(keys=credentials[:3], has_cluster_key=True)[0], credentials)
+    shared = salts_of(access(keys=credentials[:3], salts=("a", "b", "a"), has_cluster_key=True)[0], credentials)
+    assert len(set(own)) == 4 and shared[0] == shared[2] and len(set(shared)) == 3
+    # No tenant is the beginning of another with a salt of its own, and no key can be read out of its hash.
+    assert {len(salt) for salt in own + shared} == {2 * SALT_BYTES} and not set(own[:3]) & set(shared)
+    assert salts_of(access(has_cluster_key=True)[0], ("anything", TOKEN)) == ["", ""]
 
 
 def test_without_api_keys_everybody_may_generate_but_not_administrate() -> None:

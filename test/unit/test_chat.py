@@ -65,7 +65,7 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: 
 def streamed(form: sse.ResponseFormat, texts: list[str]) -> bytes:
     """A response as the router writes it."""
     deltas = [form.delta(0, text, None) for text in texts]
-    end = [form.last(0, "!", "stop", None), form.usage(sse.Usage(7, 3)), sse.DONE]
+    end = [form.last(0, "!", "stop", None), form.usage(sse.Usage(7, 3, 0)), sse.DONE]
     return b"".join([form.opening(0), *deltas, *end])
 
 
@@ -155,6 +155,10 @@ def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None
         "P0 -> D1 · 1012 prompt + 12 output tokens · 1.2 MiB KV moved · 100 tokens/s",
         "queue 1.2 ms · prefill 210 ms · transfer 3.1 ms · first token 230 ms · total 400 ms",
     ]
+
+
+def test_what_was_cached_is_part_of_the_prompt() -> None:
+    assert lines_of(request(cached_tokens=960))[0].startswith("P0 -> D1 · 1012 prompt (960 cached) + 12 output tokens")
 
 
 def test_a_unified_instance_moves_nothing() -> None:

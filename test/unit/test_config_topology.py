@@ -247,6 +247,15 @@ def test_the_api_alone_can_listen_elsewhere_and_without_keys_that_is_warned_of(
     assert open_api(with_api_keys(topology, ("a-key",))) is None
 
 
+@pytest.mark.parametrize(
+    ("keys", "salts", "is_wrong"), [(0, 0, 0), (0, 2, 0), (2, 0, 0), (2, 2, 0), (2, 1, 1), (1, 2, 1)]
+)
+def test_each_api_key_has_a_salt_or_none_has(keys: int, salts: int, is_wrong: bool) -> None:
+    topology = load_topology(None, [f"dp_config.router.api_key_salts=[{','.join('ab'[:salts])}]"])
+    problems = found(with_api_keys(topology, ("a-key", "b-key")[:keys]))
+    assert [problem for problem in problems if "api_key_salts" in problem] == problems and len(problems) == is_wrong
+
+
 def test_all_addresses_are_no_address_of_a_host_and_on_one_host_too() -> None:
     first = found(on_one_host(load_topology(None, ["dp_config.router.host=0.0.0.0"])))[0]
     assert "dp_config.router.http_host=0.0.0.0" in first

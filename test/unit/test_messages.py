@@ -285,7 +285,14 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     ),
     (
         TokenBatch(
-            7, [ROOM], [42], [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))], 8, 2
+            7,
+            [ROOM],
+            [42],
+            [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))],
+            8,
+            2,
+            [],
+            [(ROOM, 16)],
         ),
         token_codec,
         "",
@@ -302,7 +309,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     "",
                     3,
                     {
-                        "prefill": {"queue_s": 0.5, "compute_s": 0.0, "transfer_s": 0.0, "cached_tokens": 0},
+                        "prefill": {"queue_s": 0.5, "compute_s": 0.0, "transfer_s": 0.0},
                         "admission_s": 0.0,
                         "first_token_s": 0.0,
                         "kv_landed_s": 0.0,
@@ -313,13 +320,14 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             8,
             2,
             [],
+            [[ROOM, 16]],
         ],
     ),
     (
         TokenBatch(7, [ROOM, ROOM], [42, 5], [], 9, 0, [(1, pack_logprobs(-1.5, [(42, -0.5), (5, -1.5)]))]),
         token_codec,
-        "98ab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a05900900919201c4140000c0bf2a000000000000bf050000000000c0bf",
-        ["token_batch", 7, [ROOM, ROOM], [42, 5], [], 9, 0, [[1, struct.pack("<fifif", -1.5, 42, -0.5, 5, -1.5)]]],
+        "99ab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a05900900919201c4140000c0bf2a000000000000bf050000000000c0bf90",
+        ["token_batch", 7, [ROOM, ROOM], [42, 5], [], 9, 0, [[1, struct.pack("<fifif", -1.5, 42, -0.5, 5, -1.5)]], []],
     ),
     (
         Heartbeat(Role.DECODE, 1, 7, LoadReport(running=2)),

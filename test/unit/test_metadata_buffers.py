@@ -79,10 +79,10 @@ def test_a_stale_row_never_verifies_once_its_slot_is_allocated_again() -> None:
 
 def test_the_header_is_as_documented() -> None:
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
-    MetadataBuffers(rows, 4 * VOCAB).seal(0, room)
-    magic, version, _, length, row_room = struct.unpack_from("<8sIIQ16s", rows[0].tobytes())
-    assert (magic, version, length, row_room) == (b"chituAUX", 1, 4 * VOCAB, room)
-    assert not rows[0, 40:AUX_HEADER_BYTES].any()
+    MetadataBuffers(rows, 4 * VOCAB).seal(0, room, 48)
+    magic, version, _, length, row_room, cached_tokens = struct.unpack_from("<8sIIQ16sI", rows[0].tobytes())
+    assert (magic, version, length, row_room, cached_tokens) == (b"chituAUX", 2, 4 * VOCAB, room, 48)
+    assert not rows[0, 44:AUX_HEADER_BYTES].any()
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
 
 
 def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -> None:
-    """Fields are magic, version, checksum, length and room (40 bytes) and the logits; reserved bytes and padding carry
-    nothing."""
+    """Fields are magic, version, checksum, length, room and cached tokens (44 bytes) and the logits; reserved bytes and
+    padding carry nothing."""
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
     buffers = MetadataBuffers(rows, 4 * VOCAB)
     buffers.get(0)[:] = np.random.default_rng(1).normal(size=VOCAB)
-    buffers.seal(0, room)
-    fields = {*range(40), *range(AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB)}
+    buffers.seal(0, room, 1 << 20)
+    fields = {*range(44), *range(AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB)}
     for byte in range(ROW_BYTES):
         for bit in range(8):
             rows[0, byte] ^= 1 << bit
@@ -116,7 +116,7 @@ def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -
             else:
                 buffers.verify(0, room)
             rows[0, byte] ^= 1 << bit
-    buffers.verify(0, room)
+    assert buffers.verify(0, room) == 1 << 20
 
 
 def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off_as_the_next_ones() -> None:

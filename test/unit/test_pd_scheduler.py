@@ -85,6 +85,7 @@ class Instance:
         self.has_logprobs: dict[bytes, bool] = {}
         """Whether logprobs came with the tokens of a room: with all of them, or with none."""
         self.finishes: dict[bytes, Finish] = {}
+        self.cached: dict[bytes, int] = {}
         self.failures: dict[bytes, ChituError] = {}
         self.ports: dict[int, list[bytes]] = {}
         """Rooms of the messages that went to token ports of API processes."""
@@ -127,6 +128,9 @@ class Instance:
             logprobs = dict(batch.logprobs).get(place)
             assert self.has_logprobs.setdefault(room, logprobs is not None) == (logprobs is not None)
             assert logprobs is None or unpack_logprobs(logprobs).logprob == -token, "logprobs of another token"
+        for room, num_tokens in batch.cached:
+            assert len(self.tokens[room]) == 1 and room not in self.cached, "not with the first token"
+            self.cached[room] = num_tokens
         for finish in batch.finished:
             assert finish.room not in self.finishes, "two ends"
             self.finishes[finish.room] = finish

@@ -20,13 +20,15 @@ from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 GREEDY = SamplingParams(6, temperature=0.0)
 
 
-def ask(instance: Instance, index: int, prompt: list[int], salt: str = "", sampling: SamplingParams = GREEDY) -> None:
+def ask(
+    instance: Instance, index: int, prompt: list[int], salt: str | None = "", sampling: SamplingParams = GREEDY
+) -> None:
     room = room_of(index)
     instance.scheduler.submit(UnifiedRequest(room, f"r{index}", pack_i32(prompt), sampling, cache_salt=salt))
 
 
 def cached_tokens(instance: Instance, index: int) -> int:
-    return instance.finishes[room_of(index)].stages.prefill.cached_tokens
+    return instance.cached.get(room_of(index), 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -62,6 +64,11 @@ def test_other_salts_share_nothing_and_a_flush_forgets() -> None:
         ask(instance, index, prompt, salt)
         instance.run()
         assert cached_tokens(instance, index) == cached
+    for index in (5, 6):
+        ask(instance, index, prompt_of(2, 21), None)  # takes none and leaves none
+        ask(instance, index + 2, prompt, None)
+        instance.run()
+        assert (cached_tokens(instance, index), cached_tokens(instance, index + 2)) == (0, 0)
     instance.scheduler.flush_cache()
     instance.run()
     load = instance.scheduler.load

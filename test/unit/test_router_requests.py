@@ -167,6 +167,15 @@ def test_the_journal_tells_where_a_request_is_and_where_its_time_went() -> None:
     assert ended.ended_at_s == ended.created_at_s + 1.0
 
 
+@pytest.mark.parametrize(("told", "known"), [(0, 0), (2, 2), (5, 3), (-1, 0)])
+def test_what_was_cached_of_a_prompt_is_known_with_its_first_token(told: int, known: int) -> None:
+    world = pair()
+    generation, room = world.add()
+    world.router.on_tokens(TokenBatch(1, [room], [7], [], cached=[(room, told), (bytes(16), 1)]))
+    world.router.cancel(generation, is_complete=True)  # a stop string: no instance tells of its end
+    assert generation.cached_tokens == world.router.journal.ended[-1].cached_tokens == known
+
+
 @pytest.mark.parametrize(
     ("end", "state", "error"),
     [

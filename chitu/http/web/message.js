@@ -136,6 +136,10 @@ export function containsValue(text, value) {
   return new RegExp(`(?<!\\w)${escaped}(?!\\w)`).test(text);
 }
 
+function cachedText({ cached_tokens: cached }) {
+  return cached ? `, ${count(cached)} cached` : "";
+}
+
 function traceOf(request, nowS) {
   const { stages } = request;
   const hasTransfer = request.prefill !== null;
@@ -147,7 +151,7 @@ function traceOf(request, nowS) {
   const known = (seconds) => (stages === null ? UNKNOWN : span(seconds ?? 0));
   const items = [
     element("span", "pair", pair(request)),
-    item("prompt", `${count(request.prompt_tokens)} tokens`),
+    item("prompt", `${count(request.prompt_tokens)} tokens${cachedText(request)}`),
     item("output", `${count(request.output_tokens)} tokens`),
     item("queue", known(stages?.prefill?.queue_s)),
     item("prefill", known(stages?.prefill?.compute_s)),

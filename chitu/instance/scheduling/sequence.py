@@ -37,7 +37,8 @@ class Sequence:
     kv_len: int = 0
     """Tokens whose KV is in the pages once the launched steps are done."""
     cached_tokens: int = 0
-    """Of the prompt, that were in cached pages and are not computed; known once its prefill is admitted."""
+    """Of the prompt, that were in cached pages and are not computed; known once its prefill is admitted, on D with the
+    logits."""
     capacity_tokens: int = 0
     """Tokens that the pages it holds have room for."""
     emitted: array[int] = field(default_factory=lambda: array("i"))

@@ -271,7 +271,7 @@ class DecodeReceiver:
     def _verify_logits(self, room: bytes, record: ReceiveRoom) -> ChituError | None:
         """Without the lock: it reads half a megabyte. The slot is the room's until RELEASED or after SUCCESS."""
         try:
-            self._parts.aux.verify(record.aux_slot, room)
+            record.cached_tokens = self._parts.aux.verify(record.aux_slot, room)
         except Integrity as error:
             return error
         return None

@@ -53,6 +53,8 @@ class ReceiveRoom:
     host: str = ""
     """P's address, kept by the room: the abort handshake outlives P's entry in the directory."""
     port: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, that P did not have to compute: known with the logits row."""
     has_heard: bool = False
     """P gave a sign for this room: no need to repeat TransferInfo."""
     is_written: bool = False
@@ -195,8 +197,10 @@ class ReceiveRooms:
 
     def logits_arrived(self, room: bytes) -> None:
         """The aux row was verified."""
-        if self.table.apply(room, ReceiverEvent.LOGITS) is not None:
-            self._out.event(TransferEventKind.LOGITS_READY, room)
+        transition = self.table.apply(room, ReceiverEvent.LOGITS)
+        if transition is not None:
+            cached_tokens = transition.entry.data.cached_tokens
+            self._out.event(TransferEventKind.LOGITS_READY, room, cached_tokens=cached_tokens)
 
     def succeed(self, room: bytes, entry: ReceiveEntry, moved_bytes: int, times: PrefillTimes) -> None:
         self.logits_arrived(room)  # absorbed, but where AuxReady was lost

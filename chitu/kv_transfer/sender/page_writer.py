@@ -112,7 +112,7 @@ class PageWriter:
                 return Outcome(is_settled=writer.settle(self._config.settle_timeout_s))
             if batch.is_aux:
                 assert record.info is not None
-                self._parts.aux.seal(record.aux_slot, batch.room)
+                self._parts.aux.seal(record.aux_slot, batch.room, record.cached_tokens)
             if visit.place is not None:
                 return self._stage(visit.place, record)
             if batch.is_aux:

@@ -94,7 +94,6 @@ class SendRoom:
             self.started_s - self.requested_s,
             self.computed_s - self.started_s,
             self.landed_s - self.computed_s,
-            self.cached_tokens,
         )
 
 
