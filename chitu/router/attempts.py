@@ -95,7 +95,7 @@ class Attempts:
         it. NoInstance where nobody is there."""
         request = generation.request
         blocked = self._breakers.blocked(self._clock.monotonic())
-        target = self._selector.select(request.token_ids, blocked=blocked)
+        target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
         self.counters.requests += 1
         self.counters.prompt_tokens += request.num_tokens
         self._deadlines.add(generation, generation.deadline_s)
@@ -296,7 +296,8 @@ class Attempts:
         token_ids = generation.request.token_ids + generation.output.tobytes()
         avoid = record.avoid | failure.suspects
         try:
-            target = self._selector.select(token_ids, avoid, self._breakers.blocked(now_s))
+            salt = generation.request.cache_salt
+            target = self._selector.select(token_ids, avoid, self._breakers.blocked(now_s), salt)
         except NoInstance:
             return False
         chosen = {instance_key(instance) for instance in (target.prefill, target.decode) if instance is not None}

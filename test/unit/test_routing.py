@@ -14,7 +14,7 @@ from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
-from chitu.router.routing.prefix_affinity import SLACK_REQUESTS
+from chitu.router.routing.prefix_affinity import PATIENCE
 from chitu.router.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixIndex, prefix_names
 from chitu.types import Role
 
@@ -190,9 +190,24 @@ def test_a_prompt_goes_where_its_beginning_went() -> None:
 
 
 def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
+    """The second may stand behind the first, since a queue that short is worth it; the next ones may not."""
     chosen = selector("prefix_affinity", view(3, 1))
-    system = prompt(BLOCK_TOKENS, seed=7)
-    assert {owner_of(chosen, system + prompt(200, seed)) for seed in range(3)} == {0, 1, 2}
+    system, rest = prompt(BLOCK_TOKENS, seed=7), PATIENCE * BLOCK_TOKENS // 2 + 1
+    prefills = []
+    for seed in range(6):
+        target = chosen.select(system + prompt(rest, seed))
+        start(chosen, target, BLOCK_TOKENS + rest)
+        prefills.append(names(target)[0])
+    assert Counter(prefills) == {0: 2, 1: 2, 2: 2}
+
+
+def test_prompts_that_share_no_pages_attract_each_other_as_little_as_others() -> None:
+    chosen = selector("prefix_affinity", view(4, 1))
+    text = prompt(300)
+    salts: list[str | None] = ["", "tenant", None, None]  # None: it takes no cached pages and leaves none
+    prefills = [names(chosen.select(text, cache_salt=salt))[0] for salt in salts]
+    assert sorted(prefills) == [0, 1, 2, 3]
+    assert [names(chosen.select(text, cache_salt=salt))[0] for salt in salts[:2]] == prefills[:2]
 
 
 def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner() -> None:
@@ -200,13 +215,14 @@ def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner(
     text = prompt(300)
     first = owner_of(chosen, text)
     key = InstanceKey(Role.PREFILL, first, 1)
-    for _ in range(SLACK_REQUESTS):
-        chosen.count(key, 1, 300)
-        assert owner_of(chosen, text) == first
-    chosen.count(key, 1, 300)
+    known = 300 // BLOCK_TOKENS * BLOCK_TOKENS
+    chosen.count(key, 1, PATIENCE * known - 1)
+    assert owner_of(chosen, text) == first
+    chosen.count(key, 1, 1)
     other = owner_of(chosen, text)
     assert other != first
-    chosen.count(key, -2, -600)
+    chosen.count(key, -2, -PATIENCE * known)
+    chosen.count(InstanceKey(Role.PREFILL, other, 1), 1, -1)
     assert owner_of(chosen, text) == other, "both own it now: the less loaded one"
 
 

@@ -1,8 +1,9 @@
-"""Prefix affinity: to where the beginning of the prompt was sent before, unless that one is overloaded.
+"""Prefix affinity: where the beginning of the prompt was sent before, as far as the load allows. One cost for both.
 
 Worth its while where instances keep the KV of prompts that they computed: turns of one chat, one long document, one
-system prompt. The load decides when it must: an owner that has fallen too far behind is passed over, and the instance
-that takes the request instead becomes an owner too. So a prefix that everyone uses spreads as far as its load needs.
+system prompt. Finding a token there is worth standing behind `PATIENCE` tokens of others more than elsewhere. So an
+owner is passed over once it has fallen that far behind, and the instance that takes the request instead becomes an
+owner too: a beginning that everyone uses spreads as far as its load needs, a short one at once.
 """
 
 from __future__ import annotations
@@ -10,23 +11,21 @@ from __future__ import annotations
 from chitu.router.routing.least_loaded import least_loaded
 from chitu.router.routing.policy import Group, RoutingRequest
 
-MIN_SHARE = 0.5
-"""An owner must know at least so much of the prompt: a short system prompt in common is no reason to crowd."""
-SLACK_REQUESTS = 4
-"""An owner is overloaded when it is more than so many requests of this size ahead of the least loaded instance."""
+PATIENCE = 8
+"""Far more than the one token of computing that is saved: where a conversation goes to another instance it takes room
+in both caches, and pushes out what others would have found."""
 
 
 def prefix_affinity(request: RoutingRequest, group: Group) -> int:
-    """The owner of the longest match that is not overloaded (of equal ones the less loaded), else the least loaded."""
+    """The least loaded, unless an owner's match is worth more than it is behind."""
     chosen = least_loaded(request, group)
+    if not request.matches:
+        return chosen
     costs = group.costs
-    size = request.num_tokens if group.counts_tokens else 1
-    limit = costs[chosen] + SLACK_REQUESTS * size
-    longest = 0
+    worth = PATIENCE if group.counts_tokens else PATIENCE / request.num_tokens
+    best: float = costs[chosen]
     for key, tokens in request.matches.items():
         position = group.positions.get(key)
-        if position is None or costs[position] > limit or tokens < MIN_SHARE * request.num_tokens:
-            continue
-        if tokens > longest or (tokens == longest and costs[position] < costs[chosen]):
-            longest, chosen = tokens, position
+        if position is not None and costs[position] - worth * tokens < best:
+            best, chosen = costs[position] - worth * tokens, position
     return chosen

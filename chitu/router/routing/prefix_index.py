@@ -27,12 +27,13 @@ MAX_OWNERS = 4
 TOKEN_BYTES = 4
 
 
-def prefix_names(token_ids: bytes) -> list[int]:
-    """Names of the whole blocks of a prompt (int32 LE), first block first. Only valid in this process."""
+def prefix_names(token_ids: bytes, cache_salt: str = "") -> list[int]:
+    """Names of the whole blocks of a prompt (int32 LE), first block first. Only valid in this process. Another salt
+    gives other names, as it gives the pages other keys."""
     size = BLOCK_TOKENS * TOKEN_BYTES
     end = min(len(token_ids) // size, MAX_PROMPT_BLOCKS) * size
     names = []
-    name = 0
+    name = hash(cache_salt)
     for start in range(0, end, size):
         name = hash((name, token_ids[start : start + size]))
         names.append(name)

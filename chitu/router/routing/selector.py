@@ -97,12 +97,18 @@ class PairSelector:
 
     # ------------------------------------------------------------------------------------------------------- choice
 
-    def select(self, token_ids: bytes, avoid: Set[InstanceKey] = NOBODY, blocked: Set[InstanceKey] = NOBODY) -> Target:
+    def select(
+        self,
+        token_ids: bytes,
+        avoid: Set[InstanceKey] = NOBODY,
+        blocked: Set[InstanceKey] = NOBODY,
+        cache_salt: str | None = "",
+    ) -> Target:
         """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve.
 
         `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out where others can
         serve. Where not, those to avoid are tried again rather than those that are blocked. Of the rest no pair is
-        taken between whose two nothing passes, unless there is no other.
+        taken between whose two nothing passes, unless there is no other. `cache_salt` as the instances get it.
         """
         candidates = self.candidates
         if not candidates.usable:
@@ -118,8 +124,11 @@ class PairSelector:
             decodes = last.positions
             cut_off = {p for p in group.positions if all(self.is_silent(p, d) for d in decodes)}
             group = _without(group, cut_off, NOBODY)
-        names = prefix_names(token_ids) if self._prefixes is not None else []
-        matches: Mapping[InstanceKey, int] = self._prefixes.match(names) if self._prefixes is not None else {}
+        names: list[int] = []
+        matches: Mapping[InstanceKey, int] = {}
+        if self._prefixes is not None and cache_salt is not None:
+            names = prefix_names(token_ids, cache_salt)
+            matches = self._prefixes.match(names)
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
         first = group.instances[self._prefill_policy(request, group)]
         if self._prefixes is not None:
