@@ -38,8 +38,8 @@ OUTPUT_TOKENS = 512
 class IdleExecutor:
     """Answers every plan at once with the same token; counts the time spent in here, which is not the scheduler's."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.info = ExecutorInfo(num_slots, PROMPT_TOKENS + OUTPUT_TOKENS, 32000, 1, ())
+    def __init__(self, num_slots: int, max_model_len: int = PROMPT_TOKENS + OUTPUT_TOKENS) -> None:
+        self.info = ExecutorInfo(num_slots, max_model_len, 32000, 1, ())
         self.cpu_s = 0.0
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:

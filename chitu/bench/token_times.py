@@ -59,12 +59,13 @@ def comparison(description: str, rounds: int) -> Iterator[Comparison]:
         yield Comparison(arguments.rounds, arguments.json_dir, settings)
 
 
-def token_times_s(url: str, prompt: list[int], num_tokens: int) -> list[float]:
-    """Seconds from sending the request to each of its streamed tokens. RuntimeError where others came."""
+def token_times_s(url: str, prompt: list[int], num_tokens: int, **fields: object) -> list[float]:
+    """Seconds from sending the request to each of its streamed tokens. RuntimeError where others came. `fields`: more
+    of its body."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    raw = json.dumps({**body, "stream": True, "return_token_ids": True})
+    raw = json.dumps({**body, **fields, "stream": True, "return_token_ids": True})
     connection.connect()
     start_s = time.perf_counter()
     connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
