@@ -1,6 +1,9 @@
-"""Settings of every test process: set before torch is imported anywhere."""
+"""Settings of every test process, set before torch is imported anywhere; and what a failed test leaves to the next."""
 
+import contextlib
 import os
+import signal
+from collections.abc import Generator
 
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,3 +27,29 @@ settings.load_profile("chitu")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests last. Their files are short, so that two workers, a file at a time in this order, end together."""
     items.sort(key=lambda item: item.path.parent.name == "unit")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed does not drag those along that share its cluster: what it killed or stopped runs again."""
+    report = yield
+    if report.when == "call" and report.failed:
+        _heal(getattr(item, "funcargs", {}).get("cluster"))
+    return report
+
+
+def _heal(cluster: object) -> None:
+    from chitu.launch.local import LocalCluster
+    from chitu.launch.supervisor import StartFailed
+
+    if not isinstance(cluster, LocalCluster):
+        return
+    with contextlib.suppress(StartFailed, OSError):  # then the next test says what is not there
+        for name in cluster.members:
+            if cluster.alive(name):
+                cluster.kill(name, signal.SIGCONT)
+            else:
+                cluster.restart(name)
+        cluster.wait_ready()
