@@ -1,4 +1,7 @@
-"""A real 2P3D: every pair takes part, a late instance gets traffic, a drained one finishes and leaves."""
+"""A real 2P3D: every pair takes part, a late instance gets traffic, a drained one finishes and leaves.
+
+Instances compute with the checksum engine: tokens are a function of the bytes that arrived, and a process starts in a
+second. Tokens of the models over all pairs: `test_pd_tp.py`."""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, wait_until
+from completions import complete_all, wait_until
 
 from chitu.client.client import RouterClient
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
 from chitu.config.topology import find_instance, instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.launch.plan import Entries, instance_spec, port_overrides
+from chitu.launch.plan import instance_spec, port_overrides
 from chitu.launch.process import ChildProcess
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.types import Role
 
 VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"
@@ -34,16 +37,17 @@ pytestmark = pytest.mark.timeout(420)
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    model = make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+    model = make_checksum_model(tmp_path_factory.mktemp("models") / "m", EngineConfig(0.004, 0.0002))
     topology = on_one_host(load_topology("pd_disagg_2p3d_multi_node.yaml"))
     any_port = [f"{key}=0" for key in router_ports(topology.dp_config.router)]
     any_port += [f"{instance.key}.port=0" for instance in instances(topology)]
-    return [f"model.path={model}", "model.served_name=m", "cache.num_pages=500", "scheduler.threads=1", *any_port]
+    sizes = ["model.max_model_len=1024", "cache.num_pages=500"]
+    return [f"model.path={model}", "model.served_name=m", *sizes, *any_port]
 
 
 @pytest.fixture(scope="module")
 def cluster(settings: list[str]) -> Iterator[LocalCluster]:
-    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings), entries=ENTRIES) as cluster:
         cluster.wait_ready(300)
         yield cluster
 
@@ -95,7 +99,12 @@ def test_a_late_instance_gets_traffic_within_5_seconds_of_its_join(
     config = tmp_path / "late.yaml"
     config.write_text(dump_topology(topology), encoding="utf-8")
     spec = instance_spec(
-        topology, find_instance(topology, Role.DECODE, 3), str(config), port_overrides(cluster.ports), 2, Entries()
+        topology,
+        find_instance(topology, Role.DECODE, 3),
+        str(config),
+        port_overrides(cluster.ports),
+        2,
+        ENTRIES,
     )
     env = {**spec.env, ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
     late = ChildProcess("D3", spec.argv, env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
