@@ -251,6 +251,9 @@ class RouterConfig(Section, frozen=True):
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """Of bodies, that nobody knows (docs/api.md has those that are known). `warn`: they are left out, and the answer's
     header X-Chitu-Warning names the first."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages whose scripts may use the API from a browser, as `https://host:port`; `*`: all. Empty: none but the
+    router's own. An operator's calls are left out."""
     api_keys: tuple[str, ...] = ()
     """Requests need one of them (`Authorization: Bearer KEY`); empty: nobody is asked."""
     api_key_salts: tuple[str, ...] = ()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from chitu.errors import ChituError, Internal
 from chitu.http.access import Access
+from chitu.http.cors import cors_headers, is_preflight, preflight_headers
 from chitu.http.exchange import EXCHANGE, Exchange
 from chitu.log import about
 from chitu.net.http import ClientGone, Receive, Scope, Send, error_body, header
@@ -31,9 +32,17 @@ class MethodNotAllowed(ChituError):
 
 
 class RouterApp:
-    def __init__(self, hot: Mapping[str, HotRoute], cold: ASGIApp, access: Access, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        hot: Mapping[str, HotRoute],
+        cold: ASGIApp,
+        access: Access,
+        max_body_bytes: int,
+        cors_origins: Collection[str] = (),
+    ) -> None:
         """`hot`: POST routes by path, called with the request id, each counted by `access`. `cold` answers everything
-        else, and gets its bodies whole: `max_body_bytes` at most."""
+        else, and gets its bodies whole: `max_body_bytes` at most. `cors_origins`: see `cors.py`."""
+        self._cors_origins = cors_origins
         self._hot = hot
         self._cold = cold
         self._access = access
@@ -46,6 +55,11 @@ class RouterApp:
         exchange.headers = [(b"x-request-id", request_id.encode("ascii"))]
         try:
             path = scope["path"]
+            if self._cors_origins:
+                exchange.headers += cors_headers(scope, self._cors_origins)
+                if is_preflight(scope):  # a browser's own question, which has no key
+                    exchange.answer(200, b"", preflight_headers(scope))
+                    return
             self._access.require(scope)
             route = self._hot.get(path)
             if route is None:

@@ -71,6 +71,8 @@ class Choice:
     prompt: Prompt
     logprobs: ChoiceLogprobs | None = None
     """None where they were not asked for."""
+    num_shown: int = 0
+    """Tokens that its events stand for, where these say so."""
     is_open: bool = False
     """Its first event was written."""
 
@@ -283,7 +285,8 @@ class GenerationRoutes:
         deltas = decoder.feed(generation.take(), reason)
         if not deltas:
             return
-        with_ids = options.return_token_ids
+        with_ids, first = options.return_token_ids, len(events)
+        sizes = [len(token_ids) for _, token_ids in deltas] if options.continuous_usage else []
         if not choice.is_open:
             choice.is_open = True
             events.append(form.opening(index))
@@ -297,4 +300,12 @@ class GenerationRoutes:
             ids = ending.token_ids if with_ids else None
             numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
             events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
+        if sizes:
+            # Ahead of the deltas may be what opens a choice.
+            for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
+                choice.num_shown += size
+                if events[at]:
+                    usage = Usage(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens)
+                    events[at] = form.with_usage(events[at], usage)
+        if ending is not None:
             self._router.cancel(generation, is_complete=True)

@@ -69,6 +69,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: _Unread = msgspec.UNSET
 
 

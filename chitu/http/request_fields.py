@@ -93,6 +93,7 @@ FIELDS: tuple[Field, ...] = (
         ("stream", "server-sent events"),
         ("stream_options", "with `stream` only"),
         ("stream_options.include_usage", "a last event with the usage"),
+        ("stream_options.continuous_usage_stats", "every event has the usage of its choice so far"),
         ("presence_penalty", "-2 to 2, over emitted tokens"),
         ("frequency_penalty", "-2 to 2, over emitted tokens"),
         ("logit_bias", "to 1024 token ids, each -100 to 100"),

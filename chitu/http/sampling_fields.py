@@ -34,6 +34,8 @@ class OutputOptions:
     return_token_ids: bool
     logprobs: bool = False
     echo: bool = False
+    continuous_usage: bool = False
+    """Every event says what its choice has used so far."""
 
 
 def _ranged(value: float | None, default: float, low: float, high: float, name: str, open_low: bool = False) -> float:
@@ -81,6 +83,7 @@ def output_options(body: GenerationBody) -> OutputOptions:
         n=n,
         stream=stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         stops=stops,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,

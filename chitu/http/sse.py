@@ -54,6 +54,8 @@ class ResponseFormat(Protocol):
 
     def usage(self, usage: Usage) -> bytes: ...
 
+    def with_usage(self, event: bytes, usage: Usage) -> bytes: ...
+
     def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes: ...
 
 
@@ -87,6 +89,10 @@ class _Format(abc.ABC):
 
     def usage(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
+
+    def with_usage(self, event: bytes, usage: Usage) -> bytes:
+        """One of the events of a choice, which then says so itself."""
+        return event.removesuffix(self._close) + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
 
     @abc.abstractmethod
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class ApiEndpoint:
             return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})
 
         add_admin_routes(cold, cluster, for_joining)
-        self.app = RouterApp(hot, cold, access, config.max_body_bytes)
+        self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,6 +220,59 @@ def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) ->
         assert "0.4 s (X-Request-Timeout)" in reply.json()["error"]["message"]
         reply = httpx.post(url, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": "60"})
         assert reply.status_code == 200
+
+
+def test_every_event_may_say_what_its_choice_used_so_far(router: RouterUnderTest) -> None:
+    bodies: list[tuple[str, dict[str, object]]] = [
+        ("/v1/completions", {"prompt": ["one", "two words"], "n": 2, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}),
+    ]
+    for path, body in bodies:
+        for include_usage in (False, True):
+            options = {"continuous_usage_stats": True, "include_usage": include_usage}
+            asked = {**body, "max_tokens": 7, "ignore_eos": True, "return_token_ids": True, "stream": True}
+            reply = httpx.post(router.url + path, json={**asked, "stream_options": options})
+            events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+            shown: Counter[int] = Counter()
+            of_choices = [event for event in events if event["choices"]]
+            for event in of_choices:
+                [choice] = event["choices"]
+                shown[choice["index"]] += len(choice.get("token_ids") or [])
+                usage = event["usage"]
+                assert usage["completion_tokens"] == shown[choice["index"]], (path, event)
+                assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+            assert set(shown.values()) == {7} and len(shown) == (4 if "prompt" in body else 1)
+            assert len(events) - len(of_choices) == include_usage
+            if include_usage:
+                assert events[-1]["usage"]["completion_tokens"] == 7 * len(shown)
+
+
+def test_pages_of_configured_origins_alone_may_use_the_api(
+    router: RouterUnderTest, model: Path, tmp_path: Path
+) -> None:
+    page, other = "https://page.example:8443", "https://other.example"
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    allow = "access-control-allow-origin"
+    plain = httpx.options(router.url + "/v1/models", headers={"origin": page, **asking})
+    assert plain.status_code == 405 and allow not in plain.headers
+    assert allow not in httpx.get(router.url + "/v1/models", headers={"origin": page}).headers
+    settings = [f'dp_config.router.cors_origins=["{page}"]', "model.served_name=tiny"]
+    with RouterUnderTest(tmp_path, model, settings, API_KEYS) as router:
+        url = router.url + "/v1/chat/completions"
+        preflight = httpx.options(url, headers={"origin": page, **asking})
+        assert (preflight.status_code, preflight.headers[allow]) == (200, page)
+        assert preflight.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        odd = httpx.options(url, headers={"origin": page, **asking, "access-control-request-headers": "a;b"})
+        assert odd.headers["access-control-allow-headers"] == "authorization, content-type"
+        assert allow not in httpx.options(url, headers={"origin": other, **asking}).headers
+        refused = httpx.post(url, json={}, headers={"origin": page})
+        assert (refused.status_code, refused.headers[allow]) == (401, page), "scripts read errors, too"
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+        for path, origin in (("/v1/models", other), ("/admin/topology", page)):
+            reply = httpx.get(router.url + path, headers={"origin": origin})
+            assert allow not in reply.headers and reply.headers["vary"] == "origin"
+        assert httpx.options(url, headers={"origin": page}).status_code in (401, 405), "no preflight"
 
 
 def test_a_lenient_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path) -> None:
