@@ -176,6 +176,7 @@ class GenerationRoutes:
                     *(label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=job.timeout_s,
                     cache_salt=job.cache_salt,
+                    priority=job.priority,
                 )
                 generation = self._router.add_request(request, wakeup.set)
                 decoder = ChoiceDecoder(

@@ -52,6 +52,7 @@ class Job:
     """The client's own."""
     cache_salt: str | None = ""
     """None: it takes no cached pages, and leaves none."""
+    priority: int = 0
     warnings: list[str] = field(default_factory=list)
     """For the client, of fields that had no effect."""
 
@@ -184,4 +185,11 @@ class JobParser:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
             prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
         cache_salt = None if body.cache_prompt is False else body.cache_salt or ""
-        return Job(prompts, samplings, options, cache_salt=cache_salt, warnings=warnings)
+        return Job(
+            prompts,
+            samplings,
+            options,
+            cache_salt=cache_salt,
+            priority=body.priority or 0,
+            warnings=warnings,
+        )

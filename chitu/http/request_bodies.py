@@ -22,6 +22,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_WORDS = MAX_BAD_WORDS // 2
 """Of `bad_words`: each is looked for with a space ahead, too."""
 MAX_WORD_CHARS = 64
+MAX_PRIORITY = (1 << 31) - 1
+"""And the same below 0."""
 MAX_SALT_CHARS = 256
 """Of `cache_salt`."""
 MAX_MESSAGES = 2048
@@ -106,6 +108,7 @@ class GenerationBody(Body, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, _documented(minimum=-1)] | None = None
     return_token_ids: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     cache_prompt: bool | None = None
 

@@ -117,6 +117,11 @@ FIELDS: tuple[Field, ...] = (
             "1 to the context: of each prompt the last so many tokens (a bos that the tokenizer puts ahead stays); "
             "-1: as many as leave room for `max_tokens`",
         ),
+        (
+            "priority",
+            "32 bits, default 0: of requests that wait on an instance the lowest is first, the highest is retracted "
+            "first; nothing that runs stops for it",
+        ),
         ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
         ("cache_prompt", "false: takes no cached pages and leaves none; default true"),
     ),
@@ -181,7 +186,6 @@ FIELDS: tuple[Field, ...] = (
         ("tool_choice", "", ("none", "auto")),
         ("functions", "", ([],)),
         ("function_call", "", ("none", "auto")),
-        ("priority", "", (0,)),
         ("stop_regex", "", ([], "")),
         ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),
         ("min_new_tokens", "see `min_tokens`", (0,)),

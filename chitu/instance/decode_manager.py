@@ -171,7 +171,7 @@ class DecodeManager:
         aux = self._resources.aux
         assert aux is not None
         may_start = self.open_admission()
-        for sequence in list(self.waiting.values()):
+        for sequence in sorted(self.waiting.values(), key=lambda s: s.order):
             if not aux.num_free or not may_start(sequence, self._cache.pages_for(sequence.prompt_len), 0):
                 return
             del self.waiting[sequence.room]

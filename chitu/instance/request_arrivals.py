@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 GONE_WORKERS = 64
 """So many API processes that are gone are remembered: their last requests may still be on the way."""
 
+ARRIVALS_A_PRIORITY = 1 << 48
+"""More than an instance gets in its life: a lower priority goes ahead of whatever came before."""
+
 
 class RequestArrivals:
     def __init__(
@@ -158,7 +161,7 @@ class RequestArrivals:
         return Sequence(
             message.room,
             message.request_id,
-            self._count,
+            message.priority * ARRIVALS_A_PRIORITY + self._count,
             self._parts.clock.monotonic(),
             message.token_ids,
             sampling,

@@ -74,6 +74,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     counted."""
     cache_salt: str | None = ""
     """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
+    priority: int = 0
+    """Of those that wait here the lowest is first, and of equal ones the one that came first."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -95,6 +97,7 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """Token port of that API process; 0: the router's `token_port`."""
     link: int = 0
     number: int = 0
+    priority: int = 0
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -111,6 +114,7 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     number: int = 0
     cache_salt: str | None = ""
     """As in PrefillRequest."""
+    priority: int = 0
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):

@@ -36,6 +36,8 @@ class GenerateRequest:
     """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
     cache_salt: str | None = ""
     """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
+    priority: int = 0
+    """The lowest is first, wherever requests wait on P and D."""
 
 
 @dataclass(slots=True)

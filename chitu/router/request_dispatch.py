@@ -99,6 +99,7 @@ class Dispatcher:
                 link=to_decode.link,
                 number=to_decode.next_number,
                 cache_salt=request.cache_salt,
+                priority=request.priority,
             )
             return None if self._post(attempt.decode, to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._sent.get(attempt.prefill)
@@ -116,6 +117,7 @@ class Dispatcher:
             reply_port=token_port,
             link=to_decode.link,
             number=to_decode.next_number,
+            priority=request.priority,
         )
         prefill_half = PrefillRequest(
             room=attempt.room,
@@ -127,6 +129,7 @@ class Dispatcher:
             link=to_prefill.link,
             number=to_prefill.next_number,
             cache_salt=request.cache_salt,
+            priority=request.priority,
         )
         if not self._post(attempt.decode, to_decode, decode_half, attempt.created_s):
             return attempt.decode

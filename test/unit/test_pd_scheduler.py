@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -498,6 +499,33 @@ def test_a_new_router_ends_everything_of_the_old_one() -> None:
     instance.run()
     assert not instance.finishes
     instance.check_empty()
+
+
+@pytest.mark.parametrize("role", ["unified", "prefill", "decode"])
+def test_who_waits_with_the_lowest_priority_is_first_and_of_equals_who_came_first(role: str) -> None:
+    one_at_once = SchedulerConfig(max_running_requests=1, max_batched_tokens=16, chunk_size=8, reserved_decode_tokens=4)
+    priorities = [0, 7, -3, 0, -(1 << 31) + 1, (1 << 31) - 1, 7]
+    expected = sorted(range(len(priorities)), key=lambda i: (priorities[i], i))
+    prompt, sampling = pack_i32(range(16)), SamplingParams(3)
+    wire = Wire()
+    side: dict[str, Any] = {"prefill": {"sender": PSide(wire)}, "decode": {"receiver": DSide(wire)}}.get(role, {})
+    instance = Instance(40, config=one_at_once, aux_slots=len(priorities), **side)
+    for i, priority in enumerate(priorities):
+        instance.scheduler.submit(
+            PrefillRequest(room_of(i), "r", prompt, 0, 1, priority=priority)
+            if role == "prefill"
+            else DecodeRequest(room_of(i), "r", prompt, sampling, 0, 1, priority=priority)
+            if role == "decode"
+            else UnifiedRequest(room_of(i), "r", prompt, sampling, priority=priority)
+        )
+    for _ in range(50 * len(priorities)):
+        instance.scheduler.step()
+        if role == "decode":  # nobody delivers: each is given up as soon as it was announced
+            for room in wire.announced:
+                if room not in wire.dead:
+                    instance.scheduler.submit(CancelRequest(room))
+    order = {"prefill": wire.computed, "decode": wire.announced, "unified": instance.finishes}[role]
+    assert list(order) == [room_of(i) for i in expected]
 
 
 def test_retraction_really_happens_and_loses_no_token() -> None:

@@ -17,6 +17,7 @@ from chitu.http.request_bodies import (
     MAX_N,
     MAX_NAME_CHARS,
     MAX_PARTS,
+    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_ROLE_CHARS,
     MAX_STOP_CHARS,
@@ -122,6 +123,14 @@ def test_a_list_or_length_is_taken_at_its_bound_and_refused_beyond(name: str) ->
             read(decoder, body_of(beyond))
         assert raised.value.param == param
         assert str(bound) in raised.value.message
+
+
+def test_a_priority_is_taken_at_its_bounds_and_refused_beyond() -> None:
+    for bound in (-MAX_PRIORITY, MAX_PRIORITY):
+        assert read(completion_decoder, completion(priority=bound)).priority == bound
+        with pytest.raises(InvalidRequest) as raised:
+            read(completion_decoder, completion(priority=bound + (1 if bound > 0 else -1)))
+        assert raised.value.param == "priority"
 
 
 @pytest.mark.parametrize("decoder", [completion_decoder, chat_decoder, tokenize_decoder, detokenize_decoder])

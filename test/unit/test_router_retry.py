@@ -115,6 +115,20 @@ def test_a_continuation_has_the_logprobs_of_its_own_tokens_alone() -> None:
     assert generation.take_logprobs() == [b"a", b"b", b"c"] and generation.take_logprobs() == []
 
 
+def test_every_half_of_every_attempt_has_the_priority() -> None:
+    world = two_pairs()
+    client = world.add_client(priority=-3)
+    rooms = [world.room(client.generation)]
+    world.decode_fails(rooms[0], "transfer_failed")
+    rooms.append(world.room(client.generation))
+    world.emit(rooms[1], 5)
+    world.decode_fails(rooms[1], "transfer_failed")
+    rooms.append(world.room(client.generation))
+    assert len(set(rooms)) == 3
+    for room in rooms:
+        assert [half.priority for half in world.sent_to(room).values()] == [-3, -3]
+
+
 def test_a_continuation_is_continued() -> None:
     world = two_pairs()
     client = world.add_client()

@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
 
 def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Announced before unannounced, each by arrival."""
+    """Announced before unannounced, each by priority and arrival."""
     return sorted(waiting, key=lambda s: (not s.announced, s.order))
 
 

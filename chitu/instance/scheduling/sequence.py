@@ -12,7 +12,8 @@ from chitu.protocol.states import SequenceState
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Identity is the object; `order` is arrival order on this instance, the only priority there is."""
+    """Identity is the object; `order` is by the client's priority, then by arrival on this instance: whoever has the
+    lowest is first everywhere, and gives way last."""
 
     room: bytes
     request_id: str
