@@ -75,8 +75,9 @@ def _rate(tokens: int, span_s: float) -> float | None:
 
 def trace_lines(trace: Trace) -> list[str]:
     """Two lines: where it ran and what it moved; where its time went."""
-    cached = f" ({trace.cached_tokens} cached)" if trace.cached_tokens else ""
-    run = [trace.pair, f"{trace.prompt_tokens} prompt{cached} + {trace.output_tokens} output tokens"]
+    run = [trace.pair, f"{trace.prompt_tokens} prompt + {trace.output_tokens} output tokens"]
+    if trace.cached_tokens:
+        run.append(f"{trace.cached_tokens} cached")
     if trace.kv_bytes is not None:
         run.append(f"{byte_text(trace.kv_bytes)} KV moved")
     if trace.tokens_per_s is not None:

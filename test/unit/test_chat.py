@@ -157,8 +157,9 @@ def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None
     ]
 
 
-def test_what_was_cached_is_part_of_the_prompt() -> None:
-    assert lines_of(request(cached_tokens=960))[0].startswith("P0 -> D1 · 1012 prompt (960 cached) + 12 output tokens")
+def test_what_was_cached_is_said_beside_what_was_moved() -> None:
+    run = "P0 -> D1 · 1012 prompt + 12 output tokens · 960 cached · 1.2 MiB KV moved · 100 tokens/s"
+    assert lines_of(request(cached_tokens=960))[0] == run
 
 
 def test_a_unified_instance_moves_nothing() -> None:
