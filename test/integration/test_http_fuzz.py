@@ -160,7 +160,8 @@ def unharmed(cluster: LocalCluster) -> Iterator[None]:
 def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
     """Make a body that keeps to the document one that can be answered: of this model, within its context."""
     body["model"] = TINY_MODEL_NAME
-    for name in ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens"):
+    narrow = ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens")
+    for name in (*narrow, "allowed_token_ids", "bad_words", "truncate_prompt_tokens"):
         body.pop(name, None)
     if rng.random() < 0.8:
         for name in [name for name in body if fields_of(path)[name].effect == REFUSED]:

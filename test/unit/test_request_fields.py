@@ -263,8 +263,9 @@ BY_DEFAULT = {
     "guidellm": (
         COMPLETIONS,
         {
-            **{"model": "m", "prompt": "a", "stream": True, "stream_options": {"include_usage": True}},
-            **{"max_tokens": 8, "max_completion_tokens": 8, "stop": None, "ignore_eos": True},
+            **{"model": "m", "prompt": "a", "stream": True, "stop": None, "ignore_eos": True},
+            **{"max_tokens": 8, "max_completion_tokens": 8},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         },
     ),
     "vllm bench serve": (
