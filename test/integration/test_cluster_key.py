@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from completions import WITHOUT_TORCHRUN
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
@@ -24,6 +23,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.process import processes_marked
 from chitu.launch.run_dir import RunDir
 from chitu.net.curve import derive
+from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 KEY = "a-secret-that-must-stay-one-0123456789"
 API_KEY, OTHER_API_KEY = "sk-of-a-user", "sk-of-another"
@@ -188,8 +188,9 @@ def test_a_client_takes_no_key_from_its_command_line_either(command: list[str]) 
 
 def test_a_cluster_of_one_launcher_makes_a_key_of_its_own(tmp_path: Path) -> None:
     """Nobody gave one. Other users of the machine find closed ports; this user drains as before."""
-    topology = load_topology(None, [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200"])
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as first, LocalCluster(topology) as other:
+    model = make_checksum_model(tmp_path / "m", EngineConfig())
+    topology = load_topology(None, [f"model.path={model}", "model.served_name=m", "cache.num_pages=200"])
+    with LocalCluster(topology, entries=ENTRIES) as first, LocalCluster(topology, entries=ENTRIES) as other:
         key = cluster_key_of(first.topology)
         assert len(key) >= 32 and key != cluster_key_of(other.topology)
         first.wait_ready()
