@@ -222,6 +222,10 @@ class PDRequestRouter:
             generation.tokens.append(token)
             if not generation.noted:
                 self._note(attempt, generation)
+        for room, lines in batch.prompt_logprobs:
+            attempt = attempt_of(room)
+            if attempt is not None:
+                attempt.generation.prompt_logprobs = lines
         for place, packed in batch.logprobs:
             attempt = attempt_of(rooms[place])
             if attempt is not None:

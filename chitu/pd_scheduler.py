@@ -44,6 +44,7 @@ class _LaunchedStep:
 
     handle: StepHandle
     chunks: list[Chunk]
+    chunk_slots: list[int]
     slots: list[int]
     """Those that sample, in the order of the result."""
     sequences: list[Sequence]
@@ -195,7 +196,7 @@ class PDScheduler:
         sampled = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
         sequences = [*step.first_tokens, *sampled, *step.decoding]
         slots = [sequence.slot for sequence in sequences]
-        launched = _LaunchedStep(handle, chunks, slots, sequences)
+        launched = _LaunchedStep(handle, chunks, [chunk.sequence.slot for chunk in chunks], slots, sequences)
         self._decode.after_launch(step.first_tokens, step.decoding)
         for sequence in self._prefill.after_launch(chunks):
             sequence.launched += 1
@@ -237,7 +238,7 @@ class PDScheduler:
             raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")
         self._resources.read()
         self._load.steps += 1
-        self._prefill.after_read(step.chunks)
+        self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs = result.logprobs
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
             if sequence.state is not SequenceState.CLOSING:  # else it ended after the launch: a surplus row
@@ -246,6 +247,9 @@ class PDScheduler:
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:
             self._note_first_token(sequence)
+            if sequence.prompt_lines is not None:
+                self._tokens.push_prompt(sequence.room, sequence.prompt_lines, sequence.router_worker)
+                sequence.prompt_lines = None
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)

@@ -72,6 +72,9 @@ class PrefillChunk(PlanPart, frozen=True):
     """Last chunk on a unified instance: sample a token from the last position's logits."""
     aux_slot: int = -1
     """Last chunk on P: write the last position's logits (float32, vocab_size) to this aux row."""
+    logprobs: int = -1
+    """Not -1: logprobs of the tokens behind each position of the chunk, with so many most likely ones. Of a prompt's
+    last position nothing: its token is not there."""
 
 
 class FirstToken(PlanPart, frozen=True):
@@ -105,6 +108,8 @@ class StepResult(msgspec.Struct, array_like=True):
     tokens: list[int]
     logprobs: dict[int, bytes] = {}
     """By place in `tokens`, ascending: of slots admitted with `SamplingParams.logprobs` (`protocol/logprobs.py`)."""
+    prompt_logprobs: dict[int, bytes] = {}
+    """By slot, of the chunks that ask: lines of equal length as in `logprobs`, in order of position."""
 
 
 class LayerCallback(Protocol):

@@ -23,7 +23,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.engine.step_graphs import Recording, StepGraphs
-from chitu.engine.step_logprobs import Lines, StepLogprobs, joined
+from chitu.engine.step_logprobs import ROWS_AT_ONCE, Lines, StepLogprobs, joined, logprob_lines
 from chitu.engine.step_tokens import Mark, StepTokens
 from chitu.engine.upload import upload
 from chitu.engine.warmup import Shapes, run_warmup
@@ -91,6 +91,8 @@ class ModelRunner:
         self._warmup_prompts = warmup_prompts
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
+        self._prompt_lines: dict[int, torch.Tensor] = {}
+        """By slot, as the next of the step that is being launched."""
         self._lines: list[Lines] = []
         """Of the step that is being launched."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
@@ -112,7 +114,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
-            return self._tokens.launched(*self._launch(plan, on_layer))
+            return self._tokens.launched(*self._launch(plan, on_layer), self._prompt_lines)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and read it."""
@@ -152,7 +154,7 @@ class ModelRunner:
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """The slots that sample, and their tokens and logprobs on the device."""
-        self._lines = []
+        self._lines, self._prompt_lines = [], {}
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -200,6 +202,9 @@ class ModelRunner:
         if self._graphs is not None and decoding:
             return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
+        for chunk, end in zip(chunks, ends, strict=True):
+            if chunk.logprobs >= 0:
+                self._note_prompt_logprobs(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
         wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
         rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
         if not rows:
@@ -253,6 +258,20 @@ class ModelRunner:
         self._slots.append_tokens(slots, tokens)
         self._note_logprobs(logits_RV, slots, tokens, first_place)
         return tokens
+
+    def _note_prompt_logprobs(self, chunk: PrefillChunk, hidden_TD: torch.Tensor) -> None:
+        """Never more logits at once than of `ROWS_AT_ONCE` rows. With tensor parallelism every rank computes its part
+        of them, and the main one has the lines."""
+        num_rows = min(chunk.length, self._slots[chunk.slot].num_tokens - 1 - chunk.start)
+        targets_T = self._slots.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + num_rows]
+        lines = []
+        for row in range(0, num_rows, ROWS_AT_ONCE):
+            logits_RV = self._model.logits(hidden_TD[row : min(row + ROWS_AT_ONCE, num_rows)])
+            if logits_RV is not None:
+                most = min(chunk.logprobs, self._spec.vocab_size)
+                lines.append(logprob_lines(logits_RV, targets_T[row : row + ROWS_AT_ONCE], most))
+        if lines:
+            self._prompt_lines[chunk.slot] = torch.cat(lines)
 
     def _note_logprobs(self, logits_RV: torch.Tensor, slots: list[int], tokens: torch.Tensor, first_place: int) -> None:
         lines = self._logprobs.lines(logits_RV, slots, tokens, first_place)

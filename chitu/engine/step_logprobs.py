@@ -52,6 +52,11 @@ def packed_lines(lines_MC: Tensor, counts: Sequence[int]) -> list[bytes]:
     return [line[: 1 + 2 * count].tobytes() for line, count in zip(numbers, counts, strict=True)]
 
 
+def packed_matrix(lines_TC: Tensor) -> bytes:
+    """The same of a prompt: line by line, each in full."""
+    return lines_TC.numpy().astype("<i4").tobytes()
+
+
 class StepLogprobs:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size

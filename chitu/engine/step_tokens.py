@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from chitu.engine.executor import MAX_UNREAD_STEPS, DoneStep, StepHandle, StepResult
-from chitu.engine.step_logprobs import Lines, packed_lines
+from chitu.engine.step_logprobs import Lines, packed_lines, packed_matrix
 from chitu.errors import Internal
 from chitu.protocol import MAX_LOGPROBS
 
@@ -42,6 +42,7 @@ class _LaunchedStep:
     mark: Mark
     buffer: _Buffer | None
     lines: Lines | None
+    prompt_lines: dict[int, torch.Tensor]
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -49,17 +50,20 @@ class _LaunchedStep:
     def result(self) -> StepResult:
         self.mark.synchronize()
         if self.buffer is None:
-            return StepResult([], [])
+            return _result([], None, None, self.prompt_lines)
         self.buffer.is_unread = False
-        return _result(self.slots, self.buffer.numbers, self.lines)
+        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines)
 
 
-def _result(slots: list[int], numbers: torch.Tensor, lines: Lines | None) -> StepResult:
-    tokens = numbers[: len(slots)].tolist()
-    if lines is None:
-        return StepResult(slots, tokens)
+def _result(
+    slots: list[int], numbers: torch.Tensor | None, lines: Lines | None, prompt_lines: dict[int, torch.Tensor]
+) -> StepResult:
+    prompts = {slot: packed_matrix(lines_TC) for slot, lines_TC in prompt_lines.items()}
+    tokens = [] if numbers is None else numbers[: len(slots)].tolist()
+    if lines is None or numbers is None:
+        return StepResult(slots, tokens, {}, prompts)
     own = numbers[len(slots) : len(slots) + lines.lines_MC.numel()].view(lines.lines_MC.shape)
-    return StepResult(slots, tokens, dict(zip(lines.places, packed_lines(own, lines.counts), strict=True)))
+    return StepResult(slots, tokens, dict(zip(lines.places, packed_lines(own, lines.counts), strict=True)), prompts)
 
 
 class StepTokens:
@@ -76,12 +80,20 @@ class StepTokens:
                 for _ in range(MAX_UNREAD_STEPS)
             ]
 
-    def launched(self, slots: list[int], tokens_N: torch.Tensor | None, lines: Lines | None = None) -> StepHandle:
-        """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none."""
+    def launched(
+        self,
+        slots: list[int],
+        tokens_N: torch.Tensor | None,
+        lines: Lines | None = None,
+        prompt_lines: dict[int, torch.Tensor] | None = None,
+    ) -> StepHandle:
+        """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none. `prompt_lines`,
+        by slot, are many and seldom asked for: each is a copy of its own."""
+        prompt_lines = prompt_lines or {}
         if tokens_N is not None and lines is not None:
             tokens_N = torch.cat([tokens_N, lines.lines_MC.flatten()])
         if self._mark is None:
-            return DoneStep(StepResult(slots, []) if tokens_N is None else _result(slots, tokens_N, lines))
+            return DoneStep(_result(slots, tokens_N, lines, prompt_lines))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -90,4 +102,13 @@ class StepTokens:
             self._turn = (self._turn + 1) % len(self._buffers)
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
-        return _LaunchedStep(slots, self._mark(), buffer, lines)
+        prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
+        return _LaunchedStep(slots, self._mark(), buffer, lines, prompt_lines)
+
+
+def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:
+    """There when the step's mark has passed."""
+    if lines_TC.device.type == "cpu":
+        return lines_TC
+    host = torch.empty(lines_TC.shape, dtype=lines_TC.dtype, pin_memory=True)
+    return host.copy_(lines_TC, non_blocking=True)

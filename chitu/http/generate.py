@@ -31,12 +31,15 @@ from chitu.http.sse import (
     Usage,
     error_event,
 )
-from chitu.http.token_logprobs import ChoiceLogprobs
+from chitu.http.token_logprobs import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import prompt_lines, unpack_i32
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
+PROMPT_TOKENS_A_TURN = 128
+"""Whose logprobs are written as JSON before others have a turn of the loop."""
 CHOICES_A_TURN = 16
 """Of one request, sent on their way before others have a turn of the loop."""
 
@@ -71,6 +74,8 @@ class Choice:
     prompt: Prompt
     logprobs: ChoiceLogprobs | None = None
     """None where they were not asked for."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the field; the same."""
     num_shown: int = 0
     """Tokens that its events stand for, where these say so."""
     is_open: bool = False
@@ -162,7 +167,7 @@ class GenerationRoutes:
         if total > 1:  # of one `add_request` asks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
             self._router.require_room_for(total, num_tokens)
-        per_token = options.stream or bool(options.stops) or options.logprobs
+        per_token = options.stream or bool(options.stops) or options.logprobs is not None
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
             ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
@@ -185,14 +190,12 @@ class GenerationRoutes:
                     options,
                     stop_ids,
                 )
-                choices.append(
-                    Choice(
-                        generation,
-                        decoder,
-                        prompt,
-                        model.choice_logprobs(is_chat, options.skip_special_tokens) if options.logprobs else None,
-                    )
-                )
+                logprobs, of_prompt = None, None
+                if options.logprobs is not None:
+                    logprobs = model.choice_logprobs(is_chat, options.skip_special_tokens)
+                if options.prompt_logprobs is not None:
+                    of_prompt = model.prompt_logprobs(options.prompt_logprobs)
+                choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
 
     def _usage(self, job: Job, choices: list[Choice]) -> Usage:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
@@ -215,6 +218,7 @@ class GenerationRoutes:
                 generation, decoder = choice.generation, choice.decoder
                 if generation.error is not None:
                     raise generation.error
+                await self._write_prompt(choice, options)
                 reason = generation.finish.reason if generation.finish is not None else None
                 if choice.logprobs is not None:
                     choice.logprobs.push(generation.take_logprobs())
@@ -237,6 +241,7 @@ class GenerationRoutes:
                 choice.decoder.finish_reason or "stop",
                 token_ids if options.return_token_ids else None,
                 choice.logprobs.take() if choice.logprobs is not None else b"null",
+                choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
             )
             for choice, text, token_ids in zip(choices, texts, ids, strict=True)
         ]
@@ -255,6 +260,7 @@ class GenerationRoutes:
                 if choice.generation.error is not None:
                     failure = choice.generation.error
                     break
+                await self._write_prompt(choice, job.options)
                 self._append_events(events, i, choice, form, job.options)
             if failure is not None:
                 if not exchange.is_started:
@@ -272,6 +278,25 @@ class GenerationRoutes:
             if exchange.is_full:
                 await exchange.drained()
             exchange.stream(b"".join(events), is_last=not open_choices)
+
+    async def _write_prompt(self, choice: Choice, options: OutputOptions) -> None:
+        """What came of the prompt's logprobs, ahead of its first token. Others have their turn in between: it may be
+        long."""
+        generation, prompt, logprobs = choice.generation, choice.prompt, choice.logprobs
+        data, generation.prompt_logprobs = generation.prompt_logprobs, None
+        if data is None:
+            return
+        echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None
+        token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
+        for start in range(0, len(token_ids), PROMPT_TOKENS_A_TURN):
+            part = slice(start, start + PROMPT_TOKENS_A_TURN)
+            if echoed is not None:
+                echoed.write_prompt(token_ids[part], lines[part], options.logprobs or 0)
+            if choice.prompt_logprobs is not None:
+                choice.prompt_logprobs.write(token_ids[part], lines[part])
+            await asyncio.sleep(0)
+        if echoed is not None:
+            echoed.begin_output(len(prompt.echo), self._model.tokenizer.detokenizer(options.skip_special_tokens))
 
     def _append_events(
         self, events: list[bytes], index: int, choice: Choice, form: ResponseFormat, options: OutputOptions
@@ -292,7 +317,8 @@ class GenerationRoutes:
             choice.is_open = True
             events.append(form.opening(index))
             if choice.prompt.echo:
-                events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None))
+                echoed = None if logprobs is None else logprobs.take()
+                events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
         ending = deltas.pop() if decoder.finish_reason is not None else None
         for text, token_ids in deltas:
             numbers = None if logprobs is None else logprobs.of(token_ids)

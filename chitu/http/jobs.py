@@ -28,7 +28,7 @@ from chitu.http.sampling_fields import (
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import SamplingParams, pack_i32
+from chitu.protocol import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, pack_i32, prompt_logprobs_bytes
 
 
 @dataclass(slots=True)
@@ -180,6 +180,14 @@ class JobParser:
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words)
                 require_a_token(shared, self._model.eos_ids)
+            if (asked := shared.prompt_logprobs) is not None:
+                num_bytes = prompt_logprobs_bytes(len(ids), asked)
+                if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
+                    raise InvalidRequest(
+                        f"logprobs of {len(ids)} prompt tokens with {asked} candidates each are {num_bytes} bytes; at "
+                        f"most {MAX_PROMPT_LOGPROBS_BYTES} are given: ask for fewer",
+                        "prompt_logprobs" if options.prompt_logprobs is not None else "logprobs",
+                    )
             samplings.append(shared)
             if text is None and options.echo:
                 text = self._model.tokenizer.decode(ids, options.skip_special_tokens)

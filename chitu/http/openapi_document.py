@@ -41,6 +41,15 @@ class CompletionLogprobsReply(msgspec.Struct):
     text_offset: list[int]
 
 
+class PromptLogprobReply(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobsReply = list[dict[str, PromptLogprobReply] | None]
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
@@ -48,6 +57,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
+    """With the field of that name."""
 
 
 class CompletionReply(msgspec.Struct):
@@ -98,6 +109,7 @@ class ChatReply(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokenizeReply(msgspec.Struct):

@@ -109,6 +109,7 @@ class GenerationBody(Body, kw_only=True):
     truncate_prompt_tokens: Annotated[int, _documented(minimum=-1)] | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    prompt_logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     cache_prompt: bool | None = None
 

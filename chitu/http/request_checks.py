@@ -21,8 +21,6 @@ from chitu.http.request_bodies import (
 
 def check_completion(body: CompletionBody) -> None:
     """InvalidRequest for fields that do not go together."""
-    if body.echo and body.logprobs is not None and body.logprobs is not False:
-        raise InvalidRequest("echo with logprobs is not supported yet; leave one out", "echo")
     if body.best_of is None:
         return
     if body.best_of < (body.n or 1):

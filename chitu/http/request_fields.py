@@ -122,6 +122,11 @@ FIELDS: tuple[Field, ...] = (
             "32 bits, default 0: of requests that wait on an instance the lowest is first, the highest is retracted "
             "first; nothing that runs stops for it",
         ),
+        (
+            "prompt_logprobs",
+            "0 to 20: of each prompt token but the first its logprob and so many most likely ones, in vLLM's form; "
+            "not with `stream`; the prompt is not read from the cache",
+        ),
         ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
         ("cache_prompt", "false: takes no cached pages and leaves none; default true"),
     ),
@@ -133,7 +138,7 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         (COMPLETIONS,),
         SERVED,
-        ("echo", "the prompt ahead of the text; not with `logprobs`"),
+        ("echo", "the prompt ahead of the text, and its logprobs ahead of the others"),
         ("logprobs", "0 to 20: with each token its logprob and so many most likely ones; `false` is none"),
         ("best_of", "1, or as `n`"),
     ),
@@ -170,7 +175,6 @@ FIELDS: tuple[Field, ...] = (
         GENERATION,
         REFUSED,
         ("response_format", "", ({"type": "text"},)),
-        ("prompt_logprobs", "", (False,)),
         ("structured_outputs", ""),
         ("guided_json", ""),
         ("guided_regex", ""),

@@ -32,7 +32,10 @@ class OutputOptions:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
-    logprobs: bool = False
+    logprobs: int | None = None
+    """Most likely tokens with each token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same of the field of that name; `echo` with `logprobs` is not counted here."""
     echo: bool = False
     continuous_usage: bool = False
     """Every event says what its choice has used so far."""
@@ -88,7 +91,8 @@ def output_options(body: GenerationBody) -> OutputOptions:
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
-        logprobs=num_logprobs(body) is not None,
+        logprobs=num_logprobs(body),
+        prompt_logprobs=num_prompt_logprobs(body),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
     )
 
@@ -132,6 +136,7 @@ def sampling_params(
         allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids"),
         bad_words=bad_words,
         logprobs=num_logprobs(body),
+        prompt_logprobs=asked_of_prompt(body),
     )
 
 
@@ -148,6 +153,25 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
             "allowed_token_ids: bad_words, and the ends that min_tokens holds back, leave none of them",
             "allowed_token_ids",
         )
+
+
+def num_prompt_logprobs(body: GenerationBody) -> int | None:
+    """`prompt_logprobs`. InvalidRequest out of range, and with `stream`: an event has no place for them."""
+    count = body.prompt_logprobs
+    if count is None or count is False:
+        return None
+    if count is True or not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs must be an integer from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
+    if body.stream:
+        raise InvalidRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
+    return count
+
+
+def asked_of_prompt(body: GenerationBody) -> int | None:
+    """What P is asked for: the field, and a completion that repeats its prompt with logprobs."""
+    echoed = num_logprobs(body) if isinstance(body, CompletionBody) and body.echo else None
+    counts = [count for count in (num_prompt_logprobs(body), echoed) if count is not None]
+    return max(counts, default=None)
 
 
 def num_logprobs(body: GenerationBody) -> int | None:

@@ -13,7 +13,14 @@ from typing import Any
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.http.request_bodies import MAX_TOKENS
-from chitu.http.token_logprobs import ChatLogprobs, ChatTexts, ChoiceLogprobs, CompletionLogprobs, CompletionTexts
+from chitu.http.token_logprobs import (
+    ChatLogprobs,
+    ChatTexts,
+    ChoiceLogprobs,
+    CompletionLogprobs,
+    CompletionTexts,
+    PromptLogprobs,
+)
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.protocol import MAX_BAD_WORD_TOKENS
 from chitu.router.routing import Candidates
@@ -63,6 +70,10 @@ class ServedModel:
         if is_chat:
             return ChatLogprobs(self._chat_texts)
         return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
+
+    def prompt_logprobs(self, count: int) -> PromptLogprobs:
+        """Of a new choice, with so many candidates for each token."""
+        return PromptLogprobs(self._completion_texts, count)
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
         """None while no instance can serve. Computed once per view."""

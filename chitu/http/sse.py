@@ -38,7 +38,9 @@ class FinishedChoice(NamedTuple):
     finish_reason: str
     token_ids: list[int] | None
     logprobs: bytes = b"null"
-    """JSON."""
+    """JSON, as the next."""
+    prompt_logprobs: bytes | None = None
+    """None where they were not asked for."""
 
 
 class ResponseFormat(Protocol):
@@ -139,6 +141,8 @@ class CompletionFormat(_Format):
         }
         if choice.token_ids is not None:
             result["token_ids"] = choice.token_ids
+        if choice.prompt_logprobs is not None:
+            result["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
         return result
 
 
@@ -177,3 +181,9 @@ class ChatFormat(_Format):
         if choice.token_ids is not None:
             result["token_ids"] = choice.token_ids
         return result
+
+    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+        """The choices of a chat share their prompt, and so what is said of it."""
+        body = super().full(choices, usage)
+        shared = choices[0].prompt_logprobs
+        return body if shared is None else body[:-1] + b',"prompt_logprobs":' + shared + b"}"

@@ -125,6 +125,24 @@ class CompletionLogprobs(ChoiceLogprobs):
         self._offset = 0
         self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
 
+    def write_prompt(self, token_ids: Sequence[int], lines: Sequence[bytes | None], count: int) -> None:
+        """The next tokens of a prompt that the answer repeats, with so many candidates each."""
+        for token_id, packed in zip(token_ids, lines, strict=True):
+            if packed is None:
+                tokens, numbers, tops, offsets = self._columns
+                tokens.append(self._texts[token_id])
+                numbers.append(b"null")
+                tops.append(b"null")
+                offsets.append(b"%d" % self._offset)
+                self._offset += len(self._detokenizer.push((token_id,)))
+            else:
+                own, top = unpack_logprobs(packed)
+                self._write(token_id, own, top[:count])
+
+    def begin_output(self, offset: int, detokenizer: Detokenizer) -> None:
+        """What follows is the answer, behind a prompt of so many characters."""
+        self._offset, self._detokenizer = offset, detokenizer
+
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
         text = self._texts[token_id]
         # The token itself is always among them; of two tokens with one text the likelier one counts.
@@ -141,6 +159,37 @@ class CompletionLogprobs(ChoiceLogprobs):
         columns, self._columns = self._columns, ([], [], [], [])
         names = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
         return b"{" + b",".join([_column(*pair) for pair in zip(names, columns, strict=True)]) + b"}"
+
+
+class PromptLogprobs:
+    """The field `prompt_logprobs` as vLLM has it: for each token of the prompt an object by token id, null for the
+    first. `rank` is that among the candidates; of a token that is none of them it is null."""
+
+    def __init__(self, texts: CompletionTexts, count: int) -> None:
+        self._texts = texts
+        self._count = count
+        self._entries: list[bytes] = []
+
+    def write(self, token_ids: Sequence[int], lines: Sequence[bytes | None]) -> None:
+        """The next tokens of the prompt."""
+        for token_id, packed in zip(token_ids, lines, strict=True):
+            if packed is None:
+                self._entries.append(b"null")
+                continue
+            own, top = unpack_logprobs(packed)
+            ranked = [(other, logprob, b"%d" % rank) for rank, (other, logprob) in enumerate(top[: self._count], 1)]
+            if token_id not in {other for other, _, _ in ranked}:
+                ranked.insert(0, (token_id, own, b"null"))
+            self._entries.append(b"{" + b",".join([self._entry(*one) for one in ranked]) + b"}")
+
+    def _entry(self, token_id: int, logprob: float, rank: bytes) -> bytes:
+        return b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}' % (
+            *(token_id, _number(logprob), rank),
+            self._texts[token_id],
+        )
+
+    def take(self) -> bytes:
+        return b"[" + b",".join(self._entries) + b"]"
 
 
 def _column(name: bytes, values: Iterable[bytes]) -> bytes:

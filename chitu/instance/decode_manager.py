@@ -196,8 +196,13 @@ class DecodeManager:
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
-        # Behind a logits row that comes alone follows Success at once, and P's times and bytes with it.
-        ready = [s for s in self.transfer.values() if s.logits_ready and not s.admitted and (s.kv_ready or s.needs_kv)]
+        # Behind a logits row that comes alone follows Success at once, and P's times and bytes with it. Logprobs of the
+        # prompt come with Success, and leave with the first token.
+        ready = [
+            s
+            for s in self.transfer.values()
+            if s.logits_ready and not s.admitted and (s.kv_ready or (s.needs_kv and s.prompt_logprobs is None))
+        ]
         for sequence in ready:
             sequence.kv_len = sequence.prompt_len
             self._admit(sequence, plan)
@@ -244,7 +249,7 @@ class DecodeManager:
     def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
         sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
         sequence.kv_landed_s = self._clock.monotonic()
-        sequence.kv_ready = True
+        sequence.kv_ready, sequence.prompt_lines = True, event.prompt_logprobs
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
         if sequence.state is SequenceState.CLOSING:

@@ -51,6 +51,8 @@ class PrefillManager:
         return self.waiting.get(room) or self.computing.get(room) or self.inflight.get(room)
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.prompt_logprobs is not None:
+            sequence.keys = None  # every position is computed, none is read from the cache
         self.waiting[sequence.room] = sequence
 
     # ------------------------------------------------------------------------------------------------------- schedule
@@ -70,6 +72,7 @@ class PrefillManager:
                     length,
                     sample=last and self._sender is None,
                     aux_slot=sequence.aux_slot if last and self._sender is not None else -1,
+                    logprobs=-1 if sequence.prompt_logprobs is None else sequence.prompt_logprobs,
                 )
             )
         if self._sender is not None and chunks:
@@ -101,16 +104,18 @@ class PrefillManager:
             self._sender.end_step()
         return done
 
-    def after_read(self, chunks: list[Chunk]) -> None:
+    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         """The step is done: what it computed is there for later prompts, unless the request is over. On P the logits
-        rows of the prompts that ended in it are complete, and may leave."""
-        for chunk in chunks:
+        rows of the prompts that ended in it are complete, and may leave. `slots`: of the chunks at its launch."""
+        for chunk, slot in zip(chunks, slots, strict=True):
             sequence = chunk.sequence
             if sequence.state is SequenceState.CLOSING:
                 continue
             self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
             if self._sender is not None and chunk.is_last and sequence.state is SequenceState.INFLIGHT:
-                self._sender.send_kv_cache(sequence.room, sequence.aux_slot)
+                self._sender.send_kv_cache(sequence.room, sequence.aux_slot, sequence.prompt_lines)
 
     def _admit(self, plan: StepPlan) -> None:
         if not self.waiting:
@@ -157,7 +162,7 @@ class PrefillManager:
             self.computing.pop(sequence.room, None)
             self.inflight.pop(sequence.room, None)
             self._resources.vacate(sequence, is_offloaded=False)
-            sequence.kv_len = 0
+            sequence.kv_len, sequence.prompt_lines = 0, None
             sequence.state = SequenceState.WAITING
             self.waiting[sequence.room] = sequence
 

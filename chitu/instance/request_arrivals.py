@@ -156,6 +156,9 @@ class RequestArrivals:
         self._count += 1
         sampling = None if isinstance(message, PrefillRequest) else message.sampling
         stop_ids: frozenset[int] = frozenset()
+        asks = message if isinstance(message, PrefillRequest) else message.sampling
+        num_emitted = 0 if isinstance(message, PrefillRequest) else message.num_emitted
+        prompt_logprobs = None if num_emitted else asks.prompt_logprobs
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
         return Sequence(
@@ -165,8 +168,9 @@ class RequestArrivals:
             self._parts.clock.monotonic(),
             message.token_ids,
             sampling,
-            0 if isinstance(message, PrefillRequest) else message.num_emitted,
+            num_emitted,
             message.router_worker,
+            prompt_logprobs=prompt_logprobs,
             stop_ids=stop_ids,
             keys=self._page_keys(message),
         )
@@ -181,6 +185,7 @@ class RequestArrivals:
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
         wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._vocab_size)
+        wrong = wrong or _wrong_logprobs(sequence.prompt_logprobs)
         if sequence.sampling is not None:
             wrong = wrong or wrong_sampling(sequence.sampling, self._vocab_size)
         if wrong:
@@ -210,6 +215,10 @@ def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:
     return ""
 
 
+def _wrong_logprobs(count: int | None) -> str:
+    return "" if count is None or 0 <= count <= MAX_LOGPROBS else f"{count} logprobs; 0 to {MAX_LOGPROBS} are given"
+
+
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
     """The router has checked all of it; this is what would fail, or cost without bound, in the middle of a step."""
     bias, stops = sampling.logit_bias, sampling.stop_token_ids
@@ -227,8 +236,9 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
         )
     if () in words:
         return "a bad word has no tokens"
-    if not 0 <= (sampling.logprobs or 0) <= MAX_LOGPROBS:
-        return f"{sampling.logprobs} logprobs with each token; 0 to {MAX_LOGPROBS} are given"
+    for count in (sampling.logprobs, sampling.prompt_logprobs):
+        if wrong := _wrong_logprobs(count):
+            return wrong
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
     if not all(map(math.isfinite, (*numbers, *penalties))):

@@ -58,6 +58,7 @@ class _Outcome:
     tokens: dict[int, int] = field(default_factory=dict)
     """By slot; so are the logprobs."""
     logprobs: dict[int, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Who raises alone."""
@@ -164,6 +165,7 @@ class StepFaults:
             self._run(parts[half:], outcome)
             return
         outcome.tokens.update(zip(result.slots, result.tokens, strict=True))
+        outcome.prompt_logprobs.update(result.prompt_logprobs)
         outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
             part.sequence.admitted = True
@@ -191,5 +193,6 @@ class StepFaults:
         order = [*first_tokens, *(chunk.sequence for chunk in chunks), *decoding]
         slots = [sequence.slot for sequence in order if sequence.slot in outcome.tokens]
         logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
-        done = DoneStep(StepResult(slots, [outcome.tokens[slot] for slot in slots], logprobs))
+        tokens = [outcome.tokens[slot] for slot in slots]
+        done = DoneStep(StepResult(slots, tokens, logprobs, outcome.prompt_logprobs))
         return Step(step.plan, first_tokens, chunks, decoding), done

@@ -53,6 +53,7 @@ class _Batch:
     logprobs: list[tuple[int, bytes]] = field(default_factory=list)
     """With the place in `tokens`."""
     cached: list[tuple[bytes, int]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[bytes, bytes]] = field(default_factory=list)
     epoch: int = 0
     """How many routers got messages through `send` before."""
     number: int = 0
@@ -114,6 +115,12 @@ class TokenManager:
         if batch is not None:
             batch.cached.append((room, num_tokens))
 
+    def push_prompt(self, room: bytes, logprobs: bytes, worker: int = 0) -> None:
+        """Logprobs of a room's prompt, ahead of its first token."""
+        batch = self._batches.get(worker)
+        if batch is not None:
+            batch.prompt_logprobs.append((room, logprobs))
+
     def finish(self, finish: Finish, worker: int = 0) -> None:
         """End of a room; it travels behind the room's last token."""
         batch = self._batches.get(worker)
@@ -132,7 +139,7 @@ class TokenManager:
         batch.number += 1
         message = TokenBatch(
             *(self._incarnation, batch.rooms, batch.tokens, batch.finished, batch.number, batch.epoch),
-            *(batch.logprobs, batch.cached),
+            *(batch.logprobs, batch.cached, batch.prompt_logprobs),
         )
         if not batch.send(encode(message)):
             # The router has not read for so long that it is gone; its clients are, too.
@@ -140,3 +147,4 @@ class TokenManager:
             self.tokens_dropped += count
         self.tokens_sent += count
         batch.rooms, batch.tokens, batch.finished, batch.logprobs, batch.cached = [], [], [], [], []
+        batch.prompt_logprobs = []

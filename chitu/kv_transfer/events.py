@@ -40,6 +40,8 @@ class TransferEvent:
     """D, with SUCCESS: where P spent its time."""
     cached_tokens: int = 0
     """D, with LOGITS_READY: of the prompt, that P did not have to compute."""
+    prompt_logprobs: bytes | None = None
+    """D, with SUCCESS, where P was asked for them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,8 +86,9 @@ class PrefillSenderLike(Protocol):
         """The forward is over; chunks of rooms not announced yet are kept for later."""
         ...
 
-    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
-        """The logits row of the room's last token is in `aux_slot`: it leaves ahead of all KV still queued."""
+    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        """The logits row of the room's last token is in `aux_slot`: it leaves ahead of all KV still queued.
+        `prompt_logprobs` leave with Success."""
         ...
 
     def reset_chunks(self, room: bytes) -> bool:

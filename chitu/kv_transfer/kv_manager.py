@@ -146,10 +146,10 @@ class KVManager:
 
     # ------------------------------------------------------------------------------------------- P sends, D is told
 
-    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         """P: the room's prompt is computed and its logits row is in `aux_slot`."""
         assert self.sender is not None
-        self.sender.send_kv_cache(room, aux_slot)
+        self.sender.send_kv_cache(room, aux_slot, prompt_logprobs)
 
     def on_routes(self, routes: Sequence[RouteEntry]) -> None:
         """D: what the bootstrap server lists. P needs no directory."""

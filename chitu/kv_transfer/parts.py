@@ -123,8 +123,9 @@ class Outbox:
         kv_bytes: int = 0,
         times: PrefillTimes = NO_TIMES,
         cached_tokens: int = 0,
+        prompt_logprobs: bytes | None = None,
     ) -> None:
-        self._events.append(TransferEvent(kind, room, error, kv_bytes, times, cached_tokens))
+        self._events.append(TransferEvent(kind, room, error, kv_bytes, times, cached_tokens, prompt_logprobs))
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:

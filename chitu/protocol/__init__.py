@@ -34,7 +34,15 @@ from chitu.protocol.cluster import (
     stats_codec,
     view_codec,
 )
-from chitu.protocol.logprobs import MAX_LOGPROBS, TokenLogprobs, pack_logprobs, unpack_logprobs
+from chitu.protocol.logprobs import (
+    MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS_BYTES,
+    TokenLogprobs,
+    pack_logprobs,
+    prompt_lines,
+    prompt_logprobs_bytes,
+    unpack_logprobs,
+)
 from chitu.protocol.peer import (
     AbortAck,
     AbortTransfer,
@@ -93,6 +101,7 @@ __all__ = [
     "MAX_BAD_WORD_TOKENS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "MAX_PROMPT_LOGPROBS_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "NO_TIMES",
     "PROTOCOL_VERSION",
@@ -149,6 +158,8 @@ __all__ = [
     "pack_logprobs",
     "peer_codec",
     "peer_frames",
+    "prompt_lines",
+    "prompt_logprobs_bytes",
     "scheduler_codec",
     "stats_codec",
     "token_codec",

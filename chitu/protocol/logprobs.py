@@ -14,6 +14,8 @@ from chitu.errors import BadFrame
 
 MAX_LOGPROBS = 20
 """Most likely tokens that a request may ask for with each of its tokens."""
+MAX_PROMPT_LOGPROBS_BYTES = 16 << 20
+"""Of one prompt: they travel in one message to D, and in one to the router."""
 _PAIR = struct.Struct("<if")
 _OWN = struct.Struct("<f")
 
@@ -27,6 +29,19 @@ class TokenLogprobs(NamedTuple):
 
 def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> bytes:
     return _OWN.pack(logprob) + b"".join([_PAIR.pack(token, value) for token, value in top])
+
+
+def prompt_logprobs_bytes(num_tokens: int, count: int) -> int:
+    """Of all tokens of a prompt but the first, with so many most likely ones each."""
+    return (num_tokens - 1) * (_OWN.size + count * _PAIR.size)
+
+
+def prompt_lines(num_tokens: int, data: bytes) -> list[bytes | None]:
+    """One for each token of a prompt, the first of which has none. BadFrame where they are not so many."""
+    width, rest = divmod(len(data), num_tokens - 1) if num_tokens > 1 else (0, len(data))
+    if rest:
+        raise BadFrame(f"{len(data)} bytes of logprobs for a prompt of {num_tokens} tokens")
+    return [None, *(data[start : start + width] for start in range(0, len(data), width or 1))]
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:

@@ -126,6 +126,8 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """With Success, where P's `verify_kv` is not `off`."""
     num_staged: int = 0
     """With Success: how many groups of the room went through segments."""
+    prompt_logprobs: bytes | None = None
+    """With Success, where the router asked P for them."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):

@@ -51,6 +51,8 @@ class SamplingParams(Wire, frozen=True):
     at most MAX_BAD_WORD_TOKENS."""
     logprobs: int | None = None
     """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens but the first one; not where output of another D lies behind the prompt."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler
@@ -76,6 +78,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
     priority: int = 0
     """Of those that wait here the lowest is first, and of equal ones the one that came first."""
+    prompt_logprobs: int | None = None
+    """As in SamplingParams; they travel with Success."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -197,6 +201,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     cached: list[tuple[bytes, int]] = []
     """Of rooms whose first token is in here: how many tokens of the prompt were in cached pages, and not computed. Not
     where it is none."""
+    prompt_logprobs: list[tuple[bytes, bytes]] = []
+    """Of rooms whose first token is in this message: one line after the other, without the prompt's first token."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

@@ -125,6 +125,8 @@ class Generation:
     """Tokens not taken by the reader yet."""
     logprobs: list[bytes] = field(default_factory=list)
     """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
+    prompt_logprobs: bytes | None = None
+    """Of the prompt, once its first token is here, until somebody took them."""
     num_taken: int = 0
     taken: array[int] = field(default_factory=lambda: array("i"))
     """Those that were: another D may have to go on behind them."""

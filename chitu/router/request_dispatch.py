@@ -130,6 +130,7 @@ class Dispatcher:
             number=to_prefill.next_number,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
         )
         if not self._post(attempt.decode, to_decode, decode_half, attempt.created_s):
             return attempt.decode

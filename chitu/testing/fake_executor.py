@@ -335,6 +335,9 @@ class FakeExecutor:
         _check(not state.lacks_restore, f"slot {chunk.slot}: prefill onto KV that was never restored")
         self._require_pages(chunk.slot, state, end)
         self._compute(chunk.slot, state, end)
+        if chunk.logprobs >= 0:
+            behind = state.tokens[chunk.start + 1 : end + 1]
+            result.prompt_logprobs[chunk.slot] = b"".join([fake_logprobs(token, chunk.logprobs) for token in behind])
         if chunk.sample or chunk.aux_slot >= 0:
             _check(end == len(state.tokens), f"slot {chunk.slot}: logits at {end} of {len(state.tokens)} tokens")
         if chunk.aux_slot >= 0:

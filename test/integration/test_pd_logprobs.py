@@ -132,6 +132,64 @@ def test_the_official_client_streams_what_it_gets_at_once(client: openai.OpenAI)
 
 
 @pytest.mark.slow
+def test_a_prompt_that_is_repeated_has_the_logprobs_of_every_position(
+    client: openai.OpenAI, reference: transformers.PreTrainedModel
+) -> None:
+    """Prompts of several chunks, of one token, and (the second time) such as lie in the prefix cache."""
+    asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS, "logprobs": 2, "echo": True, "temperature": 0}
+    asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    for max_tokens in (1, 4, 4):
+        answer = client.completions.create(**asked, max_tokens=max_tokens)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0, "no position may be skipped"
+        for prompt, choice in zip(PROMPTS, answer.choices, strict=True):
+            tokens, logprobs = [*prompt, *choice.token_ids], choice.logprobs
+            right = right_logprobs(reference, prompt[:1], tokens[1:])
+            assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+            own = right.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(logprobs.token_logprobs[1:]), own, atol=CLOSE), choice
+            for row, top in zip(right, logprobs.top_logprobs[1:], strict=True):
+                assert max(top.values()) == pytest.approx(row.max().item(), abs=CLOSE) and len(top) in (2, 3)
+            assert len(logprobs.tokens) == len(logprobs.text_offset) == len(tokens)
+            assert logprobs.text_offset[0] == 0 and logprobs.text_offset == sorted(logprobs.text_offset)
+            for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+                if not token.startswith(("bytes:", "token_id:", "<")):
+                    assert choice.text[at : at + len(token)] == token, choice
+    streamed: dict[int, list[Any]] = {}
+    texts: dict[int, str] = {}
+    for chunk in client.completions.create(**asked, max_tokens=4, stream=True):
+        part = chunk.choices[0]
+        texts[part.index] = texts.get(part.index, "") + part.text
+        streamed.setdefault(part.index, []).extend(part.logprobs.token_logprobs if part.logprobs else [])
+    assert streamed == {choice.index: choice.logprobs.token_logprobs for choice in answer.choices}
+    assert texts == {choice.index: choice.text for choice in answer.choices}
+
+
+@pytest.mark.slow
+def test_prompt_logprobs_are_those_of_the_prompt_in_vllms_form(
+    client: openai.OpenAI, cluster: LocalCluster, reference: transformers.PreTrainedModel
+) -> None:
+    prompt = PROMPTS[1]
+    body: dict[str, Any] = {"model": "m", "max_tokens": 2, "temperature": 0, "prompt_logprobs": 3}
+    reply = httpx.post(f"{cluster.url}/v1/completions", json={**body, "prompt": prompt}, timeout=60)
+    (choice,) = reply.json()["choices"]
+    assert choice["logprobs"] is None
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and len(others) == len(prompt) - 1
+    right = right_logprobs(reference, prompt[:1], prompt[1:])
+    for row, token, entry in zip(right, prompt[1:], others, strict=True):
+        best = row.topk(3).indices.tolist()
+        assert set(map(int, entry)) == {token, *best}
+        for other, value in entry.items():
+            assert value["logprob"] == pytest.approx(row[int(other)].item(), abs=CLOSE)
+            assert value["rank"] == (best.index(int(other)) + 1 if int(other) in best else None)
+    messages = [{"role": "user", "content": "Say something."}]
+    chat = httpx.post(f"{cluster.url}/v1/chat/completions", json={**body, "messages": messages}, timeout=60).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"] and "logprobs" in chat["choices"][0]
+    refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "prompt": prompt, "stream": True}, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+@pytest.mark.slow
 def test_of_a_request_for_one_token_the_logits_row_moves_alone(client: openai.OpenAI, cluster: LocalCluster) -> None:
     for sampling in SAMPLINGS:
         asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[0], "logprobs": 1, **sampling}

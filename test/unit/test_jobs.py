@@ -23,7 +23,7 @@ from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_BAD_WORD_TOKENS, unpack_i32
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS_BYTES, unpack_i32
 
 MAX_LEN = 64
 
@@ -51,9 +51,11 @@ class Client:
 class World:
     """A parser, with as many embeddings as said, and what it had tokenised."""
 
-    def __init__(self, vocab_size: int = 100_000, serving: bool = True, path: Path = TINY_MODEL_DIR) -> None:
+    def __init__(
+        self, vocab_size: int = 100_000, serving: bool = True, path: Path = TINY_MODEL_DIR, max_len: int = MAX_LEN
+    ) -> None:
         self.model = ServedModel.load(ModelConfig(path=str(path), served_name="m"), 0)
-        instance = SimpleNamespace(max_model_len=MAX_LEN, layout=SimpleNamespace(vocab_size=vocab_size))
+        instance = SimpleNamespace(max_model_len=max_len, layout=SimpleNamespace(vocab_size=vocab_size))
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
@@ -131,6 +133,18 @@ def test_a_text_of_few_long_tokens_is_taken_however_many_bytes_it_has() -> None:
     length = len(ids(text))
     assert world.model.tokenizer.exceeds(text, length, bytes_per_token=1) is False
     assert world.model.tokenizer.exceeds(text, length // 2, bytes_per_token=1) is True
+
+
+def test_logprobs_of_a_prompt_have_a_bound_in_bytes() -> None:
+    most = (MAX_PROMPT_LOGPROBS_BYTES // (4 + 20 * 8)) + 1
+    world = World(max_len=2 * most)
+    asking: list[dict[str, Any]] = [{"prompt_logprobs": 20}, {"logprobs": 20, "echo": True}]
+    for fields in asking:
+        assert world.completion([5] * most, **fields).samplings[0].prompt_logprobs == 20
+        with pytest.raises(InvalidRequest) as caught:
+            world.completion([5] * (most + 1), **fields)
+        assert caught.value.param == next(iter(fields))
+        assert world.completion([5] * (most + 1), **{**fields, next(iter(fields)): 19})
 
 
 def test_without_an_instance_nothing_is_tokenized_and_a_wrong_body_is_still_wrong() -> None:

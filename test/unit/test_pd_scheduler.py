@@ -38,7 +38,7 @@ from chitu.protocol import (
     unpack_logprobs,
 )
 from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens
+from chitu.testing.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
 from chitu.testing.late_executor import LateExecutor
 from chitu.types import Ready
 
@@ -85,6 +85,8 @@ class Instance:
         self.tokens: dict[bytes, list[int]] = {}
         self.has_logprobs: dict[bytes, bool] = {}
         """Whether logprobs came with the tokens of a room: with all of them, or with none."""
+        self.prompts: dict[bytes, bytes] = {}
+        """Logprobs of prompts."""
         self.finishes: dict[bytes, Finish] = {}
         self.cached: dict[bytes, int] = {}
         self.failures: dict[bytes, ChituError] = {}
@@ -126,12 +128,16 @@ class Instance:
         for place, (room, token) in enumerate(zip(batch.rooms, batch.tokens, strict=True)):
             assert room not in self.finishes, "a token after the end"
             self.tokens.setdefault(room, []).append(token)
+            assert room not in dict(batch.prompt_logprobs) or len(self.tokens[room]) == 1
             logprobs = dict(batch.logprobs).get(place)
             assert self.has_logprobs.setdefault(room, logprobs is not None) == (logprobs is not None)
             assert logprobs is None or unpack_logprobs(logprobs).logprob == -token, "logprobs of another token"
         for room, num_tokens in batch.cached:
             assert len(self.tokens[room]) == 1 and room not in self.cached, "not with the first token"
             self.cached[room] = num_tokens
+        for room, lines in batch.prompt_logprobs:
+            assert room not in self.prompts, "a prompt's logprobs come once"
+            self.prompts[room] = lines
         for finish in batch.finished:
             assert finish.room not in self.finishes, "two ends"
             self.finishes[finish.room] = finish
@@ -177,6 +183,7 @@ class Wire:
         self.announced: dict[bytes, int] = {}
         self.requested: set[bytes] = set()
         self.computed: dict[bytes, int] = {}
+        self.prompt_logprobs: dict[bytes, bytes | None] = {}
         self.delivered: set[bytes] = set()
         self.dead: set[bytes] = set()
         self.failing: set[bytes] = set()
@@ -199,8 +206,9 @@ class Wire:
 
     def end_step(self) -> None: ...
 
-    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         self.computed[room] = aux_slot
+        self.prompt_logprobs[room] = prompt_logprobs
 
     def reset_chunks(self, room: bytes) -> bool:
         self.computed.pop(room, None)
@@ -246,7 +254,10 @@ class Wire:
                 self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room))
             else:
                 del self.computed[room]
-                self.events_d.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
+                lines = self.prompt_logprobs[room]
+                self.events_d.append(
+                    TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, prompt_logprobs=lines)
+                )
                 self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
 
 
@@ -294,11 +305,23 @@ def continued(
     """Every other request goes on where another instance was lost: tokens to send, how they are sampled, how many of
     them are output, and what is to come."""
     logprobs = (None, 0, 2)[index % 3]
-    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index, logprobs=logprobs)
+    asked = {"logprobs": logprobs, "prompt_logprobs": 1 if index % 5 < 2 else None}
+    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index, **asked)
     prompt = prompt_of(index, prompt_len)
     tokens = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
     num_emitted = progress % max_tokens if index % 2 else 0
     return pack_i32(prompt + tokens[:num_emitted]), sampling, num_emitted, tokens[num_emitted:]
+
+
+def check_prompt(instance: Instance, index: int, one: tuple[int, int, int]) -> None:
+    """Of a served request: every token of the prompt but the first, once, whatever chunks, caches and undone steps."""
+    _, sampling, num_emitted, _ = continued(index, *one)
+    lines = instance.prompts.get(room_of(index))
+    if num_emitted or sampling.prompt_logprobs is None:
+        assert lines is None
+        return
+    prompt = prompt_of(index, one[0])
+    assert lines == b"".join([fake_logprobs(token, sampling.prompt_logprobs) for token in prompt[1:]])
 
 
 @settings(max_examples=150, deadline=None)
@@ -315,6 +338,7 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
         assert instance.tokens[room_of(index)] == continued(index, *one)[3]
         assert instance.finishes[room_of(index)].reason == "length"
         assert instance.has_logprobs[room_of(index)] == (index % 3 > 0)
+        check_prompt(instance, index, one)
     instance.check_empty()
 
 
@@ -333,7 +357,9 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
             index, one = pending.pop(0)
             prompt, sampling, num_emitted, _ = continued(index, *one)
             decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, num_emitted))
-            prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1))
+            asked = None if num_emitted else sampling.prompt_logprobs
+            half = PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1, prompt_logprobs=asked)
+            prefill.scheduler.submit(half)
             fate = rng.random()
             if fate < 0.15:
                 wire.failing.add(room_of(index))
@@ -360,6 +386,7 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
         else:
             assert tokens == expected
             assert decode.finishes[room].reason == "length"
+            check_prompt(decode, index, one)
     prefill.check_empty()
     decode.check_empty()
     assert not prefill.tokens, "P never samples"
@@ -411,6 +438,7 @@ WRONG_SAMPLING = [
     SamplingParams(4, presence_penalty=float("nan")),
     SamplingParams(4, logprobs=MAX_LOGPROBS + 1),
     SamplingParams(4, logprobs=-1),
+    SamplingParams(4, prompt_logprobs=MAX_LOGPROBS + 1),
 ]
 
 

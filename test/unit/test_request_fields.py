@@ -156,7 +156,6 @@ def test_what_has_no_effect_is_taken_whatever_it_is(route: str, field: Field) ->
 def test_what_is_true_for_python_but_not_in_json_asks_for_something() -> None:
     for name, value in (
         ("top_logprobs", False),
-        ("prompt_logprobs", 0),
         ("length_penalty", True),
         ("use_beam_search", 0),
     ):

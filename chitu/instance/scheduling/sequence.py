@@ -47,6 +47,10 @@ class Sequence:
     """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
     max_new_tokens: int = field(init=False)
     """As many may be sampled here; 0 on P."""
+    prompt_logprobs: int | None = None
+    """Of the prompt, as SamplingParams has it; P and unified instances compute them, D hands them on."""
+    prompt_lines: bytes | None = None
+    """These, as far as they are known; None where nothing is or was asked for."""
     stop_ids: frozenset[int] = frozenset()
     keys: PageKeys | None = None
     """Of its pages in the prefix cache; None where it takes and leaves none."""

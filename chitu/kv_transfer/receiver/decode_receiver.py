@@ -252,6 +252,7 @@ class DecodeReceiver:
                 error = failure
         with self._lock:
             self._rooms.written(room, entry)
+            entry.data.prompt_logprobs = message.prompt_logprobs
             if error is not None:
                 self._rooms.fail(room, ReceiverEvent.CORRUPT, error)
             elif arrival is not None:

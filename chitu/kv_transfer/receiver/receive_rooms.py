@@ -59,6 +59,8 @@ class ReceiveRoom:
     """P gave a sign for this room: no need to repeat TransferInfo."""
     is_written: bool = False
     """P said Success: nothing writes here any more, whatever becomes of the room."""
+    prompt_logprobs: bytes | None = None
+    """Came with that."""
     is_staged_alone: bool = False
     """P writes nothing but segments: neither pages nor row can be reached by a late write."""
     num_scattering: int = 0
@@ -208,7 +210,8 @@ class ReceiveRooms:
             self.bytes_moved += moved_bytes
             request_id = entry.data.request_id
             self._out.log(logging.INFO, log.RECEIVED_KV, request_id, request_id=request_id)
-            self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes, times=times)
+            lines = entry.data.prompt_logprobs
+            self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes, times=times, prompt_logprobs=lines)
             self.table.bury(room, Tombstone("", ""))
 
     def acknowledge(self, room: bytes, message: TransferStatus) -> None:

@@ -97,12 +97,12 @@ class ChunkFeed:
 
     # -------------------------------------------------------------------------------------------------------- the rooms
 
-    def send_aux(self, room: bytes, aux_slot: int) -> None:
+    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None) -> None:
         """The logits row is in `aux_slot`: it leaves as soon as the room is announced."""
         entry = self._table.get(room)
         if entry is None or entry.state not in OPEN_STATES or entry.data.aux_slot >= 0:
             return
-        entry.data.aux_slot = aux_slot
+        entry.data.aux_slot, entry.data.prompt_logprobs = aux_slot, prompt_logprobs
         entry.data.computed_s = self._clock.monotonic()
         if entry.state is not SenderState.REQUESTED:
             self._queue_aux(room)

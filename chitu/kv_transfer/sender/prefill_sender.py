@@ -130,9 +130,9 @@ class PrefillSender:
             self._feed.end_step()
         self._empty_outbox()
 
-    def send_kv_cache(self, room: bytes, aux_slot: int) -> None:
+    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         with self._lock:
-            self._feed.send_aux(room, aux_slot)
+            self._feed.send_aux(room, aux_slot, prompt_logprobs)
 
     def reset_chunks(self, room: bytes) -> bool:
         with self._lock:

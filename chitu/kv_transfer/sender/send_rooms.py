@@ -54,6 +54,8 @@ class SendRoom:
     backlog: list[TransferKVChunk] = field(default_factory=list)
     """Computed, not announced."""
     aux_slot: int = -1
+    prompt_logprobs: bytes | None = None
+    """Of all of the prompt, for D; None where nobody asks."""
     is_aux_written: bool = False
     units_left: int = 0
     """Layer pages that have not landed yet; known from the announcement on."""
@@ -286,6 +288,7 @@ class SendRooms:
                 times=record.times,
                 kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
                 num_staged=record.num_staged,
+                prompt_logprobs=record.prompt_logprobs,
             )
         else:
             assert record.error is not None
