@@ -82,6 +82,8 @@ class BootstrapServer:
                 f"engine_rank {entry.engine_rank}, rank_ip {entry.rank_ip!r}, rank_port {entry.rank_port},"
                 f" tp_size {entry.tp_size}: out of range",
             )
+        if not 0 < entry.incarnation < 1 << 63:  # JSON has larger ones, the messages that name it have not
+            raise RouteError(400, f"incarnation {str(entry.incarnation)[:40]}: not from 1 to {(1 << 63) - 1}")
         self.expire()
         held = self._leases.get(entry.engine_rank)
         name = instance_name(entry.role, entry.engine_rank)

@@ -43,7 +43,7 @@ def call(server: BootstrapServer, method: str, target: str, body: bytes = b"") -
 def test_an_entry_that_was_put_is_found_by_rank_and_in_the_list() -> None:
     server = BootstrapServer(FakeClock())
     assert call(server, "PUT", "/route", msgspec.json.encode(entry(1, port=5001)))[0] == 200
-    assert call(server, "PUT", "/route", msgspec.json.encode(entry(0)))[0] == 200
+    assert call(server, "PUT", "/route", msgspec.json.encode(entry(0, incarnation=(1 << 63) - 1)))[0] == 200
     status, found = call(server, "GET", "/route?engine_rank=1")
     assert status == 200 and msgspec.convert(found, RouteEntry) == entry(1, port=5001)
     status, listed = call(server, "GET", "/route")
@@ -59,6 +59,9 @@ def test_an_entry_that_was_put_is_found_by_rank_and_in_the_list() -> None:
         ("PUT", "/route", b"{}", 400),
         ("PUT", "/route", msgspec.json.encode(entry(port=0)), 400),
         ("PUT", "/route", msgspec.json.encode(entry(rank=-1)), 400),
+        ("PUT", "/route", msgspec.json.encode(entry(incarnation=0)), 400),
+        ("PUT", "/route", msgspec.json.encode(entry(incarnation=1 << 63)), 400),
+        ("PUT", "/route", msgspec.json.encode(entry(incarnation=77)).replace(b":77,", b":%d," % (1 << 65)), 400),
         ("PUT", "/route", msgspec.json.encode(entry()).replace(b"prefill", b"decode"), 400),
         ("PUT", "/route", b'{"extra":1,' + msgspec.json.encode(entry())[1:], 400),
         ("PUT", "/route", b" " * (MAX_BODY_BYTES + 1), 413),
