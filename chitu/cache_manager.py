@@ -173,10 +173,10 @@ class PagedKVCacheManager:
             return None
         return PageKeys.of(self._fingerprint, self.page_size, cache_salt)
 
-    def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes) -> int:
+    def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """The first pages of a new room: those in which the beginning of its `prompt` (int32 LE) is cached. How many
-        tokens that is: always fewer than it has, since the last one's logits are wanted."""
-        pages = self._find(keys, prompt)
+        tokens that is. At least the last `to_compute` are none of them: who computes wants the last one's logits."""
+        pages = self._find(keys, prompt, to_compute)
         if not pages:
             return 0
         if room in self._rooms:
@@ -186,16 +186,17 @@ class PagedKVCacheManager:
         self.hit_tokens += len(pages) * self.page_size
         return len(pages) * self.page_size
 
-    def pages_wanted(self, keys: PageKeys | None, prompt: bytes) -> int:
+    def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """How many of the available pages a room with this prompt would take: all, but for those that others use."""
         wanted = self.pages_for(len(prompt) // 4)
-        return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt))
+        return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt, to_compute))
 
     def commit(self, room: bytes, keys: PageKeys | None, token_ids: bytes, num_tokens: int) -> None:
-        """K and V of the first `num_tokens` of the room's `token_ids` are in its pages, for good: what is launched, or
-        may still be on its way from a peer, does not count. From here on others find the pages that are full."""
+        """K and V of the first `num_tokens` of the room's `token_ids` are in its pages, for good: what is launched does
+        not count. From here on others find the pages that are full. A room that a peer may still write to leaves
+        nothing."""
         found = self._rooms.get(room)
-        if found is None or keys is None:
+        if found is None or keys is None or room in self._in_transfer or room in self._quarantined:
             return
         pinned, num_full = found.pinned, num_tokens // self.page_size
         if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new; or it was flushed
@@ -214,10 +215,10 @@ class PagedKVCacheManager:
         if dropped:
             self._allocator.release(dropped)
 
-    def _find(self, keys: PageKeys | None, prompt: bytes) -> list[int]:
+    def _find(self, keys: PageKeys | None, prompt: bytes, to_compute: int) -> list[int]:
         if keys is None:
             return []
-        return self._index.find(keys.upto((len(prompt) // 4 - 1) // self.page_size, prompt))
+        return self._index.find(keys.upto((len(prompt) // 4 - to_compute) // self.page_size, prompt))
 
     def _pin(self, pages: Sequence[int]) -> None:
         were_idle = self._index.pin(pages)

@@ -280,3 +280,4 @@ class PDScheduler:
         if event.kind is TransferEventKind.FAILED:
             self._ends.transfer_failed(event)
         self._load.bytes_moved += event.kv_bytes
+        self._load.bytes_saved += event.saved_bytes

@@ -53,8 +53,8 @@ class CacheConfig(Section, frozen=True):
     """What K and V are stored as. `auto`: the model's dtype. `fp8_e4m3`: a byte a number, with a scale for each token
     and head."""
     prefix_cache: bool = True
-    """Full pages of prompts (on unified instances of outputs, too) stay where they were computed until their room is
-    wanted; a later prompt that begins alike is computed from there on."""
+    """Full pages of prompts and outputs stay on the instances that have them until their room is wanted; a later prompt
+    that begins alike is computed, and moved from P to D, from there on."""
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 

@@ -206,7 +206,12 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
         ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
         ("chitu_instance_staged_bytes", "Of these, those that P sent through segments", "bytes_staged"),
-        ("chitu_instance_cached_tokens", "Prompt tokens found in cached pages, and not computed", "cached_tokens"),
+        (
+            "chitu_instance_cached_tokens",
+            "Prompt tokens in cached pages: not computed (D: not moved)",
+            "cached_tokens",
+        ),
+        ("chitu_instance_saved_bytes", "KV that P did not send, as D had it in cached pages", "bytes_saved"),
         ("chitu_instance_evicted_pages", "Cached pages that were given to other requests", "evictions"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),

@@ -166,33 +166,37 @@ class DecodeManager:
 
     def _announce(self) -> None:
         """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
-        if self._receiver is None or self.retracted or not self.waiting:
+        if self._receiver is None or self.retracted or not self.waiting or not self._slots.num_free:
             return
         aux = self._resources.aux
         assert aux is not None
         may_start = self.open_admission()
         for sequence in sorted(self.waiting.values(), key=lambda s: s.order):
-            if not aux.num_free or not may_start(sequence, self._cache.pages_for(sequence.prompt_len), 0):
+            if not sequence.needs_kv:
+                sequence.keys = None  # its pages come to hold nothing, so there is nothing to find or leave
+            num_pages = self._cache.pages_for(sequence.prompt_len)
+            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
+            if not aux.num_free or not may_start(sequence, num_pages, num_shared):
                 return
             del self.waiting[sequence.room]
             self._slots.take(sequence)
             sequence.aux_slot = self._resources.take_aux()
-            pages = self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
-            sequence.capacity_tokens = len(pages) * self._cache.page_size
+            known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
+            self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+            sequence.capacity_tokens = num_pages * self._cache.page_size
             sequence.state = SequenceState.TRANSFER
             sequence.announced_s = self._clock.monotonic()
             self.transfer[sequence.room] = sequence
             self.admissions += 1
-            if not sequence.needs_kv:
-                sequence.keys = None  # nothing is in its pages that anybody could use
             self._receiver.announce(
                 sequence.room,
                 sequence.request_id,
-                pages if sequence.needs_kv else (),
+                self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
                 sequence.aux_slot,
                 sequence.prompt_len,
                 sequence.prefill_rank,
                 sequence.prefill_incarnation,
+                known // self._cache.page_size,
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
@@ -252,6 +256,7 @@ class DecodeManager:
         sequence.kv_ready, sequence.prompt_lines = True, event.prompt_logprobs
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
+        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len)
         if sequence.state is SequenceState.CLOSING:
             self._free(sequence)
         elif sequence.launched:

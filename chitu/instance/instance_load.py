@@ -38,7 +38,7 @@ class InstanceLoad:
         self.steps = 0
         self.prompt_tokens = 0
         """Computed since the start."""
-        self.bytes_moved = 0
+        self.bytes_moved = self.bytes_saved = 0
         self.snapshot = self._report()
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
@@ -80,6 +80,7 @@ class InstanceLoad:
             tokens=self.prompt_tokens if sources.role is Role.PREFILL else tokens.tokens_sent,
             tokens_dropped=tokens.tokens_dropped,
             bytes_moved=self.bytes_moved,
+            bytes_saved=self.bytes_saved,
             retractions=decode.retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,

@@ -21,7 +21,6 @@ from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.inbox import CacheFlush, RouterReplaced, RouterSilent, Word, WorkerGone
 from chitu.instance.scheduling.sequence import Sequence
-from chitu.kv_cache.page_keys import PageKeys
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -172,13 +171,8 @@ class RequestArrivals:
             message.router_worker,
             prompt_logprobs=prompt_logprobs,
             stop_ids=stop_ids,
-            keys=self._page_keys(message),
+            keys=self._parts.cache.page_keys(message.cache_salt) if message.cache_salt is not None else None,
         )
-
-    def _page_keys(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> PageKeys | None:
-        if isinstance(message, DecodeRequest) or message.cache_salt is None:
-            return None
-        return self._parts.cache.page_keys(message.cache_salt)
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
         """Why a request can never run here, or not behind those that wait already."""

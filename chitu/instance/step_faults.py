@@ -18,7 +18,7 @@ import logging
 from dataclasses import dataclass, field
 
 from chitu.engine.executor import Admit, DoneStep, Executor, PrefillChunk, StepPlan, StepResult
-from chitu.errors import DecodeLost, Internal, StepFailed
+from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
 from chitu.instance.decode_manager import DecodeManager, admission
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduling.prefill import Chunk
@@ -174,11 +174,15 @@ class StepFaults:
     def _require_sound(self, sequence: Sequence, error: Exception) -> None:
         """Compute something in the place of `sequence`, which is over. Raises `error` where not even that works."""
         sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
-        pages = self._resources.cache.get_page_indices(sequence.room)
-        # The one that it would have written to, or its last: nobody else reads that.
-        next_page = sequence.kv_len // self._resources.cache.page_size
-        pages = tuple(pages[next_page : next_page + 1] or pages[-1:])
-        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, pages, sampling)
+        cache = self._resources.cache
+        try:
+            cache.reserve(sequence.room, sequence.kv_len + 1)
+        except Capacity:
+            return  # the end of `sequence` makes room: the next step that raises finds it
+        # The page that its next token is written to: nobody else reads that, as full ones may be cached.
+        next_page = sequence.kv_len // cache.page_size
+        pages = cache.get_page_indices(sequence.room)[next_page : next_page + 1]
+        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling)
         chunk = PrefillChunk(sequence.slot, 0, 1, sample=sampling is not None)
         try:
             self._executor.launch(StepPlan(admit=[admit], prefill=[chunk])).result()

@@ -36,6 +36,8 @@ class TransferEvent:
     error: ChituError | None = None
     kv_bytes: int = 0
     """With SUCCESS: bytes moved (KV and logits)."""
+    saved_bytes: int = 0
+    """D, with SUCCESS: KV bytes of the prompt that were here already."""
     times: PrefillTimes = NO_TIMES
     """D, with SUCCESS: where P spent its time."""
     cached_tokens: int = 0
@@ -114,9 +116,11 @@ class DecodeReceiverLike(Protocol):
         num_tokens: int,
         prefill_rank: int,
         prefill_incarnation: int,
+        prefix_pages: int,
     ) -> None:
-        """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline. Without
-        pages P sends the logits row alone."""
+        """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline. The
+        first `prefix_pages`, full ones, hold what they should already: nobody writes to them. Without pages P sends the
+        logits row alone."""
         ...
 
     def poll(self) -> list[TransferEvent]: ...

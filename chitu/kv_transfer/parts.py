@@ -121,11 +121,13 @@ class Outbox:
         error: ChituError | None = None,
         *,
         kv_bytes: int = 0,
+        saved_bytes: int = 0,
         times: PrefillTimes = NO_TIMES,
         cached_tokens: int = 0,
         prompt_logprobs: bytes | None = None,
     ) -> None:
-        self._events.append(TransferEvent(kind, room, error, kv_bytes, times, cached_tokens, prompt_logprobs))
+        event = TransferEvent(kind, room, error, kv_bytes, saved_bytes, times, cached_tokens, prompt_logprobs)
+        self._events.append(event)
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:

@@ -51,7 +51,9 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     suspended: tuple[int, ...] = ()
     """P: engine ranks of the D that it does not write to until a failed write has settled."""
     cached_tokens: int = 0
-    """Since start: prompt tokens that were in cached pages, and not computed."""
+    """Since start: prompt tokens that were in cached pages, and not computed (D: not moved)."""
+    bytes_saved: int = 0
+    """D, since start: KV bytes of prompts that were in cached pages, and not moved."""
     evictions: int = 0
     """Since start: cached pages that were given to others."""
     retractions: int = 0

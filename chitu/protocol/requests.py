@@ -101,6 +101,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """Token port of that API process; 0: the router's `token_port`."""
     link: int = 0
     number: int = 0
+    cache_salt: str | None = ""
+    """As in PrefillRequest."""
     priority: int = 0
 
 

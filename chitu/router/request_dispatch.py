@@ -117,6 +117,7 @@ class Dispatcher:
             reply_port=token_port,
             link=to_decode.link,
             number=to_decode.next_number,
+            cache_salt=request.cache_salt,
             priority=request.priority,
         )
         prefill_half = PrefillRequest(

@@ -170,8 +170,7 @@ def build_engine(
     """Load the model and everything that touches its memory."""
     engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
-    caches_prefixes = topology.cache.prefix_cache and instance.role is not Role.DECODE
-    fingerprint = layout_fingerprint(engine.pool.layout) if caches_prefixes else None
+    fingerprint = layout_fingerprint(engine.pool.layout) if topology.cache.prefix_cache else None
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.engine.executor import (
+    Admit,
     ExecutorInfo,
     FirstToken,
     LayerCallback,
@@ -111,6 +112,8 @@ class ChecksumExecutor(FakeExecutor):
         self._pace = pace
         self._hold = hold
         self._host: dict[int, NDArray[np.uint8]] = {}
+        self._begins: dict[int, int] = {}
+        """By slot: where its first chunk begins, behind what was cached."""
         self._computed: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
         """Of this step's chunks: the rows, and their KV `[tokens, regions, RECORD_BYTES]`."""
 
@@ -136,6 +139,10 @@ class ChecksumExecutor(FakeExecutor):
         self._computed = []
         return super().execute(plan, compute)
 
+    def _admit(self, admit: Admit) -> None:
+        super()._admit(admit)
+        self._begins[admit.slot] = admit.kv_len
+
     def _rows(self, state: _Slot, end: int) -> NDArray[np.int64]:
         """Where the KV of its first `end` tokens lies."""
         pages = np.array(state.pages[: -(-end // self.page_size)], np.int64) * self.page_size
@@ -148,7 +155,7 @@ class ChecksumExecutor(FakeExecutor):
     def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
         state, end = self._live(chunk.slot, "prefill"), chunk.start + chunk.length
         self._require_pages(chunk.slot, state, end)
-        if chunk.start and end == len(state.tokens):
+        if chunk.start > self._begins[chunk.slot] and end == len(state.tokens):
             self._hold("prefill")
         found, records = self._attention(state, chunk.start), []
         for position in range(chunk.start, end):

@@ -82,8 +82,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[],
 
 
 def short_ask(rng: random.Random) -> Ask:
-    """What the clients of the steady load ask: short, half of it streamed, a third sampled."""
-    prompt = tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(rng.randint(4, 60)))
+    """What the clients of the steady load ask: short, half of it streamed, a third sampled. Most prompts begin as
+    others do, each up to another place, so P and D have pages of them."""
+    family, fork = rng.randrange(3), rng.randint(0, 50)
+    opening = tuple(16 + (family * 31 + at * 7) % (VOCAB_SIZE - 16) for at in range(fork))
+    prompt = opening + tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(rng.randint(4, 25)))
     seed = rng.randrange(1 << 32) if rng.random() < 0.3 else None
     return Ask(prompt, rng.randint(4, 40), seed, stream=rng.random() < 0.5)
 

@@ -79,7 +79,7 @@ def test_every_anchor_of_s3_appears_once_per_request(cluster: LocalCluster) -> N
 def test_the_cluster_tells_where_a_request_went_and_where_its_time_went(
     client: openai.OpenAI, cluster: LocalCluster
 ) -> None:
-    reply = client.completions.with_raw_response.create(model="m", prompt=[7] * 100, max_tokens=8, temperature=0)
+    reply = client.completions.with_raw_response.create(model="m", prompt=[9] * 100, max_tokens=8, temperature=0)
     snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
     (request,) = [r for r in snapshot.requests if r.request_id == reply.headers["x-request-id"]]
     assert (request.prefill, request.decode, request.state) == ("P0", "D0", "finished")

@@ -4,6 +4,7 @@ what is new and nothing else, and the page account comes out whole. Pools are sm
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,7 @@ def answers(cluster: LocalCluster, prompts: list[list[int]], salt: str) -> list[
 
 
 def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluster: LocalCluster) -> None:
+    check_that_a_turn_computes_and_moves_only_its_new_pages(cluster)
     rng = random.Random(5)
     opening = [rng.randrange(10, 500) for _ in range(50)]
     prompts = [opening + [rng.randrange(10, 500) for _ in range(15 * n)] for n in range(CONVERSATIONS)]
@@ -104,27 +106,57 @@ def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluste
     assert hits >= 3 * PAGE_SIZE
 
     def evicted_and_rests() -> bool:
-        load = prefiller(cluster)  # up to a heartbeat old
-        return load["evictions"] > 0 < load["pages_cached"] and all(map(is_whole, instance_loads(cluster.url).values()))
+        loads = instance_loads(cluster.url).values()  # up to a heartbeat old
+        return all(load["evictions"] > 0 < load["pages_cached"] and is_whole(load) for load in loads)
 
-    wait_until(evicted_and_rests, 10.0, lambda: instance_loads(cluster.url))
-    check_that_a_turn_computes_only_its_new_pages(cluster)
+    wait_until(evicted_and_rests, 30.0, lambda: instance_loads(cluster.url))
 
 
-def check_that_a_turn_computes_only_its_new_pages(cluster: LocalCluster) -> None:
-    is_unified = any(name.startswith("U") for name in instance_loads(cluster.url))
+def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluster) -> None:
+    """Runs first: load reports are up to a heartbeat old, so only a cluster without a past has a known start. P lacks
+    the pages of the answer, which were computed on D; D has them, so they do not move either."""
+    names = instance_loads(cluster.url)
+    is_unified = any(name.startswith("U") for name in names)
+    page_bytes, row_bytes = wire_sizes(cluster)
     prompt = [400 - token for token in range(100)]
-    total, known = 0, 0
-    for _ in range(3):
+    computed, moved_pages, saved_pages, known = 0, 0, 0, 0
+    for turn in range(3):
         (answer,) = answers(cluster, [prompt], "a single conversation")
-        cached = known // PAGE_SIZE * PAGE_SIZE
+        known_to_prefill = known if is_unified or not turn else known - (OUTPUT_TOKENS - 1)
+        cached = known_to_prefill // PAGE_SIZE * PAGE_SIZE
         assert answer.usage["prompt_tokens_details"] == {"cached_tokens": cached}
-        total += len(prompt) - cached
-        # Of the newest token K and V do not exist. On P those of the answer do not either.
-        known = len(prompt) + (OUTPUT_TOKENS - 1 if is_unified else 0)
+        computed += len(prompt) - cached
+        saved_pages += known // PAGE_SIZE
+        moved_pages += -(-len(prompt) // PAGE_SIZE) - known // PAGE_SIZE
+        known = len(prompt) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
         prompt = prompt + answer.token_ids + [7] * 30
-    assert total < 3 * 100
+    assert computed < 3 * 100
     wait_until(lambda: prefiller(cluster)["cached_tokens"] > 0, 10.0, lambda: prefiller(cluster))
+    if is_unified:
+        return
+    expected = {
+        "bytes_moved": moved_pages * page_bytes + 3 * row_bytes,
+        "bytes_saved": saved_pages * page_bytes,
+        "cached_tokens": saved_pages * PAGE_SIZE,
+    }
+
+    def counted() -> dict[str, int]:
+        load = instance_loads(cluster.url)["D0"]  # up to a heartbeat old
+        return {name: load[name] for name in expected}
+
+    wait_until(lambda: counted() == expected, 10.0, lambda: f"{counted()}, {expected} expected")
+
+
+def wire_sizes(cluster: LocalCluster) -> tuple[int, int]:
+    """Bytes of a page, in all layers and on all ranks of D together, and of a logits row."""
+    spec = json.loads((Path(str(cluster.topology.model.path)) / "config.json").read_text())
+    tokens = PAGE_SIZE * spec["num_hidden_layers"]
+    row_bytes = 64 + 4 * spec["vocab_size"]
+    if "kv_lora_rank" in spec:  # one latent row for all heads
+        return tokens * (spec["kv_lora_rank"] + spec["qk_rope_head_dim"]) * 4, row_bytes
+    head_dim = spec.get("head_dim") or spec["hidden_size"] // spec["num_attention_heads"]
+    head_bytes = head_dim + 4 if cluster.topology.cache.kv_dtype == "fp8_e4m3" else 4 * head_dim  # with its scale
+    return tokens * 2 * spec["num_key_value_heads"] * head_bytes, row_bytes
 
 
 @pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked"], indirect=True)

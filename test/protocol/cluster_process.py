@@ -169,6 +169,8 @@ class EventLog:
 class Process:
     """An incarnation of P or D; its threads are what the world calls: `step`, `write`, `on_frame`, `tick`."""
 
+    cache_type = PagedKVCacheManager
+
     def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
         self.world, self.role, self.rank = world, role, rank
         self.incarnation = self.pid = world.next_incarnation()
@@ -179,7 +181,7 @@ class Process:
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
         self.memory = Memory(segment_bytes=world.writes.segment_bytes)
-        self.cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE, b"model")
+        self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
         self.kv = self._kv_manager()
         self.transfer = self.kv.sender or self.kv.receiver
@@ -360,6 +362,8 @@ class Process:
         side = "out of" if is_source else "into"
         assert sequence is not None, f"a write {side} {self.name} for a room that it has given back"
         assert pages <= set(self.cache.get_page_indices(room)), f"a write {side} pages of another room of {self.name}"
+        is_known = not is_source and pages & set(self.cache._rooms[room].pinned)
+        assert not is_known, f"a write into pages that {self.name} has cached"
         assert aux_slots <= {sequence.aux_slot}, f"a write {side} an aux slot of another room of {self.name}"
         if not is_source:
             assert sequence.state in (SequenceState.TRANSFER, SequenceState.CLOSING) and not sequence.kv_ready

@@ -36,6 +36,7 @@ class Asked:
     prefill: int
     """Incarnation."""
     decode: int
+    prompt: list[int]
     expected: list[int]
     asked_s: float
     tokens: list[int] = field(default_factory=list)
@@ -58,7 +59,14 @@ class ClusterWorld(Cluster):
     def op_ask(self, a: int, b: int) -> None:
         """One request; with `a` some halves go lost, as they do when a connection is cut."""
         if sum(not request.end for request in self.requests.values()) < MAX_LIVE_REQUESTS and self.is_router_alive:
-            self.ask(a, 1 + b % 22, 1 + b // 22 % 14 * 2, lost=(a // 16 % 12) - 9)
+            max_tokens, lost = 1 + b // 22 % 14 * 2, (a // 16 % 12) - 9
+            self.ask(a, 1 + b % 22, max_tokens, lost, self._next_turn(b, max_tokens) if a // 8 % 2 else None)
+
+    def _next_turn(self, b: int, max_tokens: int) -> list[int] | None:
+        """One of the conversations goes on: a prompt and its answer, and some tokens more. None where none can."""
+        known = [asked.prompt + asked.expected for asked in self.requests.values() if asked.end == "finished"]
+        prompts = [[*tokens, *range(b % 7)] for tokens in known if len(tokens) + 6 + max_tokens <= INFO.max_model_len]
+        return prompts[b % len(prompts)] if prompts else None
 
     def op_cancel(self, a: int, b: int) -> None:
         live = [request for request in self.requests.values() if not request.end]
@@ -84,8 +92,11 @@ class ClusterWorld(Cluster):
 
     # ------------------------------------------------------------------------------------------- router -> instances
 
-    def ask(self, pair: int, num_tokens: int, max_tokens: int, lost: int = 0) -> Asked | None:
-        """None where the router knows no P or no D. `lost`: 1 or 2 to lose P's or D's half on the way."""
+    def ask(
+        self, pair: int, num_tokens: int, max_tokens: int, lost: int = 0, prompt: list[int] | None = None
+    ) -> Asked | None:
+        """None where the router knows no P or no D. `lost`: 1 or 2 to lose P's or D's half on the way. `prompt`: unset:
+        one of `num_tokens`."""
         prefills = [p for p in self.of(Role.PREFILL) if p.incarnation in self._members]
         decodes = [p for p in self.of(Role.DECODE) if p.incarnation in self._members]
         if not prefills or not decodes:
@@ -96,10 +107,10 @@ class ClusterWorld(Cluster):
         # Prompts of one family begin alike, each up to another place.
         family, fork = self._num_rooms % 2, 3 * (self._num_rooms % 6)
         tokens_at = ((family if at < fork else self._num_rooms + 2) * 31 + at * 7 for at in range(num_tokens))
-        prompt = [token % INFO.vocab_size for token in tokens_at]
+        prompt = prompt or [token % INFO.vocab_size for token in tokens_at]
         tokens, sampling = pack_i32(array("i", prompt)), SamplingParams(max_tokens=max_tokens, temperature=0.0)
         expected = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
-        asked = Asked(room, prefill.incarnation, decode.incarnation, expected, self.clock.monotonic())
+        asked = Asked(room, prefill.incarnation, decode.incarnation, prompt, expected, self.clock.monotonic())
         self.requests[room] = asked
         name = f"r{self._num_rooms}"
         if lost != 2:

@@ -337,7 +337,8 @@ class Node:
         pages = self.memory.take(pages_wanted, self.world.rng)
         self.requests[room] = Request(room, num_tokens, pages, aux_slot, needs_kv=needs_kv)
         wanted = pages if needs_kv else []
-        self.receiver.announce(room, room.hex()[:6], wanted, aux_slot, num_tokens, prefill.rank, prefill.incarnation)
+        of = room, room.hex()[:6], wanted, aux_slot, num_tokens
+        self.receiver.announce(*of, prefill.rank, prefill.incarnation, prefix_pages=0)
         return True
 
     # ------------------------------------------------------------------------------------------------------ scheduler P

@@ -213,7 +213,8 @@ class RoutedWorld(Cluster):
         """None where the router sees nobody who could serve."""
         assert self.router is not None
         self._num_requests += 1
-        prompt = [(self._num_requests * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
+        family = self._num_requests % 3  # their prompts begin alike, each up to its end
+        prompt = [(family * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         client = Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling))
         asked = GenerateRequest(f"r{self._num_requests}", pack_i32(array("i", prompt)), num_tokens, sampling)

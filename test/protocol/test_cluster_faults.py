@@ -7,6 +7,7 @@ the list of `Op` that `Cluster.play` takes: add it to `test_cluster_situations.p
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 from cluster_script import Op
@@ -14,7 +15,7 @@ from cluster_world import ClusterWorld
 from cluster_writes import Writes
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from pd_node import AUX_ROW_BYTES, PAGE_BYTES
+from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 from routed_world import RoutedWorld
 
 from chitu.types import Role
@@ -63,6 +64,18 @@ def test_any_script_of_faults_costs_requests_at_most_and_never_a_page_a_byte_or_
     world.play(script)
     world.settle_down()
     world.check_it_still_serves()
+
+
+def test_in_such_scripts_much_of_what_is_asked_for_is_on_d_already() -> None:
+    hits = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        kinds = [rng.choice([*NETWORK, "cancel"]) for _ in range(60)]
+        world = ClusterWorld(1, 1)
+        world.play([Op(kind, rng.randrange(144), rng.randrange(401)) for kind in kinds])
+        world.settle_down()
+        hits += sum(process.cache.hit_tokens for process in world.of(Role.DECODE))
+    assert hits >= 6 * PAGE_SIZE
 
 
 @settings(MANY, max_examples=max(1, CASES // 7))

@@ -10,7 +10,10 @@ from cluster_script import Op
 from cluster_world import Asked, ClusterWorld
 from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 
+from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
+from chitu.errors import Internal
+from chitu.kv_cache.page_keys import PageKeys
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
@@ -34,8 +37,10 @@ def pair(num_prefill: int = 1, num_decode: int = 1) -> tuple[ClusterWorld, Proce
     return world, world.of(Role.PREFILL)[0], world.of(Role.DECODE)[0]
 
 
-def ask(world: ClusterWorld, num_tokens: int = 22, max_tokens: int = 8, lost: int = 0) -> Asked:
-    asked = world.ask(0, num_tokens, max_tokens, lost)
+def ask(
+    world: ClusterWorld, num_tokens: int = 22, max_tokens: int = 8, lost: int = 0, prompt: list[int] | None = None
+) -> Asked:
+    asked = world.ask(0, num_tokens, max_tokens, lost, prompt)
     assert asked is not None
     return asked
 
@@ -279,7 +284,7 @@ def test_a_half_that_never_came_ends_the_other_within_its_deadline(lost: int) ->
 
 
 def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
-    world, prefill, _ = pair()
+    world, prefill, decode = pair()
     sender, execute = prefill.kv.sender, prefill.executor.execute
     assert sender is not None
     moved: list[int] = []
@@ -294,6 +299,7 @@ def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
     world._num_rooms = 4
     ask(world)
     world.settle_down()
+    decode.scheduler.flush_cache()
     prefill.executor.execute = behind_a_fast_transfer_thread  # type: ignore[method-assign]
     world._num_rooms = 10  # their prompts share 15 tokens
     ask(world)
@@ -307,3 +313,88 @@ def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
     assert sender.bytes_moved == 2 * whole
     assert prefill.scheduler.load.cached_tokens == 12
     world.check_it_still_serves()
+
+
+# ------------------------------------------------------------------------------------------- what D has of a prompt
+
+
+def page_bytes(num_pages: int) -> int:
+    return num_pages * 2 * NUM_LAYERS * PAGE_BYTES
+
+
+def test_the_next_turn_moves_its_new_pages_and_the_row() -> None:
+    world, _, d = pair()
+    first = ask(world)
+    world.settle_down()
+    assert d.scheduler.load.bytes_moved == page_bytes(6) + AUX_ROW_BYTES
+    turn = ask(world, prompt=[*first.prompt, *first.expected, 5, 6, 7])  # 33 tokens; K and V of 29 are on D: 7 pages
+    world.settle_down()
+    assert turn.end == "finished"
+    load = d.scheduler.load
+    assert load.bytes_moved == page_bytes(6 + 2) + 2 * AUX_ROW_BYTES
+    assert (load.bytes_saved, load.cached_tokens) == (page_bytes(7), 28)
+
+
+@pytest.mark.parametrize("event", ["P is replaced", "D is replaced", "the transfer fails", "cancelled"])
+def test_what_d_has_outlives_whatever_ends_a_request_that_uses_it(event: str) -> None:
+    """All but D's own end. The same prompt is asked for again, as the router does."""
+    world, p, d = pair()
+    first = ask(world)
+    world.settle_down()
+    prompt = [*first.prompt, *first.expected, 5, 6, 7]
+    interrupted = ask(world, prompt=prompt)
+    until(world, d, SequenceState.TRANSFER)
+    if event == "the transfer fails":
+        world.fabric.inject(Fault(FaultKind.DROP))
+    elif event == "cancelled":
+        world.end(interrupted, "cancelled")
+    else:
+        world.kill(p if event.startswith("P") else d)
+        world.start(0)
+    for _ in range(300):
+        if not interrupted.end:
+            world.turns(1)
+    world.settle_down()
+    assert interrupted.end not in ("", "finished")
+    again = ask(world, prompt=prompt)
+    world.settle_down()
+    assert again.end == "finished"
+    (d,) = world.of(Role.DECODE)
+    assert d.scheduler.load.cached_tokens == (0 if event.startswith("D") else 2 * 28)
+
+
+class EarlyUnpin(PagedKVCacheManager):
+    """Lets go of what a room began with at once."""
+
+    def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
+        cached_tokens = super().begin(room, keys, prompt, to_compute)
+        found = self._rooms.get(room)
+        if found is not None and to_compute == 0:
+            idle, _ = self._index.unpin(found.pinned)
+            found.pinned.clear()
+            self._allocator.cache(idle)
+        return cached_tokens
+
+
+@pytest.mark.parametrize("planted", [PagedKVCacheManager, EarlyUnpin])
+def test_a_pin_that_is_let_go_too_early_would_be_noticed(
+    planted: type[PagedKVCacheManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between announcement and end others need every page that can be had; P is slow meanwhile."""
+    monkeypatch.setattr(Process, "cache_type", planted)
+    monkeypatch.setattr(Process, "check", lambda process: None)  # which counts pages: here by the bytes alone
+    world, p, d = pair()
+    first = ask(world)
+    world.settle_down()
+    p.is_frozen = True
+    ask(world, prompt=[*first.prompt, 5, 6, 7])
+    until(world, d, SequenceState.TRANSFER)
+    ask(world, num_tokens=22, max_tokens=42)
+    ask(world, num_tokens=22, max_tokens=42)
+    world.turns(3)
+    p.is_frozen = False
+    if planted is PagedKVCacheManager:
+        world.settle_down()
+    else:
+        with pytest.raises((AssertionError, Internal), match=r"KV of another request|in the prefix index already"):
+            world.settle_down()

@@ -42,7 +42,10 @@ def test_a_repeated_announcement_changes_nothing_and_a_different_one_is_refused(
         ({"dst_kv_indices": pack_i32([0, 1, 1])}, "twice"),
         ({"dst_kv_indices": b"123"}, "multiple of 4"),
         ({"dst_aux_index": 4}, "aux slot 4"),
-        ({"prefix_pages": 4}, "prefix pages"),
+        ({"prefix_pages": 3}, "3 prefix pages of 2 full ones"),
+        ({"prefix_pages": 1 << 63}, "prefix pages of 2 full ones"),
+        ({"prefix_pages": -1}, "-1 prefix pages of 2"),
+        ({"prefix_pages": 1, "dst_kv_indices": b""}, "1 prefix pages of 0 full ones"),
         ({"num_tokens": 9}, "9 prompt tokens"),
         ({"num_tokens": 0, "dst_kv_indices": b""}, "0 pages announced"),
     ],
@@ -62,12 +65,22 @@ def test_an_announcement_that_names_memory_wrongly_is_refused_and_nothing_is_wri
     assert pair.p.sender.state(pair.room) is None and pair.world.fabric.num_writes == 0
 
 
+@pytest.mark.parametrize("prefix_pages", [1.0, 1.5, True, "1", None, [1]])
+def test_a_number_of_prefix_pages_that_is_no_integer_is_no_announcement(prefix_pages: object) -> None:
+    pair = Pair().join()
+    assert pair.p.prefill(pair.room, 10, pair.d)
+    good = msgspec.msgpack.decode(encode(TransferInfo(pair.d.incarnation, pack_i32([0, 1, 2]), 0, 10)))
+    pair.p.sender.on_frame(pair.room, msgspec.msgpack.encode(good | {"prefix_pages": prefix_pages}))
+    assert pair.p.sender.unknown_frames == 1 and pair.p.sender.state(pair.room) is SenderState.REQUESTED
+
+
 @pytest.mark.parametrize(
     ("pages", "slot", "prefix_pages", "text"),
     [
         ([3, 4, 5], 0, 0, "aux slot 0 is announced for room"),
         ([2, 3, 4], 1, 0, "page 2 is announced for room"),
-        ([2, 3, 4], 1, 1, None),  # D has page 2 already and only shares it
+        ([2, 3, 4], 1, 1, "page 2 is announced for room"),  # D cannot have it already
+        ([5, 3, 4], 1, 1, None),
     ],
 )
 def test_what_is_announced_for_one_room_is_not_written_for_another(

@@ -181,6 +181,7 @@ class Wire:
         self.prefill: Instance | None = None
         self.decode: Instance | None = None
         self.announced: dict[bytes, int] = {}
+        self.prefix_pages: dict[bytes, int] = {}
         self.requested: set[bytes] = set()
         self.computed: dict[bytes, int] = {}
         self.prompt_logprobs: dict[bytes, bytes | None] = {}
@@ -223,10 +224,12 @@ class Wire:
         num_tokens: int,
         prefill_rank: int,
         prefill_incarnation: int,
+        prefix_pages: int,
     ) -> None:
         needs_kv = self.decode is None or self.decode.scheduler._decode.transfer[room].needs_kv
         assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)
-        self.announced[room] = aux_slot
+        assert prefix_pages <= (num_tokens // PAGE_SIZE if needs_kv else 0)
+        self.announced[room], self.prefix_pages[room] = aux_slot, prefix_pages
         if room in self.requested:
             self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
 

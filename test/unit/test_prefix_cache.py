@@ -41,32 +41,47 @@ class Pool:
         self.cache = cache(NUM_PAGES, PAGE_SIZE, fingerprint=b"model")
         self.content: dict[int, Content] = {}
         self.rooms: dict[bytes, Room] = {}
+        self.receiving: set[bytes] = set()
         self.quarantined: set[bytes] = set()
         self.count = 0
 
     def begin(self, argument: tuple[str, list[int]]) -> None:
+        self._begin(argument, to_compute=1)
+
+    def receive(self, argument: tuple[str, list[int]]) -> None:
+        """As D: a peer writes what is not there."""
+        room = self._begin(argument, to_compute=0)
+        if room is not None:
+            self.receiving.add(room)
+
+    def _begin(self, argument: tuple[str, list[int]], to_compute: int) -> bytes | None:
         salt, tokens = argument
         keys = self.cache.page_keys(salt)
         prompt = pack_i32(tokens)
         self.count += 1
         room = self.count.to_bytes(16, "little")
-        wanted = self.cache.pages_wanted(keys, prompt)
+        wanted = self.cache.pages_wanted(keys, prompt, to_compute)
         if wanted > self.cache.num_available_pages:
             assert self.cache.num_available_pages < self.cache.pages_for(len(tokens))
-            return
-        cached = self.cache.begin(room, keys, prompt)
-        assert cached < len(tokens) and cached % PAGE_SIZE == 0
-        self.cache.reserve(room, len(tokens))
+            return None
+        cached = self.cache.begin(room, keys, prompt, to_compute)
+        assert cached <= len(tokens) - to_compute and cached % PAGE_SIZE == 0
+        (self.cache.reserve if to_compute else self.cache.reserve_for_transfer)(room, len(tokens))
         self.rooms[room] = Room(salt, list(tokens), keys, cached)
         self._check_content(room)
+        return room
 
     def compute(self, number: int) -> None:
-        """The rest of the prompt, or one token more."""
+        """The rest of the prompt (D: it has landed), or one token more."""
         room = self._pick(number)
         if room is None:
             return
         record = self.rooms[room]
-        if record.num_written == len(record.tokens):
+        if room in self.receiving:
+            self._refuse_commit(room)
+            self.receiving.remove(room)
+            self.cache.insert_kv_cache_from_transfer(room, self.cache.get_page_indices(room), len(record.tokens))
+        elif record.num_written == len(record.tokens):
             record.tokens.append(number % 3)
             try:
                 self.cache.reserve(room, len(record.tokens))
@@ -82,6 +97,12 @@ class Pool:
         self.cache.commit(room, record.keys, pack_i32(record.tokens), record.num_written)
         self._check_content(room)
 
+    def _refuse_commit(self, room: bytes) -> None:
+        """Of a room that a peer may still write to."""
+        record, before = self.rooms[room], len(self.cache._index)
+        self.cache.commit(room, record.keys, pack_i32(record.tokens), len(record.tokens))
+        assert len(self.cache._index) == before
+
     def end(self, number: int) -> None:
         room = self._pick(number)
         if room is not None:
@@ -90,8 +111,10 @@ class Pool:
     def quarantine(self, number: int) -> None:
         room = self._pick(number)
         if room is not None:
-            del self.rooms[room]
             self.cache.quarantine(room)
+            self._refuse_commit(room)
+            del self.rooms[room]
+            self.receiving.discard(room)
             self.quarantined.add(room)
 
     def settle(self, _number: int) -> None:
@@ -121,6 +144,7 @@ class Pool:
 
     def _remove(self, room: bytes) -> None:
         del self.rooms[room]
+        self.receiving.discard(room)
         before, (coming,) = self.cache.num_available_pages, map(self.cache.pages_coming_back(), [room])
         self.cache.remove_task(room)
         assert self.cache.num_available_pages == before + coming
@@ -135,7 +159,7 @@ class Pool:
 PROMPTS = st.tuples(st.sampled_from(["", "mine"]), st.lists(st.integers(0, 1), min_size=1, max_size=9))
 NUMBERS = st.integers(0, 5)
 STEPS = st.one_of(
-    st.tuples(st.just("begin"), PROMPTS),
+    st.tuples(st.sampled_from(["begin", "receive"]), PROMPTS),
     *(st.tuples(st.just(name), NUMBERS) for name in ("compute", "compute", "end", "quarantine", "settle", "flush")),
 )
 Steps = list[tuple[str, object]]

@@ -12,7 +12,8 @@ import pytest
 from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import LayerCallback, StepPlan, StepResult
+from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
+from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_transfer.events import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
@@ -94,6 +95,34 @@ def test_what_a_cancelled_request_had_not_settled_is_not_there_for_others() -> N
     assert instance.tokens[room_of(1)] == expected_tokens(prompt, 6, INFO.vocab_size)
 
 
+class Pair:
+    """P and D on a perfect wire."""
+
+    def __init__(self, executor: type[FakeExecutor] = FakeExecutor, pages_d: int = 64) -> None:
+        self.wire, self.rng = Wire(), random.Random(1)
+        self.side = NotedPSide(self.wire)
+        self.prefill = self.wire.prefill = Instance(64, sender=self.side)
+        self.decode = self.wire.decode = Instance(pages_d, receiver=DSide(self.wire), executor=executor)
+
+    def submit(self, index: int, prompt: list[int], salt: str = "", sampling: SamplingParams = GREEDY) -> None:
+        room, name, tokens = room_of(index), f"r{index}", pack_i32(prompt)
+        self.decode.scheduler.submit(DecodeRequest(room, name, tokens, sampling, 0, 1, cache_salt=salt))
+        self.prefill.scheduler.submit(PrefillRequest(room, name, tokens, 0, 1, cache_salt=salt))
+
+    def turn(self) -> None:
+        self.prefill.scheduler.step()
+        self.decode.scheduler.step()
+        self.wire.deliver(self.rng)
+
+    def ask(self, index: int, prompt: list[int], salt: str = "") -> int:
+        """How many pages of the prompt D had."""
+        self.submit(index, prompt, salt)
+        while room_of(index) not in self.decode.finishes or not self.decode.scheduler.is_idle:
+            self.turn()
+        assert self.decode.tokens[room_of(index)] == expected_tokens(prompt, 6, INFO.vocab_size)
+        return self.wire.prefix_pages[room_of(index)]
+
+
 class NotedPSide(PSide):
     """Where the chunks of all steps began."""
 
@@ -106,25 +135,125 @@ class NotedPSide(PSide):
 
 
 def test_p_computes_behind_what_it_has() -> None:
-    wire, rng = Wire(), random.Random(1)
-    side = NotedPSide(wire)
-    prefill = wire.prefill = Instance(64, sender=side)
-    decode = wire.decode = Instance(64, receiver=DSide(wire))
+    pair = Pair()
     prompt = prompt_of(1, 21)
     for index in range(2):
-        half = DecodeRequest(room_of(index), f"r{index}", pack_i32(prompt), GREEDY, 0, 1)
-        decode.scheduler.submit(half)
-        prefill.scheduler.submit(PrefillRequest(half.room, half.request_id, half.token_ids, 0, 1, cache_salt="mine"))
-        while room_of(index) not in decode.finishes:
-            prefill.scheduler.step()
-            decode.scheduler.step()
-            wire.deliver(rng)
-        assert decode.tokens[room_of(index)] == expected_tokens(prompt, 6, INFO.vocab_size)
-    prefill.run()
-    assert side.starts == [0, 5, 10, 15, 20, 20]
-    assert prefill.scheduler.load.cached_tokens == 20
-    prefill.check_empty()
-    decode.check_empty()
+        pair.ask(index, prompt, "mine")
+    pair.prefill.run()
+    assert pair.side.starts == [0, 5, 10, 15, 20, 20]
+    assert pair.prefill.scheduler.load.cached_tokens == 20
+    pair.prefill.check_empty()
+    pair.decode.check_empty()
+
+
+def test_d_announces_what_it_has_of_prompt_and_answer() -> None:
+    pair = Pair()
+    prompt, known = prompt_of(1, 21), 0
+    for turn in range(4):
+        assert pair.ask(turn, prompt) == known // PAGE_SIZE
+        known = len(prompt) + 5  # of the newest token there is no KV
+        prompt = [*prompt, *pair.decode.tokens[room_of(turn)], 5, 6, 7]
+    assert pair.ask(8, prompt, "mine") == 0
+    pair.decode.scheduler.flush_cache()
+    assert pair.ask(9, prompt) == 0
+    pair.decode.check_empty()
+
+
+def test_d_may_have_the_whole_prompt_and_still_gets_the_logits() -> None:
+    pair = Pair()
+    prompt = prompt_of(1, 4 * PAGE_SIZE)
+    assert [pair.ask(index, prompt) for index in range(2)] == [0, 4]
+    pair.decode.check_empty()
+
+
+def test_what_d_announced_is_not_evicted_before_the_end_however_short_pages_run() -> None:
+    """The prefix of a request whose P says nothing, while others need every page that can be had."""
+    pair = Pair(pages_d=16)
+    prompt = prompt_of(1, 21)
+    pair.ask(0, prompt)
+    pair.submit(1, prompt)
+    pair.decode.scheduler.step()  # P has not even heard of it
+    assert pair.wire.prefix_pages[room_of(1)] == 5
+    held = list(pair.decode.cache.get_page_indices(room_of(1)))
+    other = room_of(2)
+    pair.decode.cache.reserve(other, pair.decode.cache.num_available_pages * PAGE_SIZE)
+    assert not set(held) & set(pair.decode.cache.get_page_indices(other)) and pair.decode.cache.evictions == 1
+    pair.decode.cache.remove_task(other)
+    while not pair.decode.scheduler.is_idle:
+        pair.turn()
+    assert pair.decode.tokens[room_of(1)] == expected_tokens(prompt, 6, INFO.vocab_size)
+    pair.decode.check_empty()
+
+
+@pytest.mark.parametrize("fate", ["fails", "is cancelled"])
+def test_of_a_transfer_that_does_not_end_well_d_keeps_nothing(fate: str) -> None:
+    pair = Pair()
+    prompt = prompt_of(1, 21)
+    if fate == "fails":
+        pair.wire.failing.add(room_of(0))
+    pair.submit(0, prompt)
+    while not pair.decode.scheduler._decode.transfer:
+        pair.turn()
+    if fate == "is cancelled":
+        for instance in (pair.prefill, pair.decode):
+            instance.scheduler.submit(CancelRequest(room_of(0)))
+    while not pair.decode.scheduler.is_idle or not pair.prefill.scheduler.is_idle:
+        pair.turn()
+    assert pair.decode.scheduler.load.pages_cached == 0
+    assert pair.ask(1, prompt) == 0
+    pair.decode.check_empty()
+
+
+def test_an_answer_that_ends_before_its_prompt_has_landed_leaves_the_prompt() -> None:
+    pair = Pair()
+    prompt = prompt_of(1, 21)
+    stop = expected_tokens(prompt, 1, INFO.vocab_size)[0]
+    pair.submit(0, prompt, sampling=SamplingParams(6, temperature=0.0, stop_token_ids=(stop,)))
+    while not pair.decode.scheduler.is_idle or room_of(0) not in pair.decode.finishes:
+        pair.turn()
+    assert len(pair.decode.tokens[room_of(0)]) == 1 and pair.decode.scheduler.load.pages_cached == 5
+    assert pair.ask(1, prompt) == 5
+
+
+def test_a_request_for_one_token_moves_no_pages_and_leaves_none() -> None:
+    pair = Pair()
+    prompt = prompt_of(1, 21)
+    for index in range(2):
+        pair.submit(index, prompt, sampling=SamplingParams(1, temperature=0.0))
+        while not pair.decode.scheduler.is_idle or room_of(index) not in pair.decode.finishes:
+            pair.turn()
+        assert pair.wire.prefix_pages[room_of(index)] == pair.decode.scheduler.load.pages_cached == 0
+    pair.decode.check_empty()
+
+
+class Breaking(FakeExecutor):
+    """From some moment on every first token raises."""
+
+    is_broken = False
+
+    def _first_token(self, first: FirstToken, result: StepResult) -> None:
+        super()._first_token(first, result)
+        if self.is_broken:
+            raise IndexError("index 999 is out of bounds")
+
+
+def test_what_proves_that_d_is_sound_writes_to_no_page_that_is_cached() -> None:
+    """All pages of the prompt are, when its first token raises: the proof takes another."""
+    pair = Pair(executor=Breaking)
+    prompt = prompt_of(1, 4 * PAGE_SIZE)
+    assert pair.ask(0, prompt) == 0
+    executor = pair.decode.executor
+    assert isinstance(executor, Breaking)
+    executor.is_broken = True
+    pair.submit(1, prompt)
+    while room_of(1) not in pair.decode.finishes or not pair.decode.scheduler.is_idle:
+        pair.turn()
+    assert pair.decode.finishes[room_of(1)].code == "step_failed"
+    executor.is_broken = False
+    pages = pair.decode.cache._index.find(PageKeys.of(b"model", PAGE_SIZE).upto(4, pack_i32(prompt)))
+    assert len(pages) == 4 and executor._holds(pages, prompt)
+    assert pair.ask(2, prompt) == 4
+    pair.decode.check_empty()
 
 
 class Refusing(FakeExecutor):

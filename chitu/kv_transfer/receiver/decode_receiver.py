@@ -131,24 +131,28 @@ class DecodeReceiver:
         num_tokens: int,
         prefill_rank: int,
         prefill_incarnation: int,
+        prefix_pages: int,
     ) -> None:
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
+        if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
+            raise ValueError(f"{prefix_pages} of {len(pages)} pages are a prefix of {num_tokens} tokens")
         info = TransferInfo(
             incarnation=self._config.incarnation,
             dst_kv_indices=pack_i32(pages),
             dst_aux_index=aux_slot,
             num_tokens=num_tokens,
+            prefix_pages=prefix_pages,
         )
         memory = self._parts.memory
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
-        page_bytes = memory.page_bytes * self._config.layout.tp_size
-        kv_bytes = (len(pages) - info.prefix_pages) * page_bytes * len(memory.region_bases)
+        page_bytes = memory.page_bytes * self._config.layout.tp_size * len(memory.region_bases)
         record = ReceiveRoom(
             request_id,
             info,
             aux_slot,
-            kv_bytes + memory.aux_row_bytes,
+            (len(pages) - prefix_pages) * page_bytes + memory.aux_row_bytes,
+            prefix_pages * page_bytes,
             prefill_rank,
             prefill_incarnation,
             self._parts.clock.monotonic(),

@@ -47,6 +47,8 @@ class ReceiveRoom:
     info: TransferInfo
     aux_slot: int
     expected_bytes: int
+    saved_bytes: int
+    """Of pages that P does not write, as D has them."""
     prefill_rank: int
     prefill_incarnation: int
     announced_s: float
@@ -208,10 +210,16 @@ class ReceiveRooms:
         self.logits_arrived(room)  # absorbed, but where AuxReady was lost
         if self.table.apply(room, ReceiverEvent.SUCCESS) is not None:
             self.bytes_moved += moved_bytes
-            request_id = entry.data.request_id
+            request_id, saved_bytes = entry.data.request_id, entry.data.saved_bytes
             self._out.log(logging.INFO, log.RECEIVED_KV, request_id, request_id=request_id)
-            lines = entry.data.prompt_logprobs
-            self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=moved_bytes, times=times, prompt_logprobs=lines)
+            self._out.event(
+                TransferEventKind.SUCCESS,
+                room,
+                kv_bytes=moved_bytes,
+                saved_bytes=saved_bytes,
+                times=times,
+                prompt_logprobs=entry.data.prompt_logprobs,
+            )
             self.table.bury(room, Tombstone("", ""))
 
     def acknowledge(self, room: bytes, message: TransferStatus) -> None:

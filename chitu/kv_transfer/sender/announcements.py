@@ -149,18 +149,19 @@ class Announcements:
             raise BadFrame("a page is announced twice")
         if not 0 <= info.dst_aux_index < memory.num_aux_slots:
             raise BadFrame(f"aux slot {info.dst_aux_index} announced of {memory.num_aux_slots}")
-        if not 0 <= info.prefix_pages <= len(dst_pages):
-            raise BadFrame(f"{info.prefix_pages} prefix pages of {len(dst_pages)}")
+        num_full = min(len(dst_pages), info.num_tokens // self._config.layout.page_size)
+        if not 0 <= info.prefix_pages <= num_full:
+            raise BadFrame(f"{info.prefix_pages} prefix pages of {num_full} full ones")
         return dst_pages
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:
         """BadFrame where something of this announcement may still be written for another room of the same D: it gives
-        nothing to a request before it heard that we stopped. Pages that it has already (a prefix) may be shared. A D
-        that takes staged groups alone gives pages back at once: we name none of them."""
+        nothing to a request, and keeps nothing for later ones, before it heard that we stopped. A D that takes staged
+        groups alone gives pages back at once: we name none of them."""
         if peer.is_staged_alone:
             return
         self._require_free("aux slot", info.dst_aux_index, peer, peer.aux_rooms.get(info.dst_aux_index))
-        for page in dst_pages[info.prefix_pages :]:
+        for page in dst_pages:
             self._require_free("page", page, peer, peer.page_rooms.get(page))
 
     def _require_free(self, what: str, number: int, peer: DecodePeer, room: bytes | None) -> None:
