@@ -20,6 +20,9 @@ as leaving a field out.
 A field that is none of these is refused (400, `param` names it and the message the nearest known one), in nested
 objects, too. With `dp_config.router.unknown_fields: warn` it is left out instead, and the header `X-Chitu-Warning` of
 the answer names the first one.
+
+Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
+token has an entry, a hidden eos, too; `text_offset` counts characters of the choice's `text`.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),
