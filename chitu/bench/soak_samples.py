@@ -18,7 +18,7 @@ from chitu.testing.steady_load import LEFT, RIGHT
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ResourceUsage:
     """One process. Of an instance: the one that computes, not the torchrun above it."""
 
     rss_mib: float
@@ -28,7 +28,7 @@ class Usage:
 
 
 TOLERANCE = {"rss_mib": (0.05, 8.0), "threads": (0.0, 0.0), "fds": (0.0, 3.0), "sockets": (0.0, 3.0)}
-"""By field of `Usage`: growth that counts as flat, as a share and in its own unit; the larger one counts."""
+"""By field of `ResourceUsage`: growth that counts as flat, as a share and in its own unit; the larger one counts."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Sample:
     """The cluster at rest."""
 
     at_s: float
-    usage: dict[str, Usage]
+    usage: dict[str, ResourceUsage]
     pages_not_free: int
     outcomes: Counter[str] = field(default_factory=Counter)
     """Since the last sample."""
@@ -76,8 +76,8 @@ def row_of(sample: Sample) -> str:
     return f"{head}{sample.pages_not_free} pages not free\n         {processes}"
 
 
-def usage_of(pid: int) -> Usage:
+def usage_of(pid: int) -> ResourceUsage:
     process = psutil.Process(pid)
     with process.oneshot():
         sockets = len(process.net_connections(kind="tcp"))
-        return Usage(process.memory_info().rss / 2**20, process.num_threads(), process.num_fds(), sockets)
+        return ResourceUsage(process.memory_info().rss / 2**20, process.num_threads(), process.num_fds(), sockets)

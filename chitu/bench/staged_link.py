@@ -23,7 +23,7 @@ from chitu.protocol import RankMemory
 TIMEOUT_S = 30.0
 
 
-class Scatter(msgspec.Struct, frozen=True):
+class ScatterCommand(msgspec.Struct, frozen=True):
     """A line to the child; it answers with a line when the pages have their bytes."""
 
     segment: int
@@ -32,13 +32,13 @@ class Scatter(msgspec.Struct, frozen=True):
     pages: list[int]
 
 
-class Group(NamedTuple):
+class PageGroup(NamedTuple):
     layers: range
     first_page: int
     end_page: int
 
 
-def groups_of(num_pages: int, num_layers: int, num_bytes: int, segment_bytes: int) -> Iterator[Group]:
+def groups_of(num_pages: int, num_layers: int, num_bytes: int, segment_bytes: int) -> Iterator[PageGroup]:
     """Of `num_pages` pages of all layers, each within a segment; `num_bytes`: of a page of one layer."""
     units = segment_bytes // num_bytes
     if units < 1:
@@ -48,7 +48,7 @@ def groups_of(num_pages: int, num_layers: int, num_bytes: int, segment_bytes: in
     for layer in range(0, num_layers, layers_at_once):
         for page in range(0, num_pages, pages_at_once):
             layers = range(layer, min(num_layers, layer + layers_at_once))
-            yield Group(layers, page, min(num_pages, page + pages_at_once))
+            yield PageGroup(layers, page, min(num_pages, page + pages_at_once))
 
 
 class StagedLink:
@@ -89,7 +89,7 @@ class StagedLink:
             index = number % segments
             part = slice(group.first_page, group.end_page)
             self._send(index, own[part], group.layers, regions_per_layer)
-            line = Scatter(index, group.layers.start, group.layers.stop, list(theirs[part]))
+            line = ScatterCommand(index, group.layers.start, group.layers.stop, list(theirs[part]))
             self._to_child.write(msgspec.json.encode(line).decode() + "\n")
             self._to_child.flush()
             num_unanswered += 1
@@ -109,8 +109,8 @@ class StagedLink:
 
 
 def serve_line(line: str, pool: PagedMemory, area: StagingArea, copier: PieceCopier, regions_per_layer: int = 2) -> str:
-    """The child's answer to a `Scatter` line, once it is done."""
-    order = msgspec.json.decode(line, type=Scatter)
+    """The child's answer to a `ScatterCommand` line, once it is done."""
+    order = msgspec.json.decode(line, type=ScatterCommand)
     layers = range(order.first_layer, order.end_layer)
     copier.copy(turned(pack_pages(pool, order.pages, layers, area.address(order.segment), regions_per_layer)))
     return "done"

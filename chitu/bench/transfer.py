@@ -29,8 +29,8 @@ from chitu.bench.transfer_link import (
     KINDS,
     LAYOUT,
     NUM_PAGES,
+    BenchLink,
     Case,
-    Link,
     new_pool,
     page_crcs,
     randomise,
@@ -48,7 +48,7 @@ WALK_STEPS = 32
 WAYS = ("direct", "staged", "auto")
 
 
-class Result(msgspec.Struct, frozen=True):
+class TransferResult(msgspec.Struct, frozen=True):
     case: str
     transport: str
     way: str
@@ -98,7 +98,9 @@ class Times:
     write: list[float] = field(default_factory=list)
 
 
-def measure(links: list[Link], pool: KVPool, other: KVPool, rounds: int, ways: Sequence[str]) -> list[Result]:
+def measure(
+    links: list[BenchLink], pool: KVPool, other: KVPool, rounds: int, ways: Sequence[str]
+) -> list[TransferResult]:
     """All cases over all links and ways, interleaved with memcpy."""
     results = []
     lists = {link.kind: cases(pool, link.memory) for link in links}
@@ -130,20 +132,20 @@ def copy_in_memory(case: Case, pool: KVPool, other: KVPool) -> None:
         ctypes.memmove(other.arena_base + offset, pool.arena_base + offset, case.walk[0].nbytes)
 
 
-def check_pages(link: Link, case: Case, pool: KVPool) -> None:
+def check_pages(link: BenchLink, case: Case, pool: KVPool) -> None:
     """The last write of all was staged or direct: whichever, the child's pages are the parent's."""
     if case.num_layers == LAYOUT.num_layers and link.crcs(case.theirs) != page_crcs(pool, case.own):
         raise RuntimeError(f"{link.kind}: the peer found other bytes in {len(case.own)} pages than were written")
 
 
-def result_of(case: Case, kind: str, way: str, times: Times) -> Result:
+def result_of(case: Case, kind: str, way: str, times: Times) -> TransferResult:
     best_s = min(times.write)
     nbytes = case.walk[0].nbytes
 
     def ratio(reference_s: list[float]) -> float:
         return round(statistics.median(a / b for a, b in zip(reference_s, times.write, strict=True)), 3)
 
-    return Result(
+    return TransferResult(
         case=case.name,
         transport=kind,
         way=way,
@@ -177,7 +179,7 @@ def main() -> None:
     links = []
     for kind in kinds:
         try:
-            links.append(Link(kind, pool))
+            links.append(BenchLink(kind, pool))
         except MissingDependency as error:
             print(f"without {kind}: {error}")
     if not links:
@@ -187,7 +189,7 @@ def main() -> None:
         if link.num_chosen:
             print(f"{link.kind}: auto staged {link.num_staged} of {link.num_chosen} writes; {link.cost.price}")
         link.close()
-    columns = Result.__struct_fields__
+    columns = TransferResult.__struct_fields__
     publish(
         "transfer", columns, [[getattr(result, name) for name in columns] for result in results], arguments.json_dir
     )

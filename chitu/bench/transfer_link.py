@@ -1,4 +1,4 @@
-"""The two processes of `chitu bench transfer`: the child with a pool (`receive`), and the parent's `Link` to it."""
+"""The processes of `chitu bench transfer`: the child with a pool (`receive`), and the parent's `BenchLink` to it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def receive(kind: str) -> None:
     transport.close()
 
 
-class Link:
+class BenchLink:
     """A transport of the parent with its child."""
 
     def __init__(self, kind: str, pool: KVPool) -> None:

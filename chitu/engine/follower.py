@@ -14,7 +14,7 @@ from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.tp_executor import step_decoder
 
 
-class Listener(Protocol):
+class StepListener(Protocol):
     """A follower's side of `RankGroup`'s control messages."""
 
     def receive(self) -> bytes: ...
@@ -24,7 +24,7 @@ class Listener(Protocol):
     def close(self) -> None: ...
 
 
-def run_follower(runner: ModelRunner, group: Listener, watch: ProcessWatch) -> None:
+def run_follower(runner: ModelRunner, group: StepListener, watch: ProcessWatch) -> None:
     """Obey until the main rank ends the instance."""
     while True:
         order = step_decoder.decode(group.receive())

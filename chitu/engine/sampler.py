@@ -26,8 +26,8 @@ from chitu.engine.restrictions import HISTORY, NONE, restriction_of, restriction
 from chitu.engine.sampling_layout import (
     NO_ENTRIES,
     BatchLayout,
-    Segment,
-    SlotState,
+    LayoutSegment,
+    SamplingSlot,
     edits_of,
     entries_of,
     place,
@@ -68,7 +68,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._eos = eos_token_ids
-        self._states: list[SlotState | None] = [None] * num_slots
+        self._states: list[SamplingSlot | None] = [None] * num_slots
         self._special: set[int] = set()
         self._floats = torch.zeros(num_slots, 6, dtype=torch.float64, device=device)
         self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
@@ -107,7 +107,7 @@ class Sampler:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
         masked = sorted(t for t in stops if 0 <= t < self.vocab_size) if params.min_tokens > emitted else []
         random = params.temperature >= GREEDY_BELOW
-        state = SlotState(
+        state = SamplingSlot(
             random=random,
             top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
             top_p=params.top_p,
@@ -224,7 +224,7 @@ class Sampler:
         if layout.restrictions is not None:
             layout.restrictions.apply_(work, self._history)
 
-    def _draw(self, work: Tensor, segment: Segment, slots: Tensor) -> Tensor:
+    def _draw(self, work: Tensor, segment: LayoutSegment, slots: Tensor) -> Tensor:
         """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
         part = slots[segment.start : segment.end]
         floats = self._floats.index_select(0, part)
@@ -335,7 +335,7 @@ class Sampler:
         older = self._history.index_select(0, slots)[:, 1:]
         self._history.index_copy_(0, slots, torch.cat([older, newest[:, None]], dim=1))
 
-    def _require(self, slot: int) -> SlotState:
+    def _require(self, slot: int) -> SamplingSlot:
         state = self._states[slot]
         if state is None:
             raise Internal(f"sampling slot {slot}, which was never admitted")

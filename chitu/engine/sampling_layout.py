@@ -61,7 +61,7 @@ def edits_of(rows: list[Entries], vocab_size: int, device: torch.device) -> Edit
 
 
 @dataclass(slots=True)
-class SlotState:
+class SamplingSlot:
     """Host side facts of an admitted slot: which work its rows need."""
 
     random: bool
@@ -87,7 +87,7 @@ class SlotState:
 
 
 @dataclass(slots=True)
-class Segment:
+class LayoutSegment:
     """Contiguous random rows of the work matrix that are drawn together."""
 
     start: int
@@ -115,7 +115,7 @@ class BatchLayout:
     """Work rows with penalties."""
     penalised_slots: list[int]
     """Their slots."""
-    segments: list[Segment]
+    segments: list[LayoutSegment]
     masked: list[int]
     """Slots short of min_tokens: each batch brings them one token nearer."""
     any_plain: bool
@@ -125,7 +125,7 @@ class BatchLayout:
     """Some row has a top-k or top-p."""
 
 
-def place(state: SlotState) -> int:
+def place(state: SamplingSlot) -> int:
     """Rank of a special row in the work matrix."""
     if not state.random:
         return 0
@@ -149,7 +149,7 @@ def rows_at_once(device: torch.device, vocab_size: int) -> int:
     return max(2, min(ROWS_AT_ONCE, CPU_ENTRIES_AT_ONCE // vocab_size)) if device.type == "cpu" else ROWS_AT_ONCE
 
 
-def segments_of(ordered: list[SlotState], start: int, most: int) -> list[Segment]:
+def segments_of(ordered: list[SamplingSlot], start: int, most: int) -> list[LayoutSegment]:
     """The random rows from `start` on, cut where filtering begins or ends and after `most` rows."""
     segments = []
     while start < len(ordered):
@@ -159,7 +159,7 @@ def segments_of(ordered: list[SlotState], start: int, most: int) -> list[Segment
             end += 1
         part = ordered[start:end]
         segments.append(
-            Segment(
+            LayoutSegment(
                 start=start,
                 end=end,
                 filtered=filtered,

@@ -37,7 +37,7 @@ class _Buffer:
 
 
 @dataclass(slots=True, frozen=True)
-class _LaunchedStep:
+class _UnreadStep:
     slots: list[int]
     mark: Mark
     buffer: _Buffer | None
@@ -103,7 +103,7 @@ class StepTokens:
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
         prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
-        return _LaunchedStep(slots, self._mark(), buffer, lines, prompt_lines)
+        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines)
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:

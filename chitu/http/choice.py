@@ -6,16 +6,10 @@ included; `token_ids` are exactly the tokens up to and with the one that ended t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from chitu.http.sampling_fields import OutputOptions
-
-
-class Detokenizer(Protocol):
-    def push(self, token_ids: Sequence[int], /) -> str: ...
-
-    def finish(self) -> str: ...
+from chitu.tokenizer import Detokenizer
 
 
 class Scanner(Protocol):

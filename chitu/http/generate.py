@@ -28,7 +28,7 @@ from chitu.http.sse import (
     CompletionFormat,
     FinishedChoice,
     ResponseFormat,
-    Usage,
+    UsageCount,
     error_event,
 )
 from chitu.http.token_logprobs import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs
@@ -197,11 +197,11 @@ class GenerationRoutes:
                     of_prompt = model.prompt_logprobs(options.prompt_logprobs)
                 choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
 
-    def _usage(self, job: Job, choices: list[Choice]) -> Usage:
+    def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
         # The choices of a prompt share it: it counts once, as the first of them found it.
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
-        return Usage(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
+        return UsageCount(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -332,7 +332,7 @@ class GenerationRoutes:
             for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
                 choice.num_shown += size
                 if events[at]:
-                    usage = Usage(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens)
+                    usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens)
                     events[at] = form.with_usage(events[at], usage)
         if ending is not None:
             self._router.cancel(generation, is_complete=True)

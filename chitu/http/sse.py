@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
 
 
-class Usage(NamedTuple):
+class UsageCount(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -54,11 +54,11 @@ class ResponseFormat(Protocol):
         self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
     ) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def usage(self, usage: UsageCount) -> bytes: ...
 
-    def with_usage(self, event: bytes, usage: Usage) -> bytes: ...
+    def with_usage(self, event: bytes, usage: UsageCount) -> bytes: ...
 
-    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes: ...
+    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes: ...
 
 
 def error_event(error: ChituError) -> bytes:
@@ -89,10 +89,10 @@ class _Format(abc.ABC):
         """Of an event, behind its text."""
         return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: UsageCount) -> bytes:
         return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
 
-    def with_usage(self, event: bytes, usage: Usage) -> bytes:
+    def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         """One of the events of a choice, which then says so itself."""
         return event.removesuffix(self._close) + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
 
@@ -100,7 +100,7 @@ class _Format(abc.ABC):
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
         """One entry of `choices` of an unstreamed response."""
 
-    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes:
         body = {
             **self._head,
             "object": self.object_name,
@@ -182,7 +182,7 @@ class ChatFormat(_Format):
             result["token_ids"] = choice.token_ids
         return result
 
-    def full(self, choices: list[FinishedChoice], usage: Usage) -> bytes:
+    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes:
         """The choices of a chat share their prompt, and so what is said of it."""
         body = super().full(choices, usage)
         shared = choices[0].prompt_logprobs

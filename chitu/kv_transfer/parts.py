@@ -1,7 +1,7 @@
 """What both roles of `KVManager` are made of: settings, what is injected, and the outbox that keeps locks short.
 
-`Outbox` collects frames, log lines and the wish to wake the step thread while a role holds its lock; they leave after
-the lock was given back, so no lock is ever held across `link`, `wake`, logging or a transport.
+`TransferOutbox` collects frames, log lines and the wish to wake the step thread while a role holds its lock; they leave
+after the lock was given back, so no lock is ever held across `link`, `wake`, logging or a transport.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Line(NamedTuple):
     """Empty: it is about none, or about several."""
 
 
-class Outbox:
+class TransferOutbox:
     """Filled under the owner's lock; `take` under it too; `Sendings.leave` after it."""
 
     def __init__(self) -> None:

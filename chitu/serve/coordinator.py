@@ -33,8 +33,8 @@ from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import drain_instance, flush_caches
 from chitu.serve.worker_feed import (
+    DrainAnswer,
     DrainAsked,
-    DrainReply,
     EndAsked,
     FlushAsked,
     InstanceJoined,
@@ -179,12 +179,12 @@ class Coordinator:
         elif isinstance(message, EndAsked):
             self._ending.is_due.set()  # each API process may pass the same signal on
 
-    def _drain(self, asked: DrainAsked) -> DrainReply:
+    def _drain(self, asked: DrainAsked) -> DrainAnswer:
         try:
             draining = drain_instance(self._membership, asked.instance, asked.force)
         except ChituError as error:
-            return DrainReply(asked.number, code=error.code, message=error.message)
-        return DrainReply(asked.number, draining.name, draining.incarnation)
+            return DrainAnswer(asked.number, code=error.code, message=error.message)
+        return DrainAnswer(asked.number, draining.name, draining.incarnation)
 
     def _ask_others(self, asker: Worker, number: int) -> None:
         others = {worker for worker in self._pool.ready() if worker is not asker}

@@ -39,10 +39,10 @@ from chitu.serve.connection_handover import ConnectionIntake
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.worker_feed import (
     ConnectionsClosed,
+    DrainAnswer,
     DrainAsked,
-    DrainReply,
-    End,
     EndAsked,
+    EndWorkers,
     Feed,
     FlushAsked,
     InstanceJoined,
@@ -50,10 +50,10 @@ from chitu.serve.worker_feed import (
     RecordAsked,
     RecordReply,
     ReportAsked,
-    StartFailed,
     ToWorker,
     Welcome,
     WorkerReady,
+    WorkerStartFailed,
     to_worker_codec,
 )
 from chitu.types import Role
@@ -77,7 +77,7 @@ class RemoteCluster:
         self._feed = feed
         self._ports = ports
         self._loads: dict[tuple[Role, int], LoadReport] = {}
-        self._answers: dict[int, asyncio.Future[RecordReply | DrainReply]] = {}
+        self._answers: dict[int, asyncio.Future[RecordReply | DrainAnswer]] = {}
         self._num_questions = 0
         self.view = ClusterView(0, 0, ())
 
@@ -108,7 +108,7 @@ class RemoteCluster:
             reply = await self._ask(number, DrainAsked(number, instance, force))
         except TimeoutError:
             raise Internal("the coordinating process does not answer") from None
-        assert isinstance(reply, DrainReply)
+        assert isinstance(reply, DrainAnswer)
         if reply.code:
             raise from_code(reply.code, reply.message)
         return Draining(reply.name, reply.incarnation)
@@ -135,7 +135,7 @@ class RemoteCluster:
             router.on_lost(message.instance, message.reason, message.has_died)
         elif isinstance(message, ReportAsked):
             self._feed.send(report_of(router, self._index, message.number))
-        elif isinstance(message, RecordReply | DrainReply):
+        elif isinstance(message, RecordReply | DrainAnswer):
             answer = self._answers.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
@@ -148,12 +148,12 @@ class RemoteCluster:
         self._num_questions += 1
         return self._num_questions
 
-    async def _ask(self, number: int, question: RecordAsked | DrainAsked) -> RecordReply | DrainReply:
+    async def _ask(self, number: int, question: RecordAsked | DrainAsked) -> RecordReply | DrainAnswer:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._feed.send(question)
         try:
             async with asyncio.timeout(ANSWER_S):
-                reply: RecordReply | DrainReply = await answer
+                reply: RecordReply | DrainAnswer = await answer
                 return reply
         finally:
             del self._answers[number]
@@ -213,7 +213,7 @@ class WorkerProcess:
 
     def take(self, message: ToWorker) -> None:
         """A message of the feed."""
-        if isinstance(message, End):
+        if isinstance(message, EndWorkers):
             self._ending.ask()
         else:
             self.cluster.take(message)
@@ -248,7 +248,7 @@ async def _serve(feed_fd: int, channel_fd: int) -> int:
     try:
         process = WorkerProcess(welcome, feed, channel)
     except ChituError as error:
-        feed.send(StartFailed(error.message))
+        feed.send(WorkerStartFailed(error.message))
         await feed.finish()
         return EXIT_NOT_STARTED
     # What came while the model was loaded, then everything as it comes.

@@ -67,7 +67,7 @@ class RecordReply(Wire, frozen=True, tag="record_reply"):
     coordination: CoordinationMetrics
 
 
-class DrainReply(Wire, frozen=True, tag="drain_reply"):
+class DrainAnswer(Wire, frozen=True, tag="drain_reply"):
     """To a `DrainAsked`. `code` empty: it drains; else the error."""
 
     number: int
@@ -77,7 +77,7 @@ class DrainReply(Wire, frozen=True, tag="drain_reply"):
     message: str = ""
 
 
-class End(Wire, frozen=True, tag="end"):
+class EndWorkers(Wire, frozen=True, tag="end"):
     """Drain and exit with 0. The second one ends the waiting."""
 
 
@@ -90,7 +90,7 @@ class WorkerReady(Wire, frozen=True, tag="worker_ready"):
     token_port: int
 
 
-class StartFailed(Wire, frozen=True, tag="start_failed"):
+class WorkerStartFailed(Wire, frozen=True, tag="start_failed"):
     """It ends, and any other would: a fault of the topology."""
 
     message: str
@@ -129,11 +129,11 @@ ToWorker = Union[
     RequestFailed,
     ReportAsked,
     RecordReply,
-    DrainReply,
-    End,
+    DrainAnswer,
+    EndWorkers,
 ]
 ToCoordinator = Union[
-    WorkerReady, StartFailed, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, FlushAsked, EndAsked
+    WorkerReady, WorkerStartFailed, WorkerReport, ConnectionsClosed, RecordAsked, DrainAsked, FlushAsked, EndAsked
 ]
 
 to_worker_codec: Codec[ToWorker] = Codec(ToWorker)

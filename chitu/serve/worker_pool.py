@@ -28,12 +28,12 @@ from chitu.protocol import Wire
 from chitu.serve.connection_handover import ConnectionGate, give
 from chitu.serve.worker_feed import (
     ConnectionsClosed,
-    End,
+    EndWorkers,
     Feed,
-    StartFailed,
     ToCoordinator,
     Welcome,
     WorkerReady,
+    WorkerStartFailed,
     packed,
     to_coordinator_codec,
 )
@@ -96,7 +96,7 @@ class PoolEvents:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _WorkerSlot:
     worker: Worker | None = None
     failures: int = 0
     restart_at_s: float | None = None
@@ -108,7 +108,7 @@ class WorkerPool:
     created_s: int
     gate: ConnectionGate
     events: PoolEvents
-    _slots: list[_Slot] = field(default_factory=list)
+    _slots: list[_WorkerSlot] = field(default_factory=list)
     _corpses: list[Worker] = field(default_factory=list)
     """Killed or ended, to be waited for."""
     _starts: set[asyncio.Task[None]] = field(default_factory=set)
@@ -121,7 +121,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Returns once all are ready. ConfigError where one ends before."""
-        self._slots = [_Slot() for _ in range(self.topology.dp_config.router.workers)]
+        self._slots = [_WorkerSlot() for _ in range(self.topology.dp_config.router.workers)]
         await asyncio.gather(*(self._start(index) for index in range(len(self._slots))))
         while not all(slot.worker is not None and slot.worker.is_ready for slot in self._slots):
             if self._failed_start:
@@ -133,7 +133,7 @@ class WorkerPool:
     def end(self) -> None:
         """Ask all to drain and exit; the second time, not to wait."""
         self._is_ending = True
-        self.broadcast(End())
+        self.broadcast(EndWorkers())
 
     @property
     def has_ended(self) -> bool:
@@ -196,7 +196,7 @@ class WorkerPool:
         for message in (Welcome(self.topology, index, incarnation, self.created_s), *self.events.greeting()):
             worker.send(message)
         if self._is_ending:
-            worker.send(End())
+            worker.send(EndWorkers())
 
     def _on_gone(self, worker: Worker) -> None:
         """Its feed or its process has ended: nothing of it is left but its exit code."""
@@ -217,7 +217,7 @@ class WorkerPool:
             self.events.on_incarnations(self.incarnations)
         self.events.on_ended(worker)
 
-    def _start_later(self, slot: _Slot) -> None:
+    def _start_later(self, slot: _WorkerSlot) -> None:
         slot.failures += 1
         if not self._is_ending:
             slot.restart_at_s = time.monotonic() + min(10.0, 0.25 * 2 ** (slot.failures - 1))
@@ -260,7 +260,7 @@ class WorkerPool:
             # The instances are told of it before it gets a request that it could send them.
             self.events.on_incarnations(self.incarnations)
             self._choose_takers(worker.heard_s)
-        elif isinstance(message, StartFailed):
+        elif isinstance(message, WorkerStartFailed):
             log.error("%s: %s", _name(worker), message.message)
             if not self._has_started:
                 self._failed_start = message.message

@@ -34,7 +34,7 @@ from chitu.engine.executor import (
 )
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.protocol import KVLayout
-from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _Slot, kv_of
+from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
 from chitu.types import Ready
 
 NUM_LAYERS = NUM_REGIONS // 2
@@ -44,14 +44,14 @@ def checksum_layout(page_size: int, vocab_size: int) -> KVLayout:
     return KVLayout("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
 
 
-class Device(NamedTuple):
+class ChecksumDevice(NamedTuple):
     type: str
 
 
 class ChecksumPool:
     """Pages, aux rows and staging memory in one shared file, as `KVPool` lays them out; a `PagedMemory`."""
 
-    device = Device("cpu")
+    device = ChecksumDevice("cpu")
 
     def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, staging_bytes: int = 0) -> None:
         self.layout = layout
@@ -143,12 +143,12 @@ class ChecksumExecutor(FakeExecutor):
         super()._admit(admit)
         self._begins[admit.slot] = admit.kv_len
 
-    def _rows(self, state: _Slot, end: int) -> NDArray[np.int64]:
+    def _rows(self, state: _FakeSlot, end: int) -> NDArray[np.int64]:
         """Where the KV of its first `end` tokens lies."""
         pages = np.array(state.pages[: -(-end // self.page_size)], np.int64) * self.page_size
         return np.add.outer(pages, np.arange(self.page_size)).ravel()[:end]
 
-    def _attention(self, state: _Slot, end: int) -> int:
+    def _attention(self, state: _FakeSlot, end: int) -> int:
         """Checksum of the KV of its first `end` tokens, as it lies in the pages now."""
         return zlib.crc32(self._pool.kv[:, self._rows(state, end)].swapaxes(0, 1).tobytes())
 

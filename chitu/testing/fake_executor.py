@@ -86,7 +86,7 @@ def fake_logprobs(token: int, count: int) -> bytes:
 
 
 @dataclass(slots=True)
-class _Slot:
+class _FakeSlot:
     tokens: list[int]
     prompt_len: int
     state: int
@@ -130,7 +130,7 @@ class FakeExecutor:
         self._aux = memoryview(bytearray(num_aux_slots * aux_row_bytes)) if aux is None else aux.cast("B")
         self._aux_row_bytes = aux_row_bytes
         self._aux_offset = aux_offset
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _FakeSlot] = {}
         self._users: dict[int, list[int]] = {}
         """Slots, by page."""
         self._saved: dict[int, _Saved] = {}
@@ -211,7 +211,7 @@ class FakeExecutor:
     def close(self) -> None:
         self.closed = True
 
-    def _live(self, slot: int, what: str) -> _Slot:
+    def _live(self, slot: int, what: str) -> _FakeSlot:
         state = self._slots.get(slot)
         if state is None:
             raise InvariantViolation(f"{what} of slot {slot}, which is free")
@@ -229,7 +229,7 @@ class FakeExecutor:
         _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
         bad = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
         _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
-        state = self._slots[slot] = _Slot(
+        state = self._slots[slot] = _FakeSlot(
             tokens=tokens,
             prompt_len=admit.prompt_len,
             state=_state_of(tokens),
@@ -246,7 +246,7 @@ class FakeExecutor:
     def _append(self, append: AppendPages) -> None:
         self._take_pages(append.slot, self._live(append.slot, "append"), append.pages)
 
-    def _take_pages(self, slot: int, state: _Slot, pages: Sequence[int]) -> None:
+    def _take_pages(self, slot: int, state: _FakeSlot, pages: Sequence[int]) -> None:
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise InvariantViolation(f"slot {slot}: page {page} of {self.num_pages}")
@@ -265,12 +265,12 @@ class FakeExecutor:
                 return False
         return len(pages) * self.page_size >= len(tokens)
 
-    def _fill(self, state: _Slot, start: int, end: int) -> None:
+    def _fill(self, state: _FakeSlot, start: int, end: int) -> None:
         """KV of its tokens `[start, end)` is in its pages."""
         for number in range(start // self.page_size, -(-end // self.page_size)):
             self._held[state.pages[number]] = (state.tokens, min((number + 1) * self.page_size, end))
 
-    def _compute(self, slot: int, state: _Slot, end: int) -> None:
+    def _compute(self, slot: int, state: _FakeSlot, end: int) -> None:
         """KV of the tokens from `kv_len` on."""
         for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
             if self._users[page] != [slot]:
@@ -278,7 +278,7 @@ class FakeExecutor:
         self._fill(state, state.kv_len, end)
         state.kv_len = end
 
-    def _require_pages(self, slot: int, state: _Slot, tokens: int) -> None:
+    def _require_pages(self, slot: int, state: _FakeSlot, tokens: int) -> None:
         if tokens > len(state.pages) * self.page_size:
             raise InvariantViolation(f"slot {slot}: {tokens} tokens in {len(state.pages)} pages of {self.page_size}")
         if tokens > self._info.max_model_len:
@@ -355,7 +355,7 @@ class FakeExecutor:
         self._compute(slot, state, state.kv_len + 1)
         self._sample(slot, state, state.state, result)
 
-    def _sample(self, slot: int, state: _Slot, checksum: int, result: StepResult) -> None:
+    def _sample(self, slot: int, state: _FakeSlot, checksum: int, result: StepResult) -> None:
         if state.sampling is None:
             raise InvariantViolation(f"slot {slot} was admitted without sampling parameters and shall sample")
         emitted = len(state.tokens) - state.prompt_len

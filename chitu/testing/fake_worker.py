@@ -114,7 +114,7 @@ class _Instance:
 
 
 @dataclass(slots=True, frozen=True)
-class _TokenSocket:
+class _FakeTokenSocket:
     """`TokenPort`; blocks where the router does not read."""
 
     socket: zmq.Socket[bytes]
@@ -136,9 +136,9 @@ class FakeWorker:
         self._instances = [self._make(name) for name in names]
         print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
-        own_port = _TokenSocket(self._connect(options.token_port)) if options.token_port else None
+        own_port = _FakeTokenSocket(self._connect(options.token_port)) if options.token_port else None
         send = own_port.send if own_port is not None else (lambda frame: False)
-        self._tokens = TokenManager(self._incarnation, send, lambda port: _TokenSocket(self._connect(port)))
+        self._tokens = TokenManager(self._incarnation, send, lambda port: _FakeTokenSocket(self._connect(port)))
         self._router_workers: set[int] = set()
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
         self._view.setsockopt(zmq.SUBSCRIBE, b"")

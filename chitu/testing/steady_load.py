@@ -1,10 +1,11 @@
 """A steady load in which every answer is checked token by token: clients that never stop asking, and who saw what.
 
 Used by `bench/soak.py` and by the chaos tests. `SteadyLoad` has one thread with an asyncio loop, in which every client
-lives; its methods may be called by any one other thread. Each request ends as exactly one `Answer` with one outcome:
-`right`, `wrong` (other tokens, which must never be), `left` (the client went away on purpose), the code of a typed
-error, `connection refused` and `connection lost` (the router is away), or what must never be: `hung` (no end within the
-client's patience), `cut off` (the stream ended without its last word), `untyped ...` (no error of the closed list).
+lives; its methods may be called by any one other thread. Each request ends as exactly one `CheckedAnswer` with one
+outcome: `right`, `wrong` (other tokens, which must never be), `left` (the client went away on purpose), the code of a
+typed error, `connection refused` and `connection lost` (the router is away), or what must never be: `hung` (no end
+within the client's patience), `cut off` (the stream ended without its last word), `untyped ...` (no error of the
+closed list).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Answer:
+class CheckedAnswer:
     ask: Ask
     outcome: str = ""
     detail: str = ""
@@ -73,7 +74,7 @@ class SteadyLoad:
         self._expected = expected
         self._patience_s = patience_s
         self._rng = random.Random(seed)
-        self._answers: list[Answer] = []
+        self._answers: list[CheckedAnswer] = []
         self._in_flight = 0
         self._loop = asyncio.new_event_loop()
         self._may_ask = asyncio.Event()
@@ -109,14 +110,14 @@ class SteadyLoad:
     def resume(self) -> None:
         self._loop.call_soon_threadsafe(self._may_ask.set)
 
-    def send(self, asks: Iterable[Ask]) -> list[Future[Answer]]:
+    def send(self, asks: Iterable[Ask]) -> list[Future[CheckedAnswer]]:
         """More requests, all at once, beside those of the clients."""
         return [asyncio.run_coroutine_threadsafe(self._ask(ask), self._loop) for ask in asks]
 
-    def take_answers(self) -> list[Answer]:
+    def take_answers(self) -> list[CheckedAnswer]:
         """Those that ended since the last call, in the order of their ends."""
 
-        async def take() -> list[Answer]:
+        async def take() -> list[CheckedAnswer]:
             taken, self._answers = self._answers, []
             return taken
 
@@ -147,8 +148,8 @@ class SteadyLoad:
             if answer.outcome not in (RIGHT, LEFT):
                 await asyncio.sleep(REST_S)
 
-    async def _ask(self, ask: Ask) -> Answer:
-        answer = Answer(ask, started_s=time.monotonic())
+    async def _ask(self, ask: Ask) -> CheckedAnswer:
+        answer = CheckedAnswer(ask, started_s=time.monotonic())
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -169,7 +170,7 @@ class SteadyLoad:
         self._answers.append(answer)
         return answer
 
-    def _check_tokens(self, answer: Answer) -> None:
+    def _check_tokens(self, answer: CheckedAnswer) -> None:
         """Whatever came must be the beginning of what is right, and all of it where the answer is complete."""
         expected = list(self._expected(answer.ask))
         if answer.tokens != expected[: len(answer.tokens)] or (answer.outcome == RIGHT and answer.tokens != expected):
@@ -179,7 +180,7 @@ class SteadyLoad:
             )
             answer.outcome = WRONG
 
-    async def _converse(self, answer: Answer) -> None:
+    async def _converse(self, answer: CheckedAnswer) -> None:
         ask = answer.ask
         body: dict[str, Any] = {
             "model": self._model,
@@ -208,7 +209,7 @@ def _new_http() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 
 
-async def _read_stream(answer: Answer, reply: httpx.Response) -> None:
+async def _read_stream(answer: CheckedAnswer, reply: httpx.Response) -> None:
     async for line in reply.aiter_lines():
         if not line.startswith("data: "):
             continue
@@ -225,7 +226,7 @@ async def _read_stream(answer: Answer, reply: httpx.Response) -> None:
     answer.outcome = answer.outcome or CUT_OFF
 
 
-def _take_error(answer: Answer, status: int, body: bytes) -> None:
+def _take_error(answer: CheckedAnswer, status: int, body: bytes) -> None:
     """The code of an OpenAI error object, where it is one of the closed list."""
     try:
         error = json.loads(body)["error"]
@@ -238,5 +239,5 @@ def _take_error(answer: Answer, status: int, body: bytes) -> None:
     answer.outcome, answer.detail = code if is_known else f"untyped {code}", message
 
 
-def count_outcomes(answers: Iterable[Answer]) -> Counter[str]:
+def count_outcomes(answers: Iterable[CheckedAnswer]) -> Counter[str]:
     return Counter(answer.outcome for answer in answers)

@@ -63,7 +63,7 @@ def _split_of(description: dict[str, Any]) -> str | None:
     return None
 
 
-class _PieceTable(dict[str, tuple[int, ...]]):
+class _WordPieces(dict[str, tuple[int, ...]]):
     """Piece -> its token ids."""
 
     def __init__(self, tokenize: Callable[[str], list[Any]], byte_characters: dict[int, str]) -> None:
@@ -86,7 +86,7 @@ class WordEncoder:
     def __init__(
         self,
         split: str,
-        table: _PieceTable,
+        table: _WordPieces,
         plain: dict[str, int],
         odd: list[str],
         surroundings: tuple[list[int], list[int]],
@@ -129,7 +129,7 @@ class WordEncoder:
         surroundings = _surroundings(backend)
         if surroundings is None:
             return None
-        return cls(split, _PieceTable(model.tokenize, _byte_characters()), plain, odd, surroundings)
+        return cls(split, _WordPieces(model.tokenize, _byte_characters()), plain, odd, surroundings)
 
     @property
     def num_pieces(self) -> int:

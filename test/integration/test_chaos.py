@@ -23,7 +23,7 @@ import pytest
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster, wait_for
 from wrong_clocks import JUMPING, wrong_clocks
 
-from chitu.testing.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Answer, Ask, count_outcomes
+from chitu.testing.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 Phase = Literal["queued", "prefilling", "transferring", "decoding"]
@@ -175,9 +175,9 @@ def test_every_request_survives_or_fails_with_a_word(arena: Arena, blow: Blow, t
     assert row.leaked == 0
 
 
-def send_victims(cluster: ChaosCluster, row: Row) -> list[Future[Answer]]:
+def send_victims(cluster: ChaosCluster, row: Row) -> list[Future[CheckedAnswer]]:
     """Returns once one of them is where the blow shall find it; more are sent while chance takes all elsewhere."""
-    sent: list[Future[Answer]] = []
+    sent: list[Future[CheckedAnswer]] = []
     for attempt in range(5):
         sent += cluster.load.send(victims(row.phase, f"{row.blow} {row.target} {row.phase} {attempt}"))
         with contextlib.suppress(AssertionError):

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
 
-from chitu.testing.steady_load import RIGHT, Answer, Ask, count_outcomes
+from chitu.testing.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 LONG_TOKENS = 300
@@ -40,7 +40,7 @@ def cluster(shared: ChaosCluster) -> Iterator[ChaosCluster]:
     come_back(shared)
 
 
-def send_long(cluster: ChaosCluster, count: int = 6) -> list[Future[Answer]]:
+def send_long(cluster: ChaosCluster, count: int = 6) -> list[Future[CheckedAnswer]]:
     rng = random.Random(count)
     prompts = [tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(200)) for _ in range(count)]
     return cluster.load.send(
@@ -68,7 +68,7 @@ def wait_decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
     return decoding_on(cluster, name)
 
 
-def finish(cluster: ChaosCluster, sent: list[Future[Answer]]) -> None:
+def finish(cluster: ChaosCluster, sent: list[Future[CheckedAnswer]]) -> None:
     """Everything that was asked was answered rightly."""
     for future in sent:
         future.result(PATIENCE_S + 10)

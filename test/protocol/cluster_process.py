@@ -37,7 +37,7 @@ from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.sender.transfer_queue import Batch
+from chitu.kv_transfer.sender.transfer_queue import TransferJob
 from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.staging.cost import Price
 from chitu.net.process_deaths import pid_namespace
@@ -266,7 +266,7 @@ class Process:
             queue = self.kv.sender.queue
             work = queue._work
 
-            def noted(batch: Batch) -> None:
+            def noted(batch: TransferJob) -> None:
                 before, self.world.writing = self.world.writing, batch.room
                 work(batch)
                 self.world.writing = before

@@ -102,6 +102,14 @@ def test_no_text_installs_the_package_index_s_other_project_called_chitu() -> No
     assert found == []
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "chitu").rglob("*.py")):
+        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 @pytest.mark.parametrize(("constant", "text"), ANCHORS, ids=[constant for constant, _ in ANCHORS])
 def test_a_log_anchor_keeps_its_words_and_is_used(constant: str, text: str) -> None:
     assert getattr(log, constant) == text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.sampling_fields import OutputOptions
-from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, Usage
+from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.tokenizer import StopScanner
 
 EOS = 256
@@ -77,12 +77,12 @@ def test_events_are_json_whatever_the_text(text: str) -> None:
     for make in (CompletionFormat, ChatFormat):
         form = make("id", 1, 'm"odel', True)
         events = [form.delta(1, text, None), form.delta(1, text, [1, 2]), form.last(0, text, "stop", [])]
-        events += [form.opening(1), form.usage(Usage(1, 2, 0))]
+        events += [form.opening(1), form.usage(UsageCount(1, 2, 0))]
         for event in filter(None, events):
             assert event.startswith(b"data: ") and event.endswith(b"\n\n")
             body = json.loads(event[6:])
             assert body["model"] == 'm"odel' and "usage" in body
-        body = json.loads(form.full([FinishedChoice(text, "stop", None)], Usage(1, 2, 0)))
+        body = json.loads(form.full([FinishedChoice(text, "stop", None)], UsageCount(1, 2, 0)))
         choice = body["choices"][0]
         assert (choice["text"] if make is CompletionFormat else choice["message"]["content"]) == text
         counts = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}

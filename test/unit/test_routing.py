@@ -15,7 +15,7 @@ from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
 from chitu.router.routing.prefix_affinity import PATIENCE
-from chitu.router.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixIndex, prefix_names
+from chitu.router.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixHistory, prefix_names
 from chitu.types import Role
 
 PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
@@ -245,7 +245,7 @@ def test_unified_instances_are_chosen_by_the_policy_of_prefill() -> None:
 def test_the_index_is_bounded_and_never_knows_a_block_without_the_ones_before(
     sends: list[tuple[int, int, int]], capacity: int
 ) -> None:
-    index = PrefixIndex(capacity)
+    index = PrefixHistory(capacity)
     for seed, blocks, owner in sends:
         chain = prefix_names(prompt(blocks * BLOCK_TOKENS, seed))
         index.add(chain, InstanceKey(Role.PREFILL, owner, 1))
@@ -256,7 +256,7 @@ def test_the_index_is_bounded_and_never_knows_a_block_without_the_ones_before(
 
 
 def test_a_block_remembers_its_newest_owners() -> None:
-    index, chain = PrefixIndex(), prefix_names(prompt(2 * BLOCK_TOKENS))
+    index, chain = PrefixHistory(), prefix_names(prompt(2 * BLOCK_TOKENS))
     for rank in range(MAX_OWNERS + 2):
         index.add(chain, InstanceKey(Role.PREFILL, rank, 1))
     assert {key.engine_rank for key in index.match(chain)} == set(range(2, MAX_OWNERS + 2))

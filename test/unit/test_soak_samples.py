@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chitu.bench.soak_samples import Sample, Usage, findings, row_of
+from chitu.bench.soak_samples import ResourceUsage, Sample, findings, row_of
 
-FLAT = Usage(rss_mib=100.0, threads=5, fds=40, sockets=12)
+FLAT = ResourceUsage(rss_mib=100.0, threads=5, fds=40, sockets=12)
 
 
-def samples(usages: list[Usage], name: str = "router") -> list[Sample]:
+def samples(usages: list[ResourceUsage], name: str = "router") -> list[Sample]:
     return [
         Sample(60.0 * n, {name: usage, "P0": FLAT}, 0, Counter(right=10, left=2)) for n, usage in enumerate(usages, 1)
     ]
 
 
 def test_a_flat_soak_has_no_findings_whatever_the_first_sample_was() -> None:
-    warming_up = Usage(rss_mib=20.0, threads=2, fds=10, sockets=1)
+    warming_up = ResourceUsage(rss_mib=20.0, threads=2, fds=10, sockets=1)
     assert findings(samples([warming_up, *[FLAT] * 9])) == []
-    wobble = Usage(rss_mib=104.0, threads=5, fds=42, sockets=10)
+    wobble = ResourceUsage(rss_mib=104.0, threads=5, fds=42, sockets=10)
     assert findings(samples([FLAT, wobble, FLAT, FLAT, wobble, wobble])) == []
 
 
 def test_what_grows_is_named_with_both_values() -> None:
     grown = {
-        "rss_mib": Usage(110.0, 5, 40, 12),
-        "threads": Usage(100.0, 6, 40, 12),
-        "fds": Usage(100.0, 5, 44, 12),
-        "sockets": Usage(100.0, 5, 40, 16),
+        "rss_mib": ResourceUsage(110.0, 5, 40, 12),
+        "threads": ResourceUsage(100.0, 6, 40, 12),
+        "fds": ResourceUsage(100.0, 5, 44, 12),
+        "sockets": ResourceUsage(100.0, 5, 40, 16),
     }
     for what, usage in grown.items():
         (sentence,) = findings(samples([FLAT] * 6 + [usage] * 2))

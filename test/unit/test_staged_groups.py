@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue, cut, merged
-from chitu.kv_transfer.staging.granted import GrantedSegments, Group
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue, cut, merged
+from chitu.kv_transfer.staging.granted import GrantedSegments, SegmentGroup
 from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
 from chitu.protocol import Staged
@@ -62,17 +62,17 @@ def test_neighbouring_layers_of_the_same_pages_are_one_chunk() -> None:
 
 
 def test_what_was_put_back_is_the_rooms_next_and_what_was_parked_waits_for_resume() -> None:
-    done: list[Batch] = []
+    done: list[TransferJob] = []
     queue = TransferQueue(done.append, 1)
     first, second = TransferKVChunk(0, 1, 0, 1), TransferKVChunk(1, 2, 0, 1)
     queue.put_chunk(b"r", second)
     queue.put_chunk(b"s", second)
-    queue.put_back(Batch(b"r", False, (first,)), is_parked=True)
+    queue.put_back(TransferJob(b"r", False, (first,)), is_parked=True)
     queue.put_aux(b"r")
     while queue.run_one():
         pass
     assert [(batch.room, batch.is_aux) for batch in done] == [(b"r", True), (b"s", False)], "its row need not wait"
-    queue.put_back(Batch(b"r", True, ()), is_parked=True)
+    queue.put_back(TransferJob(b"r", True, ()), is_parked=True)
     assert not queue.run_one() and len(queue) == 1
     queue.resume([b"r", b"gone"])
     done.clear()
@@ -90,7 +90,7 @@ def test_shares_are_equal_disjoint_and_by_rank() -> None:
 
 def test_a_segment_serves_again_only_after_its_own_last_answer() -> None:
     granted = GrantedSegments.of([4, 6])
-    group = Group(b"r", None)
+    group = SegmentGroup(b"r", None)
     one, two = granted.take(group), granted.take(group)
     assert one is not None and two is not None and {one.index, two.index} == {4, 6}
     assert granted.take(group) is None

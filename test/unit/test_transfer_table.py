@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
 from chitu.protocol.states import (
     RECEIVER_AWAITS,
@@ -73,7 +73,7 @@ def chunk(layer: int, pages: int = 2) -> TransferKVChunk:
 
 
 def test_aux_rows_leave_first_then_rooms_in_order_with_waiting_layers_as_one_batch() -> None:
-    done: list[Batch] = []
+    done: list[TransferJob] = []
     queue = TransferQueue(done.append, max_batch_units=100)
     queue.put_chunk(ROOM, chunk(0))
     queue.put_chunk(OTHER, chunk(0))
@@ -82,14 +82,14 @@ def test_aux_rows_leave_first_then_rooms_in_order_with_waiting_layers_as_one_bat
     while queue.run_one():
         pass
     assert done == [
-        Batch(OTHER, True, ()),
-        Batch(ROOM, False, (chunk(0), chunk(1))),
-        Batch(OTHER, False, (chunk(0),)),
+        TransferJob(OTHER, True, ()),
+        TransferJob(ROOM, False, (chunk(0), chunk(1))),
+        TransferJob(OTHER, False, (chunk(0),)),
     ]
 
 
 def test_a_batch_is_bounded_and_a_single_larger_chunk_still_leaves() -> None:
-    done: list[Batch] = []
+    done: list[TransferJob] = []
     queue = TransferQueue(done.append, max_batch_units=4)
     for layer in range(3):
         queue.put_chunk(ROOM, chunk(layer))
@@ -114,7 +114,7 @@ def test_no_two_threads_ever_hold_the_same_room_and_its_chunks_keep_their_order(
     lock, inside, seen = threading.Lock(), set(), []
     finished = threading.Event()
 
-    def work(batch: Batch) -> None:
+    def work(batch: TransferJob) -> None:
         with lock:
             assert batch.room not in inside
             inside.add(batch.room)

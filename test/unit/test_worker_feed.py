@@ -23,21 +23,21 @@ from chitu.serve.connection_handover import ConnectionGate, give
 from chitu.serve.coordinator import EndedWorkers
 from chitu.serve.worker_feed import (
     ConnectionsClosed,
+    DrainAnswer,
     DrainAsked,
-    DrainReply,
-    End,
     EndAsked,
+    EndWorkers,
     Feed,
     InstanceJoined,
     InstanceLost,
     RecordAsked,
     RecordReply,
     ReportAsked,
-    StartFailed,
     ToCoordinator,
     ToWorker,
     Welcome,
     WorkerReady,
+    WorkerStartFailed,
     packed,
     to_coordinator_codec,
     to_worker_codec,
@@ -80,12 +80,12 @@ TO_WORKER: list[ToWorker] = [
     RequestFailed(Role.PREFILL, 0, 7, bytes(16), "capacity", "full"),
     ReportAsked(3),
     RecordReply(3, (report(),), CoordinationMetrics(unknown_heartbeats=1)),
-    DrainReply(4, "D0", 7),
-    End(),
+    DrainAnswer(4, "D0", 7),
+    EndWorkers(),
 ]
 TO_COORDINATOR: list[ToCoordinator] = [
     WorkerReady(5000),
-    StartFailed("no such model"),
+    WorkerStartFailed("no such model"),
     report(5),
     ConnectionsClosed(2),
     RecordAsked(3),
@@ -143,7 +143,7 @@ def test_the_end_of_one_side_is_heard_once_by_the_other() -> None:
         right.send(WorkerReady(3))
         right.close()
         await asyncio.wait_for(ended.wait(), 10)
-        left.send(End())  # into nothing
+        left.send(EndWorkers())  # into nothing
         return heard
 
     assert asyncio.run(run()) == ["WorkerReady", "closed"]

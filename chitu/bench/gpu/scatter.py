@@ -45,7 +45,7 @@ ON_CPU = KINDS[1:]
 
 
 @dataclass(slots=True)
-class End:
+class LinkEnd:
     """One of the two processes: its pool, transport and segments."""
 
     pool: KVPool
@@ -60,7 +60,7 @@ class End:
         self.pool.close()
 
 
-def open_end(card: Card, kind: str, role: Role) -> End:
+def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
     """As a 1P1D on this device has it; on a CPU, where nothing needs it, staging is asked for. MissingDependency."""
     model = card.sizes.model
     layout = KVLayout(
@@ -82,7 +82,7 @@ def open_end(card: Card, kind: str, role: Role) -> End:
     sessions = register_memory(pool, transports, parts.staging.area if parts is not None else None)
     if parts is not None:
         parts.pin(sessions)
-    return End(pool, transports[0], sessions, parts)
+    return LinkEnd(pool, transports[0], sessions, parts)
 
 
 def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
@@ -137,7 +137,7 @@ def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
         card.release()
 
 
-def _rows_of(card: Card, end: End, to_child: IO[str], from_child: IO[str]) -> Iterator[Row]:
+def _rows_of(card: Card, end: LinkEnd, to_child: IO[str], from_child: IO[str]) -> Iterator[Row]:
     memory = msgspec.msgpack.decode(bytes.fromhex(from_child.readline()), type=RankMemory)
     transport, pool = end.transport, end.pool
     peer = transport.connect(memory, memory.sessions[0])
@@ -187,7 +187,7 @@ def _staged(link: StagedLink, own: list[int], theirs: list[int], layers: int) ->
     return lambda: link.write(own, theirs, layers)
 
 
-def _rate_of_one_piece(end: End, memory: RankMemory, peer: PeerHandle, repeats: int) -> float:
+def _rate_of_one_piece(end: LinkEnd, memory: RankMemory, peer: PeerHandle, repeats: int) -> float:
     """Bytes a second of a write of a whole segment from where this end sends from."""
     assert memory.staging is not None and end.parts is not None
     area = end.parts.staging.area
@@ -202,7 +202,7 @@ def _rate_of_one_piece(end: End, memory: RankMemory, peer: PeerHandle, repeats: 
     return nbytes / statistics.median(times[1:])
 
 
-def _check(end: End, own: list[int], theirs: list[int], to_child: IO[str], from_child: IO[str]) -> None:
+def _check(end: LinkEnd, own: list[int], theirs: list[int], to_child: IO[str], from_child: IO[str]) -> None:
     to_child.write(msgspec.json.encode(theirs).decode() + "\n")
     to_child.flush()
     if msgspec.json.decode(from_child.readline()) != page_sums(end.pool, own):

@@ -21,7 +21,7 @@ from chitu.errors import BadFrame, ChituError, Integrity, ProtocolError, from_co
 from chitu.kv_transfer.checksums import read_sums
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.job_thread import JobThread
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver.kv_verifier import Arrival, KVVerifier
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
@@ -55,7 +55,7 @@ class DecodeReceiver:
         self._config = config
         self._parts = parts
         self._lock = threading.Lock()
-        self._out = Outbox()
+        self._out = TransferOutbox()
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
         self._directory = PrefillDirectory(config, parts, self._view, self._out)
         self._rooms = ReceiveRooms(config, parts.clock, self._view, self._directory, self._out)

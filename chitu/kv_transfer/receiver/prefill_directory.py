@@ -19,7 +19,7 @@ from chitu import log
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.transfer_table import NEVER_S
@@ -47,7 +47,7 @@ class PrefillPeer:
 
 
 class PrefillDirectory:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView, out: Outbox) -> None:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView, out: TransferOutbox) -> None:
         self._incarnation = config.incarnation
         self._retry_interval_s = config.deadlines.retry_interval_s
         self._clock = parts.clock

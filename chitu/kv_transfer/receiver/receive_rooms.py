@@ -25,7 +25,7 @@ from chitu.errors import (
     from_code,
 )
 from chitu.kv_transfer.events import TransferEventKind
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox
+from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.transfer_table import NEVER_S, Entry, Tombstone, TransferTable
@@ -82,7 +82,7 @@ ENDING_STATES = frozenset({ReceiverState.QUARANTINED, ReceiverState.DISOWNED})
 
 class ReceiveRooms:
     def __init__(
-        self, config: KVManagerConfig, clock: Clock, view: PeerView, directory: PrefillDirectory, out: Outbox
+        self, config: KVManagerConfig, clock: Clock, view: PeerView, directory: PrefillDirectory, out: TransferOutbox
     ) -> None:
         self._incarnation = config.incarnation
         self._deadlines = config.deadlines

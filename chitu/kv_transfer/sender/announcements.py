@@ -14,7 +14,7 @@ from array import array
 from chitu.clock import Clock
 from chitu.errors import BadFrame, ChituError, DecodeLost, TransferFailed, from_code
 from chitu.kv_transfer.events import TransferEventKind
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox
+from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.chunk_feed import ChunkFeed
 from chitu.kv_transfer.sender.registration import DecodePeer
@@ -29,7 +29,13 @@ WRITABLE_STATES = frozenset({SenderState.WAITING, SenderState.TRANSFERRING, Send
 
 class Announcements:
     def __init__(
-        self, config: KVManagerConfig, clock: Clock, view: PeerView, rooms: SendRooms, feed: ChunkFeed, out: Outbox
+        self,
+        config: KVManagerConfig,
+        clock: Clock,
+        view: PeerView,
+        rooms: SendRooms,
+        feed: ChunkFeed,
+        out: TransferOutbox,
     ) -> None:
         self._config = config
         self._clock = clock

@@ -20,10 +20,10 @@ import numpy as np
 from chitu import log
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
-from chitu.kv_transfer.sender.transfer_queue import Batch, TransferKVChunk, TransferQueue, merged
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue, merged
 from chitu.kv_transfer.staging.stager import Place, Stager
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove, wait_for
 from chitu.kv_transfer.transfer_table import NEVER_S
@@ -36,7 +36,7 @@ from chitu.protocol.states import SenderEvent, SenderState
 class Visit:
     """A batch that may be worked on now, its room and the way to the room's D."""
 
-    batch: Batch
+    batch: TransferJob
     entry: SendEntry
     writer: DecodeWriter
     place: Place | None = None
@@ -58,7 +58,7 @@ class Outcome:
 
 class PageWriter:
     def __init__(
-        self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, queue: TransferQueue, out: Outbox
+        self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, queue: TransferQueue, out: TransferOutbox
     ) -> None:
         self._config = config
         self._parts = parts
@@ -71,7 +71,7 @@ class PageWriter:
 
     # ------------------------------------------------------------------------------------------------------------ begin
 
-    def begin(self, batch: Batch) -> Visit | None:
+    def begin(self, batch: TransferJob) -> Visit | None:
         """None: there is nothing to do for this batch any more."""
         entry = self._rooms.table.get(batch.room)
         if entry is None or entry.data.peer is None:
@@ -195,7 +195,7 @@ class PageWriter:
             nbytes = group.chunk.num_units * layout.regions_per_layer * memory.page_bytes
         entry.data.num_staged += 1
         self.bytes_staged += nbytes
-        batch = Batch(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
+        batch = TransferJob(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
         cost = peer.cost
         if cost is not None and segment.started_s < NEVER_S:
             seconds = self._parts.clock.monotonic() - segment.started_s
@@ -232,7 +232,13 @@ class PageWriter:
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
     def _landed(
-        self, room: bytes, entry: SendEntry, batch: Batch, bytes_per_rank: Sequence[int], *, is_staged: bool = False
+        self,
+        room: bytes,
+        entry: SendEntry,
+        batch: TransferJob,
+        bytes_per_rank: Sequence[int],
+        *,
+        is_staged: bool = False,
     ) -> None:
         """The logits row or the chunks of the batch are in D's memory. Of a staged row D knows before us."""
         record = entry.data

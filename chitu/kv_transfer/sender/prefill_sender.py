@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 from chitu.errors import BadFrame, ChituError, ProtocolError
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.announcements import Announcements
 from chitu.kv_transfer.sender.chunk_feed import ChunkFeed
 from chitu.kv_transfer.sender.page_writer import PageWriter
 from chitu.kv_transfer.sender.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.sender.send_rooms import SendRooms
-from chitu.kv_transfer.sender.transfer_queue import Batch, TransferQueue
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferQueue
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     AbortAck,
@@ -48,7 +48,7 @@ class PrefillSender:
         self._config = config
         self._parts = parts
         self._lock = threading.Lock()
-        self._out = Outbox()
+        self._out = TransferOutbox()
         self._view = PeerView(Role.DECODE, config.host, parts.is_pid_alive)
         unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
@@ -240,7 +240,7 @@ class PrefillSender:
 
     # ------------------------------------------------------------------------------------------------- transfer threads
 
-    def _work(self, batch: Batch) -> None:
+    def _work(self, batch: TransferJob) -> None:
         """One write, or one attempt to settle, of one room."""
         with self._lock:
             visit = self._writer.begin(batch)

@@ -16,7 +16,7 @@ from chitu.clock import Clock
 from chitu.errors import BootstrapTimeout, ChituError, DecodeLost, TransferTimeout, from_code
 from chitu.kv_transfer.checksums import RoomSums
 from chitu.kv_transfer.events import TransferEventKind
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox
+from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.transfer_queue import TransferKVChunk, TransferQueue
@@ -109,7 +109,7 @@ class SendRooms:
     """`table` is shared with the collaborators that bring rooms forward."""
 
     def __init__(
-        self, config: KVManagerConfig, clock: Clock, view: PeerView, out: Outbox, queue: TransferQueue
+        self, config: KVManagerConfig, clock: Clock, view: PeerView, out: TransferOutbox, queue: TransferQueue
     ) -> None:
         self._incarnation = config.incarnation
         self._deadlines = config.deadlines

@@ -40,7 +40,7 @@ class TransferKVChunk:
 
 
 @dataclass(slots=True, frozen=True)
-class Batch:
+class TransferJob:
     """One visit of a transfer thread to a room: the aux row, or KV chunks, or a request to settle."""
 
     room: bytes
@@ -71,7 +71,7 @@ class _Pending:
         return (bool(self.chunks) or self.is_settle) and not self.is_parked
 
 
-Work = Callable[[Batch], None]
+Work = Callable[[TransferJob], None]
 
 
 def merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
@@ -133,7 +133,7 @@ class TransferQueue:
             self._of(room).is_settle = True
             self._changed.notify()
 
-    def put_back(self, batch: Batch, is_parked: bool = False) -> None:
+    def put_back(self, batch: TransferJob, is_parked: bool = False) -> None:
         """What a visit did not write is the room's first again. Parked: not before `resume`."""
         with self._changed:
             pending = self._of(batch.room)
@@ -196,7 +196,7 @@ class TransferQueue:
         while (batch := self._take(wait=True)) is not None:
             self._do(batch)
 
-    def _do(self, batch: Batch) -> None:
+    def _do(self, batch: TransferJob) -> None:
         try:
             self._work(batch)
         finally:
@@ -204,7 +204,7 @@ class TransferQueue:
                 self._busy.discard(batch.room)
                 self._changed.notify()
 
-    def _take(self, wait: bool) -> Batch | None:
+    def _take(self, wait: bool) -> TransferJob | None:
         with self._changed:
             while not self._closed:
                 room = self._choose()
@@ -227,21 +227,21 @@ class TransferQueue:
                 first = room
         return first
 
-    def _batch(self, room: bytes) -> Batch:
+    def _batch(self, room: bytes) -> TransferJob:
         pending = self._pending[room]
         if pending.has_aux_now:
             pending.is_aux = False
-            batch = Batch(room, True, ())
+            batch = TransferJob(room, True, ())
         elif pending.chunks:
             chunks = [pending.chunks.popleft()]
             units = chunks[0].num_units
             while pending.chunks and units + pending.chunks[0].num_units <= self.max_batch_units:
                 chunks.append(pending.chunks.popleft())
                 units += chunks[-1].num_units
-            batch = Batch(room, False, tuple(chunks))
+            batch = TransferJob(room, False, tuple(chunks))
         else:
             pending.is_settle = False
-            batch = Batch(room, False, (), is_settle=True)
+            batch = TransferJob(room, False, (), is_settle=True)
         if pending.is_empty:
             del self._pending[room]
         return batch

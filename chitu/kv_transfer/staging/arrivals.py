@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from chitu.errors import BadFrame, ChituError, Integrity
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox
+from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receiver.receive_rooms import ReceiveEntry, ReceiveRooms
 from chitu.kv_transfer.staging.area import StagingArea
@@ -63,7 +63,7 @@ class StagedArrivals:
         grants: SegmentGrants,
         rooms: ReceiveRooms,
         directory: PrefillDirectory,
-        out: Outbox,
+        out: TransferOutbox,
     ) -> None:
         self._incarnation = config.incarnation
         self._layout = config.layout

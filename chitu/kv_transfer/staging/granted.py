@@ -18,7 +18,7 @@ from chitu.protocol.states import SEGMENT_TRANSITIONS, SegmentEvent, SegmentStat
 
 
 @dataclass(slots=True, frozen=True)
-class Group:
+class SegmentGroup:
     """What one segment carries: pages of a room, or (without a chunk) its logits row."""
 
     room: bytes
@@ -31,7 +31,7 @@ class Segment:
     state: SegmentState = SegmentState.FREE
     number: int = 0
     """Of the group that is or was in it."""
-    group: Group | None = None
+    group: SegmentGroup | None = None
     message: Staged | None = None
     repeat_due_s: float = NEVER_S
     started_s: float = NEVER_S
@@ -47,7 +47,7 @@ class GrantedSegments:
     def of(cls, indices: Sequence[int]) -> GrantedSegments:
         return cls({index: Segment(index) for index in indices})
 
-    def take(self, group: Group) -> Segment | None:
+    def take(self, group: SegmentGroup) -> Segment | None:
         """A free segment, for this group; None where there is none now."""
         free = [segment for segment in self.segments.values() if segment.state is SegmentState.FREE]
         if not free:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from chitu.errors import ChituError
 from chitu.kv_transfer.job_thread import JobThread
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receiver.receive_rooms import ReceiveRoom, ReceiveRooms
 from chitu.kv_transfer.staging.arrivals import Scatter, StagedArrivals, StagedGroup
@@ -47,7 +47,7 @@ class StagedReceiving:
         parts: RoleParts,
         rooms: ReceiveRooms,
         directory: PrefillDirectory,
-        out: Outbox,
+        out: TransferOutbox,
     ) -> StagedReceiving | None:
         """None: no P may stage."""
         staging = parts.staging

@@ -17,7 +17,7 @@ from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.staging.copier import gathers, reaches_pages
 from chitu.kv_transfer.staging.cost import TransferCost, price_of
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row
-from chitu.kv_transfer.tensor_parallel.shard_writer import Link, PageMove, wait_for
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, RankConnection, wait_for
 from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
 from chitu.protocol import StagingMemory
 from chitu.types import Ready
@@ -27,7 +27,7 @@ class StagedWriter:
     """`theirs` was checked. Raises TransferFailed where we have no segments to gather into."""
 
     def __init__(
-        self, memory: PagedMemory, link: Link, theirs: StagingMemory, staging: Staging, regions_per_layer: int
+        self, memory: PagedMemory, link: RankConnection, theirs: StagingMemory, staging: Staging, regions_per_layer: int
     ) -> None:
         self._memory = memory
         self._link = link

@@ -16,12 +16,12 @@ import numpy as np
 
 from chitu.clock import Clock
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.parts import KVManagerConfig, Outbox, RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.plan import merge_runs
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.send_rooms import SendRoom
-from chitu.kv_transfer.sender.transfer_queue import Batch, TransferQueue, cut, merged
-from chitu.kv_transfer.staging.granted import Group, Segment
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferQueue, cut, merged
+from chitu.kv_transfer.staging.granted import Segment, SegmentGroup
 from chitu.kv_transfer.staging.packing import unit_bytes
 from chitu.kv_transfer.staging.staged_writer import StagedWriter
 from chitu.protocol import Scattered, Staged
@@ -33,15 +33,15 @@ NO_SEGMENT = -1
 class Place:
     """Where a group goes. `batch` is what is left of the visit's batch: this group alone."""
 
-    batch: Batch
-    group: Group
+    batch: TransferJob
+    group: SegmentGroup
     segment: Segment
     own_segment: int
     writer: StagedWriter
 
 
 class Stager:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, queue: TransferQueue, out: Outbox) -> None:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, queue: TransferQueue, out: TransferOutbox) -> None:
         self._incarnation = config.incarnation
         self._retry_interval_s = config.deadlines.retry_interval_s
         self._regions_per_layer = config.layout.regions_per_layer
@@ -55,7 +55,7 @@ class Stager:
 
     # --------------------------------------------------------------------------------------------------- before a write
 
-    def wants(self, batch: Batch, record: SendRoom, peer: DecodePeer) -> bool:
+    def wants(self, batch: TransferJob, record: SendRoom, peer: DecodePeer) -> bool:
         """Whether this batch is to be staged. It must be where D's pages cannot or may not be written directly."""
         writer = peer.staged_writer
         if writer is None or batch.is_settle:
@@ -66,7 +66,7 @@ class Stager:
             return False
         return writer.cost is None or writer.cost.is_staged_faster(*self.size_of(batch, record))
 
-    def size_of(self, batch: Batch, record: SendRoom) -> tuple[int, int]:
+    def size_of(self, batch: TransferJob, record: SendRoom) -> tuple[int, int]:
         """Pieces that a direct write of this batch would have, and its bytes."""
         num_pieces = num_units = 0
         for chunk in batch.chunks:
@@ -77,17 +77,17 @@ class Stager:
             num_units += chunk.num_units
         return num_pieces, num_units * unit_bytes(self._memory, self._regions_per_layer)
 
-    def place(self, batch: Batch, peer: DecodePeer) -> Place | None:
+    def place(self, batch: TransferJob, peer: DecodePeer) -> Place | None:
         """A segment for the first group of the batch; the others are queued again. None: all of it was parked."""
         writer, granted = peer.staged_writer, peer.segments
         assert writer is not None
         rest = batch
-        group = Group(batch.room, None)
+        group = SegmentGroup(batch.room, None)
         if not batch.is_aux:
             first, *others = merged(batch.chunks)
             max_units = writer.segment_bytes // unit_bytes(self._memory, self._regions_per_layer)
             first, *cut_off = cut(first, max_units)
-            group, rest = Group(batch.room, first), replace(batch, chunks=(*cut_off, *others))
+            group, rest = SegmentGroup(batch.room, first), replace(batch, chunks=(*cut_off, *others))
         has_own = bool(self._own_free) or not writer.needs_own_segment
         segment = granted.take(group) if has_own else None
         if segment is None:

@@ -30,11 +30,11 @@ import zmq
 from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
 from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.tensor_parallel.orders import (
-    Answer,
     ClosePeer,
-    End,
+    EndOrder,
     OpenPeer,
     Order,
+    OrderAnswer,
     Settle,
     SumPages,
     WritePages,
@@ -80,11 +80,11 @@ def make_lane_folder() -> str:
 
 
 @dataclass(slots=True, frozen=True)
-class Result(Generic[T]):
+class FanOutResult(Generic[T]):
     """Of one order: the own outcome, and each follower's answer (None: it did not come in time)."""
 
     mine: T | ChituError
-    answers: list[Answer | None]
+    answers: list[OrderAnswer | None]
 
     def failures(self) -> list[ChituError]:
         """Everything that went wrong, our own failure first. A missing answer is unsettled."""
@@ -107,12 +107,12 @@ class Lane:
         self._sockets: list[zmq.Socket[bytes]] = []
         for tp_rank in range(1, num_followers + 1):
             socket = context.socket(zmq.PAIR)
-            socket.setsockopt(zmq.LINGER, 500)  # the last word is End
+            socket.setsockopt(zmq.LINGER, 500)  # the last word is EndOrder
             socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
             socket.bind(lane_address(base, number, tp_rank))
             self._sockets.append(socket)
 
-    def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> Result[T]:
+    def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> FanOutResult[T]:
         """Have the followers obey while `mine` runs here. Raises WriteError (settled) where the lane stays busy."""
         if not self._lock.acquire(timeout=timeout_s):
             raise WriteError(f"the followers were busy for {timeout_s} s", settled=True)
@@ -120,7 +120,7 @@ class Lane:
             deadline_s = time.monotonic() + timeout_s
             self._send(order)
             own = _attempt(mine)
-            return Result(own, [_answer_to(order.number, socket, deadline_s) for socket in self._sockets])
+            return FanOutResult(own, [_answer_to(order.number, socket, deadline_s) for socket in self._sockets])
         finally:
             self._lock.release()
 
@@ -134,11 +134,11 @@ class Lane:
             self._send(order)
 
     def close(self) -> bool:
-        """End the followers' threads of this lane. False: a thread here does not let go of it."""
+        """EndOrder the followers' threads of this lane. False: a thread here does not let go of it."""
         if not self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             return False
         try:
-            self._send(End(0))
+            self._send(EndOrder(0))
             for socket in self._sockets:
                 socket.close()
         finally:
@@ -161,7 +161,7 @@ def _attempt(call: Callable[[], T]) -> T | ChituError:
         return error
 
 
-def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Answer | None:
+def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> OrderAnswer | None:
     while socket.poll(max(0, round(1000 * (deadline_s - time.monotonic())))):
         try:
             answer = answer_decoder.decode(socket.recv())
@@ -290,7 +290,7 @@ class FanOut:
         return next(self._numbers)
 
     def close(self) -> None:
-        """End the followers' lane threads. No transfer thread runs any more."""
+        """EndOrder the followers' lane threads. No transfer thread runs any more."""
         if all([lane.close() for lane in (self._control, self.sum_lane, *self._data)]):
             self._context.term()
         shutil.rmtree(self.base, ignore_errors=True)

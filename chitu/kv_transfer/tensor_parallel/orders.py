@@ -66,14 +66,14 @@ class SumPages(Order, frozen=True, tag="sum"):
     pages: bytes
 
 
-class End(Order, frozen=True, tag="end"):
+class EndOrder(Order, frozen=True, tag="end"):
     """The instance stops: the lane's thread ends. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, End]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, EndOrder]
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Of one follower to the order with this number. `code` empty: done."""
 
     number: int
@@ -96,4 +96,4 @@ def unpack_moves(moves: Sequence[PackedMove]) -> list[PageMove]:
 
 encoder = msgspec.msgpack.Encoder()
 order_decoder: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
-answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+answer_decoder: msgspec.msgpack.Decoder[OrderAnswer] = msgspec.msgpack.Decoder(OrderAnswer)

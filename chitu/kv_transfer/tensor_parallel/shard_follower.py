@@ -19,11 +19,11 @@ from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.tensor_parallel.fan_out import HELLO, lane_address
 from chitu.kv_transfer.tensor_parallel.orders import (
-    Answer,
     AnyOrder,
     ClosePeer,
-    End,
+    EndOrder,
     OpenPeer,
+    OrderAnswer,
     Settle,
     SumPages,
     WritePages,
@@ -82,38 +82,38 @@ class ShardFollower:
         socket = self._context.socket(zmq.PAIR)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
-        socket.send(encoder.encode(Answer(HELLO)))
+        socket.send(encoder.encode(OrderAnswer(HELLO)))
         while True:
             order = order_decoder.decode(socket.recv())
-            if isinstance(order, End):
+            if isinstance(order, EndOrder):
                 break
             answer = self._obey(order)
             if answer is not None:
                 socket.send(encoder.encode(answer))
         socket.close()
 
-    def _obey(self, order: AnyOrder) -> Answer | None:
+    def _obey(self, order: AnyOrder) -> OrderAnswer | None:
         try:
             if isinstance(order, OpenPeer):
                 self._open(order)
-                return Answer(order.number)
+                return OrderAnswer(order.number)
             if isinstance(order, ClosePeer):
                 self._close(order.incarnation)
                 return None
             if isinstance(order, WritePages):
                 writer = self._writer(order.incarnation)
                 (nbytes,) = writer.write_pages(unpack_moves(order.moves), order.timeout_s)
-                return Answer(order.number, nbytes)
+                return OrderAnswer(order.number, nbytes)
             if isinstance(order, SumPages):
                 if self._page_sums is None:
                     raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
                 sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
-                return Answer(order.number, sums=sums.tobytes())
+                return OrderAnswer(order.number, sums=sums.tobytes())
             assert isinstance(order, Settle)
-            return Answer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
+            return OrderAnswer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
         except ChituError as error:
             is_settled = not isinstance(error, WriteError) or error.settled
-            return Answer(order.number, is_settled=is_settled, code=error.code, message=error.message)
+            return OrderAnswer(order.number, is_settled=is_settled, code=error.code, message=error.message)
 
     def _open(self, order: OpenPeer) -> None:
         info = order.info

@@ -67,7 +67,7 @@ class DecodeWriter(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Link:
+class RankConnection:
     """One D rank: `part` of our pages goes there."""
 
     memory: RankMemory
@@ -79,7 +79,7 @@ class Link:
 class ShardWriter:
     """Implements `DecodeWriter` for one rank. `links` in order of D's ranks; rank 0 of P has D's rank 0 first."""
 
-    def __init__(self, memory: PagedMemory, links: Sequence[Link], regions_per_layer: int = 2) -> None:
+    def __init__(self, memory: PagedMemory, links: Sequence[RankConnection], regions_per_layer: int = 2) -> None:
         self._memory = memory
         self._regions_per_layer = regions_per_layer
         self._links = tuple(links)
@@ -89,7 +89,7 @@ class ShardWriter:
         return "+".join(sorted({link.transport.name for link in self._links}))
 
     @property
-    def main_link(self) -> Link:
+    def main_link(self) -> RankConnection:
         """To D's main rank."""
         return self._links[0]
 
@@ -109,7 +109,7 @@ class ShardWriter:
                 link.transport.write(link.handle, copies, left_s)
         return (sum(copies.nbytes for _, copies in planned),)
 
-    def _plan(self, link: Link, moves: Sequence[PageMove]) -> CopyList:
+    def _plan(self, link: RankConnection, moves: Sequence[PageMove]) -> CopyList:
         plans = [
             plan_page_copies(
                 self._memory,
@@ -151,13 +151,13 @@ def open_shards(
     Raises TransferFailed where a rank cannot be reached; nothing stays open then.
     """
     head_bytes = memory.page_bytes // kv_heads_per_rank(layout.num_kv_heads, layout.tp_size)
-    links: list[Link] = []
+    links: list[RankConnection] = []
     try:
         for rank in sorted(info.ranks, key=lambda rank: rank.tp_rank):
             heads = head_copy(layout.num_kv_heads, layout.tp_size, tp_rank, info.layout.tp_size, rank.tp_rank)
             if heads is not None:
                 part = PageSlice(*(head_bytes * number for number in heads))
-                links.append(Link(rank, part, *_connect(rank, transports)))
+                links.append(RankConnection(rank, part, *_connect(rank, transports)))
     except ChituError:
         ShardWriter(memory, links).close()
         raise

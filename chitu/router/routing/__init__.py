@@ -7,7 +7,7 @@ from chitu.router.routing.breaker import Breakers, BreakerState
 from chitu.router.routing.least_loaded import least_loaded
 from chitu.router.routing.policy import (
     Candidates,
-    Group,
+    InstanceGroup,
     InstanceKey,
     Policy,
     RoutingRequest,
@@ -24,7 +24,7 @@ __all__ = [
     "BreakerState",
     "Breakers",
     "Candidates",
-    "Group",
+    "InstanceGroup",
     "InstanceKey",
     "PairSelector",
     "Policy",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from chitu.router.routing.policy import Group, RoutingRequest
+from chitu.router.routing.policy import InstanceGroup, RoutingRequest
 
 
-def least_loaded(request: RoutingRequest, group: Group) -> int:
+def least_loaded(request: RoutingRequest, group: InstanceGroup) -> int:
     """Two passes over a list of small integers: some microseconds with a thousand instances."""
     costs = group.costs
     least = min(costs)

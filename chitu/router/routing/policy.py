@@ -46,7 +46,7 @@ class RoutingRequest(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class Group:
+class InstanceGroup:
     """The instances of one role that may get new requests. Made once per view; never empty when a policy sees it."""
 
     instances: tuple[InstanceInfo, ...]
@@ -103,4 +103,4 @@ class Candidates:
         return f"no {' and no '.join(missing)} instance is ready"
 
 
-Policy = Callable[[RoutingRequest, Group], int]
+Policy = Callable[[RoutingRequest, InstanceGroup], int]

@@ -6,10 +6,10 @@ Nearly as even as least loaded, but several routers that see the same load repor
 
 from __future__ import annotations
 
-from chitu.router.routing.policy import Group, RoutingRequest
+from chitu.router.routing.policy import InstanceGroup, RoutingRequest
 
 
-def power_of_two(request: RoutingRequest, group: Group) -> int:
+def power_of_two(request: RoutingRequest, group: InstanceGroup) -> int:
     costs, entropy = group.costs, request.entropy
     if len(costs) == 1:
         return 0

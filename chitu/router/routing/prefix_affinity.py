@@ -9,14 +9,14 @@ owner too: a beginning that everyone uses spreads as far as its load needs, a sh
 from __future__ import annotations
 
 from chitu.router.routing.least_loaded import least_loaded
-from chitu.router.routing.policy import Group, RoutingRequest
+from chitu.router.routing.policy import InstanceGroup, RoutingRequest
 
 PATIENCE = 8
 """Far more than the one token of computing that is saved: where a conversation goes to another instance it takes room
 in both caches, and pushes out what others would have found."""
 
 
-def prefix_affinity(request: RoutingRequest, group: Group) -> int:
+def prefix_affinity(request: RoutingRequest, group: InstanceGroup) -> int:
     """The least loaded, unless an owner's match is worth more than it is behind."""
     chosen = least_loaded(request, group)
     if not request.matches:

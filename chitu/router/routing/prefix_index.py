@@ -40,7 +40,7 @@ def prefix_names(token_ids: bytes, cache_salt: str = "") -> list[int]:
     return names
 
 
-class PrefixIndex:
+class PrefixHistory:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._owners: OrderedDict[int, tuple[InstanceKey, ...]] = OrderedDict()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chitu.router.routing.policy import Group, RoutingRequest
+from chitu.router.routing.policy import InstanceGroup, RoutingRequest
 
 
-def round_robin(request: RoutingRequest, group: Group) -> int:
+def round_robin(request: RoutingRequest, group: InstanceGroup) -> int:
     return request.turn % len(group.instances)

@@ -17,9 +17,17 @@ from chitu.errors import NoInstance
 from chitu.protocol import ClusterView, LoadReport
 from chitu.router.routing.breaker import NOBODY
 from chitu.router.routing.loads import LoadTable
-from chitu.router.routing.policy import Candidates, Group, InstanceKey, Policy, RoutingRequest, Target, instance_key
+from chitu.router.routing.policy import (
+    Candidates,
+    InstanceGroup,
+    InstanceKey,
+    Policy,
+    RoutingRequest,
+    Target,
+    instance_key,
+)
 from chitu.router.routing.prefix_affinity import prefix_affinity
-from chitu.router.routing.prefix_index import PrefixIndex, prefix_names
+from chitu.router.routing.prefix_index import PrefixHistory, prefix_names
 
 ENTROPY_BITS = 64
 
@@ -37,7 +45,7 @@ class PairSelector:
         self._prefill_policy = prefill
         self._decode_policy = decode
         self._random_bits = random_bits
-        self._prefixes = PrefixIndex() if prefill is prefix_affinity else None
+        self._prefixes = PrefixHistory() if prefill is prefix_affinity else None
         self._loads = LoadTable()
         self._silent: dict[InstanceKey, frozenset[int]] = {}
         """By D: incarnations of the P that it does not hear."""
@@ -142,7 +150,7 @@ class PairSelector:
         return Target(first, last.instances[self._decode_policy(request, last)])
 
 
-def _without(group: Group, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> Group:
+def _without(group: InstanceGroup, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> InstanceGroup:
     """The group without the unwanted, or with as few of them as it takes to leave somebody."""
     for unwanted in (avoid | blocked, blocked, avoid):
         kept = [position for key, position in group.positions.items() if key not in unwanted]
@@ -150,7 +158,7 @@ def _without(group: Group, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -
             return group
         if kept:
             instances = tuple(group.instances[position] for position in kept)
-            return Group(
+            return InstanceGroup(
                 instances,
                 [group.costs[position] for position in kept],
                 {instance_key(instance): place for place, instance in enumerate(instances)},

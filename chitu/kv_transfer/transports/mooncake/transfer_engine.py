@@ -95,7 +95,7 @@ class LateWrite:
 
 
 @dataclass(slots=True, frozen=True)
-class Drain:
+class FenceRead:
     """A read on its way. `target` is kept until it has ended, because the engine writes there."""
 
     handle: int
@@ -121,7 +121,7 @@ class MooncakePeer:
     """Writes so far whose end is not known."""
     doubtful_bytes: int = 0
     """Of the largest entry of those that no drain has followed; 0: every write has ended well."""
-    drain: Drain | None = None
+    drain: FenceRead | None = None
     is_closed: bool = False
 
     def doubt(self, largest_bytes: int) -> None:
@@ -335,7 +335,7 @@ class MooncakeTransport:
         target = np.zeros(min(max(FENCE_BYTES, 2 * peer.doubtful_bytes), arena_bytes), np.uint8)
         handle = self._read(peer, int(target.ctypes.data), base, len(target))
         if handle != 0:
-            peer.drain = Drain(handle, target, peer.doubts)
+            peer.drain = FenceRead(handle, target, peer.doubts)
         elif _is_refused(peer):
             peer.doubtful_bytes = 0
 
