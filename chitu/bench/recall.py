@@ -165,6 +165,7 @@ def broken_page(page: int, max_tokens: int) -> list[str]:
     return [
         f"cache.page_size={PAGE_SIZE}",
         f"cache.num_pages={num_pages}",
+        "cache.prefix_cache=false",  # what is cached moves the next prompt to other pages
         f"dp_config.router.pd_disaggregation.faults.zero_page={page}",
     ]
 
