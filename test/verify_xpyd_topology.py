@@ -2,11 +2,12 @@
 
     python test/verify_xpyd_topology.py --router http://HOST:21003 --model M --concurrency 6 --max_tokens 64 --stream
 
-Sends rounds of one prompt each, a request per pair, until every pair was hit, and looks each request up in the router's
-`GET /cluster`. Then it demands: every instance of the topology is up and had requests; so had every pair; every request
-id is unique; P moved as many bytes as the pages and the logits row of the prompt have; all answers to one prompt
-(greedy) have the same tokens. Works with any model and any topology that has pairs. A table for people, `--json` for
-machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments. Any Python will do: the project's takes over.
+Sends rounds of one prompt each, a request per pair, until every pair was hit, and looks each request up in the
+router's `GET /cluster`. Then it demands: every instance of the topology is up and had requests; so had every pair;
+every request id is unique; P moved as many bytes as the pages and the logits row of the prompt have (the prefix cache
+is not used); all answers to one prompt (greedy) have the same tokens. Works with any model and any topology that has
+pairs. A table for people, `--json` for machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments. Any
+Python will do: the project's takes over.
 
 Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, other policies take more.
 Other clients may be served meanwhile, as long as they end fewer than 64 requests while this looks one up.
@@ -126,6 +127,12 @@ def prefilled_tokens(record: RequestSnapshot) -> int:
     return record.prompt_tokens + record.continued_tokens
 
 
+def bytes_of(record: RequestSnapshot, layout: KVLayout) -> int:
+    """Bytes that its last attempt moves. For one token that needs no KV, the logits row is enough."""
+    is_row_alone = record.output_tokens - record.continued_tokens == 1
+    return expected_bytes(0 if is_row_alone else prefilled_tokens(record), layout)
+
+
 def judge(before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked]) -> Verdict:
     """Pure. `before` and `after`: the cluster around the requests."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
@@ -177,7 +184,7 @@ def _pair_report(
         requests=len(done),
         prompt_tokens=sum(prefilled_tokens(record) for _, record in done),
         kv_bytes=sum(record.kv_bytes for _, record in done),
-        expected_bytes=sum(expected_bytes(prefilled_tokens(record), layouts[pair[1]]) for _, record in done),
+        expected_bytes=sum(bytes_of(record, layouts[pair[1]]) for _, record in done),
         tokens_equal=all(one.tokens == usual[one.prompt] for one, _ in done),
         ttft_ms=round(1e3 * statistics.median(delays_s), 1) if delays_s else 0.0,
     )
@@ -196,7 +203,7 @@ def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> li
         if one.pair is None:
             reasons["served by a unified instance, not by a pair"] += 1
             continue
-        right = expected_bytes(prefilled_tokens(record), layouts[record.decode])
+        right = bytes_of(record, layouts[record.decode])
         if record.kv_bytes != right:
             pair = f"{record.prefill}-{record.decode}"
             reasons[
@@ -228,7 +235,7 @@ class Prober:
 
     def ask(self, number: int, prompt: str) -> Asked:
         body = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True, "stream": self.stream}
+        body |= {"ignore_eos": True, "return_token_ids": True, "stream": self.stream, "cache_prompt": False}
         try:
             request_id, reply = self._post("/v1/completions", body)
             tokens = _tokens(reply, self.stream)

@@ -73,6 +73,15 @@ def test_the_formula_is_that_of_whole_pages_and_a_row_of_whole_cache_lines() -> 
     assert verify.expected_bytes(40, wide) == 3 * (2 * 4 * 4 * 16 * 16 * 2) + 64 + 2048
 
 
+def test_for_the_last_token_alone_no_pages_are_expected() -> None:
+    cluster, requests = all_pairs()
+    row = verify.expected_bytes(0, LAYOUT)
+    last = {"output_tokens": 3, "continued_tokens": 2}
+    assert reasons(cluster, [*requests[:-1], asked(1, "P1-D2", "last", kv_bytes=row, **last)]) == []
+    moved = asked(1, "P1-D2", "last", **last)
+    assert any(f"not {row}" in reason for reason in reasons(cluster, [*requests[:-1], moved]))
+
+
 @pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (2, 3), (4, 2)])
 def test_a_cluster_of_which_every_pair_works_passes(prefills: int, decodes: int) -> None:
     cluster, requests = all_pairs(prefills, decodes)
