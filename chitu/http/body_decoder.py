@@ -96,34 +96,41 @@ class BodyDecoder(Generic[_BodyT]):
         served or not known, or the JSON broken. `warnings`: where given, it gets a sentence on the first unknown field
         of the body, and of the objects in it, which are then no errors."""
         try:
+            outline = None
             if len(raw) > LARGE_BODY_BYTES:
-                self._look_over(raw)
+                outline = self._outlined(raw, warnings)
+                self._look_over(outline)
             try:
                 return self._strict.decode(raw)
             except msgspec.ValidationError as error:
                 if _unknown_in(error) is None:
                     raise
-                return self._decode_odd(raw, warnings)
+                return self._decode_odd(raw, outline or self._outlined(raw, warnings), warnings)
         except msgspec.ValidationError as error:
             raise _invalid(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
-    def _look_over(self, raw: bytes) -> None:
+    def _outlined(self, raw: bytes, warnings: list[str] | None) -> msgspec.Struct:
+        """Its fields as JSON. Ends at the first one that nobody knows, so that a million of them cost nothing."""
+        try:
+            return self._known.decode(raw)
+        except msgspec.ValidationError as error:
+            path = _unknown_in(error)
+            if path is None:
+                raise
+            self._judge(path, warnings)
+            return self._known_of_more.decode(raw)
+
+    def _look_over(self, outline: msgspec.Struct) -> None:
         """Objects cost many times their JSON, and decoding cannot be interrupted: refuse what would make too many."""
-        outline = self._known_of_more.decode(raw)
         for name in self._sized:
             num_bytes = len(getattr(outline, name))
             if num_bytes > MAX_FIELD_BYTES:
                 raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {MAX_FIELD_BYTES} are taken", name)
 
-    def _decode_odd(self, raw: bytes, warnings: list[str] | None) -> _BodyT:
+    def _decode_odd(self, raw: bytes, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
         """A body that has more than served fields."""
-        try:
-            outline = self._known.decode(raw)
-        except msgspec.ValidationError as error:
-            self._judge(_unknown_in(error) or "", warnings)
-            outline = self._known_of_more.decode(raw)
         for name in self._refused:
             value = bytes(getattr(outline, name))
             is_short = len(value) <= MAX_NEUTRAL_BYTES
