@@ -137,16 +137,23 @@ def test_a_priority_is_taken_at_its_bounds_and_refused_beyond() -> None:
 def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> None:
     content = {"prompt", "messages", "tokens"}
     fields = [name for name in decoder.type.__struct_fields__ if name not in content]
-    padding = {"user": "x" * LARGE_BODY_BYTES}
+    padding = " " * LARGE_BODY_BYTES
     for name in fields:
         with pytest.raises(InvalidRequest) as raised:
-            decoder.decode(json.dumps({name: "x" * (MAX_FIELD_BYTES - 1), **padding}).encode())
+            decoder.decode((json.dumps({name: "x" * (MAX_FIELD_BYTES - 1)}) + padding).encode())
         assert raised.value.param == name
         assert str(MAX_FIELD_BYTES) in raised.value.message
         try:
-            decoder.decode(json.dumps({name: "x" * (MAX_FIELD_BYTES - 2), **padding}).encode())
+            decoder.decode((json.dumps({name: "x" * (MAX_FIELD_BYTES - 2)}) + padding).encode())
         except InvalidRequest as error:
             assert "bytes of JSON" not in error.message
+
+
+def test_a_large_body_ends_at_its_first_unknown_field() -> None:
+    body = b'{"unheard_of":0,"prompt":"a","prompt":%s}' % (b"[" * LARGE_BODY_BYTES)
+    with pytest.raises(InvalidRequest) as raised:
+        completion_decoder.decode(body)
+    assert raised.value.param == "unheard_of"
 
 
 def test_stop_ids_that_come_twice_are_one() -> None:
