@@ -34,6 +34,7 @@ from chitu.protocol.cluster import (
     stats_codec,
     view_codec,
 )
+from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, ToolCall, ToolCalls
 from chitu.protocol.logprobs import (
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -99,6 +100,7 @@ __all__ = [
     "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
+    "MAX_GRAMMAR_CHARS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_PROMPT_LOGPROBS_BYTES",
@@ -116,6 +118,8 @@ __all__ = [
     "DecodeRequest",
     "Drain",
     "Finish",
+    "Grammar",
+    "GrammarKind",
     "Heartbeat",
     "InstanceInfo",
     "Join",
@@ -145,6 +149,8 @@ __all__ = [
     "StatusAck",
     "TokenBatch",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCalls",
     "TransferInfo",
     "TransferStatus",
     "TransportSession",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Union
 
+from chitu.protocol.grammars import Grammar
 from chitu.protocol.wire import Codec, Wire
 
 MAX_LOGIT_BIAS = 1024
@@ -53,6 +54,8 @@ class SamplingParams(Wire, frozen=True):
     """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens but the first one; not where output of another D lies behind the prompt."""
+    grammar: Grammar | None = None
+    """What the emitted tokens must follow, those of another D included."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler

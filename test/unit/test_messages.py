@@ -1,4 +1,4 @@
-"""Golden frames of protocol version 5, read back by the reference `msgpack` package, and what decoders refuse.
+"""Golden frames of protocol version 6, read back by the reference `msgpack` package, and what decoders refuse.
 
 The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
 """
@@ -15,6 +15,7 @@ import pytest
 
 from chitu.errors import BadFrame, UnknownKind
 from chitu.protocol import (
+    MAX_GRAMMAR_CHARS,
     AbortAck,
     AbortTransfer,
     AuxReady,
@@ -22,6 +23,7 @@ from chitu.protocol import (
     Codec,
     DecodeRequest,
     Finish,
+    Grammar,
     Heartbeat,
     KVArgsRegisterInfo,
     KVLayout,
@@ -42,6 +44,7 @@ from chitu.protocol import (
     TokenBatch,
     TransferInfo,
     TransferStatus,
+    UnifiedRequest,
     encode,
     pack_i32,
     pack_logprobs,
@@ -264,6 +267,18 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "prefill_incarnation": 9,
         },
     ),
+    (
+        UnifiedRequest(ROOM, "cmpl-1", b"", SamplingParams(16, grammar=Grammar("regex", "a+"))),
+        scheduler_codec,
+        "",
+        {
+            "type": "unified_request",
+            "room": ROOM,
+            "request_id": "cmpl-1",
+            "token_ids": b"",
+            "sampling": {"max_tokens": 16, "grammar": {"kind": "regex", "text": "a+"}},
+        },
+    ),
     (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
     (
         CancelRequest(ROOM, 5, 2),
@@ -434,3 +449,13 @@ def test_layouts_name_every_field_that_differs() -> None:
     assert mine.mismatches(mine) == []
     theirs = msgspec.structs.replace(mine, page_size=8, dtype="bfloat16")
     assert mine.mismatches(theirs) == ["page_size: 16 != 8", "dtype: float32 != bfloat16"]
+
+
+def test_a_grammar_of_an_unknown_kind_or_above_its_bound_is_refused() -> None:
+    def request(grammar: Grammar) -> bytes:
+        return encode(UnifiedRequest(ROOM, "r", b"", SamplingParams(16, grammar=grammar)))
+
+    scheduler_codec.decode(request(Grammar("regex", "a" * MAX_GRAMMAR_CHARS)))
+    for refused in (Grammar("regex", "a" * (MAX_GRAMMAR_CHARS + 1)), Grammar("yaml", "")):  # type: ignore[arg-type]
+        with pytest.raises(BadFrame):
+            scheduler_codec.decode(request(refused))
