@@ -86,7 +86,7 @@ class PagedKVCacheManager:
         return self._index.num_shared_pins
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def get_page_indices(self, room: bytes) -> Sequence[int]:
@@ -175,7 +175,7 @@ class PagedKVCacheManager:
 
     def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """The first pages of a new room: those in which the beginning of its `prompt` (int32 LE) is cached. How many
-        tokens that is. At least the last `to_compute` are none of them: who computes wants the last one's logits."""
+        tokens that is. At least the last `to_compute` are none of them: the last one's logits are needed."""
         pages = self._find(keys, prompt, to_compute)
         if not pages:
             return 0
@@ -187,7 +187,7 @@ class PagedKVCacheManager:
         return len(pages) * self.page_size
 
     def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
-        """How many of the available pages a room with this prompt would take: all, but for those that others use."""
+        """How many of the available pages a room with this prompt would take: all, except those that others use."""
         wanted = self.pages_for(len(prompt) // 4)
         return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt, to_compute))
 

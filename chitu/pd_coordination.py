@@ -1,10 +1,10 @@
-"""Membership of the cluster: who is alive, in which incarnation, until when.
+"""Membership of the cluster: which instances are alive, in which incarnation, until when.
 
 The pure core: messages and a clock in, replies and a view out. `serve/coordination_ports.py` is its shell on the
 router's loop thread, which alone calls it.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank): a process that joins for the first time
-takes the place of another one, unless it yields; who was replaced is refused from then on, as is one that returns to
+takes the place of another one, unless it yields; a replaced one is refused from then on, as is one that returns to
 find its place taken; all live P and D can exchange pages (`unlike.py`); an instance is in the view exactly while its
 lease runs, or until its death is known sooner (by its pid on this machine, by the word of its launcher on another). A
 lost instance is reported once through `on_lost`, after it left the view. One is called dead in the view only where all
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 MAX_TICK_GAP_S = 0.5
 """A longer gap between two ticks is a stall of the router; instances are not blamed for it."""
 LINGER_S = 2.0
-"""An instance is called dead so long after its processes ended: its kernel may still have been sending what they wrote,
-as it does over TCP."""
+"""Delay from the end of an instance's processes until it is called dead: its kernel may still have been sending what
+they wrote, as it does over TCP."""
 KEPT_REPLACED = 1024
 """Incarnations whose place was taken, to be refused."""
 KEPT_DEAD = 64
@@ -67,7 +67,7 @@ class _Member:
 
 @dataclass(slots=True)
 class CoordinationEvents:
-    """Who is told what. `on_joined` may raise: then the instance is not taken. `on_lost` runs after the instance left
+    """Callbacks. `on_joined` may raise: then the instance is not taken. `on_lost` runs after the instance left
     the view, `on_change` after every change of it."""
 
     on_joined: Callable[[InstanceInfo], None]
@@ -87,7 +87,7 @@ class PDCoordination:
         self._events = events
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
-        """Who joined as this instance last, member or not."""
+        """The incarnation that joined as this instance last, member or not."""
         self._replaced: deque[int] = deque(maxlen=KEPT_REPLACED)
         self._ended: list[tuple[float, int]] = []
         """Incarnations without a process, and when they may be called dead; in this order."""

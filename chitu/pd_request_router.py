@@ -99,7 +99,7 @@ class PDRequestRouter:
         return [a.snapshot("prefill" if a.first_token_s is None else "decode") for a in newest][::-1]
 
     def rejected(self, error: ChituError, count: int = 1) -> ChituError:
-        """So many requests are refused on arrival: to be raised."""
+        """The error for this many requests that are refused on arrival; the caller raises it."""
         self.counters.count(self.counters.rejected, error.code, count)
         return error
 
@@ -111,7 +111,7 @@ class PDRequestRouter:
             raise self.rejected(error) from None
 
     def require_room_for(self, count: int, num_tokens: int) -> None:
-        """TooManyRequests where so many more requests, with so many prompt tokens in all, are over the bound;
+        """TooManyRequests if so many requests more, with their prompt tokens in all, are over the bound;
         Overloaded where they would wait too long; InvalidRequest where they are over the bound by themselves;
         NoInstance where nothing can serve."""
         try:
@@ -263,7 +263,7 @@ class PDRequestRouter:
             return
         reporter = InstanceKey(failed.role, failed.engine_rank, failed.incarnation)
         if reporter not in (attempt.prefill, attempt.decode):
-            return  # of an older incarnation, or of nobody who serves this room
+            return  # of an older incarnation, or of an instance that does not serve this room
         self._attempts.on_failure(attempt, from_code(failed.code, failed.message), reporter)
         self.flush()
 

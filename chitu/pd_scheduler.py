@@ -48,7 +48,7 @@ class _LaunchedStep:
     slots: list[int]
     """Those that sample, in the order of the result."""
     sequences: list[Sequence]
-    """Who sat in them when it was launched."""
+    """Their sequences when the step was launched."""
 
 
 class PDScheduler:
@@ -99,7 +99,7 @@ class PDScheduler:
         self._inbox.put(CacheFlush())
 
     def end_all(self, silence_s: float) -> None:
-        """The router was silent for so long that it counts as gone: end every request, with an error for it."""
+        """The router was silent beyond its limit: end every request with an error."""
         self._inbox.put(RouterSilent(silence_s))
 
     @property

@@ -55,14 +55,14 @@ SHORTEST_BEAT_S = 0.05
 IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it looks at its queue deadlines."""
 QUIET_S = 1.0
-"""A drained instance leaves after so long without work: by then no request is on its way from the router."""
+"""A drained instance leaves after this long without work: by then no request is on its way from the router."""
 LAST_WORD_S = 0.5
 """The same of one that a signal ends while it has work: by then the router has read the last tokens. They come by
 another connection than the word that it leaves, which would fail a request that has just finished."""
 
 
 LAST_TOKENS_MS = 200
-"""What is queued when a socket to the router closes may still leave for so long."""
+"""How long messages that are queued when a socket to the router closes may still leave."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class SilenceWatch:
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Who this process is."""
+    """Identity of this process."""
 
     role: Role
     engine_rank: int

@@ -7,8 +7,8 @@ All answers are greedy, in float32, to the same token ids. Ends with code 1 unle
 right in 99 % of the prompts, token for token the same, and the broken page (`faults.zero_page`) costs answers.
 
 The broken page: one D with a pool for one request, and requests of more than half the pool, so that each is alone and
-gets the pages 0, 1, ... Page n then holds the prompt's tokens from n * PAGE_SIZE on, and it is known beforehand who is
-asked for a value that lies there.
+gets the pages 0, 1, ... Page n then holds the prompt's tokens from n * PAGE_SIZE on, and it is known beforehand which
+room is asked for a value that lies there.
 
 Parts of it are used by test/integration/test_recall.py.
 """

@@ -42,7 +42,7 @@ FIRST_ID = 16
 PATIENCE_S = 60.0
 READY_S = 120.0
 REST_S = 20.0
-"""Without requests everything has to be free after so long."""
+"""Time without requests after which everything has to be free."""
 ROUTER_KEY = "dp_config.router"
 SETTINGS = [
     "model.served_name=m",

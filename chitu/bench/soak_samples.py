@@ -1,7 +1,7 @@
-"""What a soak sees of the cluster at rest, and whether it is flat. Pure but for `usage_of`. Used by `bench/soak.py`.
+"""What a soak sees of the cluster at rest, and whether it is flat. Pure except `usage_of`. Used by `bench/soak.py`.
 
 Between the first samples and the last ones memory, threads, file descriptors and sockets of every process must be the
-same but for `TOLERANCE`. A page that is not free at rest, and a request that was neither right nor left by its client,
+same within `TOLERANCE`. A page that is not free at rest, and a request that was neither right nor left by its client,
 is a finding whenever it was seen.
 """
 

@@ -50,7 +50,7 @@ class Conversation:
 
 
 def recall_example(rng: random.Random, prompt_tokens: int, max_model_len: int | None) -> Example:
-    """A list of about so many tokens (for chitu-tiny) with a question on it, as far as the context holds it."""
+    """A list of about this many tokens (for chitu-tiny) with a question on it, as far as the context holds it."""
     if max_model_len is not None:
         prompt_tokens = min(prompt_tokens, max_model_len - ANSWER_ROOM_TOKENS)
     return tiny.recall(rng, tiny.facts_for(prompt_tokens))

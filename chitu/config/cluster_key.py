@@ -1,6 +1,6 @@
 """`pd_disaggregation.cluster_key` as a secret: where it may stand, how long it must be, and how a topology loses it.
 
-Pure, but for `with_own_key`. Called by `load.py`, `topology.py`, `net/curve.py` and the launchers. Invariant: no
+Pure, except `with_own_key`. Called by `load.py`, `topology.py`, `net/curve.py` and the launchers. Invariant: no
 sentence has the key in it.
 """
 

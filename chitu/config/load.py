@@ -115,7 +115,7 @@ def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_topology(topology: Topology) -> str:
-    """YAML that `load_topology` reads back to an equal value, but for the cluster's key, which is left out: it goes to
+    """YAML that `load_topology` reads back to an equal value, except the cluster's key, which is left out: it goes to
     child processes by their environment."""
     topology = with_cluster_key(topology, "")
     # Without allow_unicode: PyYAML writes odd line breaks (NEL) in single quotes and folds them away when it reads.

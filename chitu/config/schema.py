@@ -145,7 +145,7 @@ class FaultConfig(Section, frozen=True):
     flip_logits_every: Annotated[int, Meta(ge=0)] = 0
     """The same of every Nth logits row."""
     delay_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Every write begins so much later; past its timeout it fails."""
+    """Delay before every write begins; past its timeout the write fails."""
     stall_every: Annotated[int, Meta(ge=0)] = 0
     """Every Nth write, of KV or of logits, hangs until its timeout and fails; nothing of it arrives."""
 
@@ -160,7 +160,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     """ZMQ: P and D join, leave and are drained here."""
     metadata_sync_port: Port = 29801
-    """ZMQ: the router tells everyone who is there."""
+    """ZMQ: the router publishes the cluster view (members and their addresses)."""
     bootstrap_port: Port = 8080
     """HTTP: where D finds P."""
     transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl"] = "auto"
@@ -182,7 +182,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     request need not."""
     cluster_key: str = ""
     """Secret of the cluster, at least 16 characters: ZMQ is then encrypted and authenticated (CURVE), bootstrap and
-    admin calls need a token made of it. `CHITU_CLUSTER_KEY` goes before; keep it out of files that others can read."""
+    admin calls need a token made of it. `CHITU_CLUSTER_KEY` overrides it; keep it out of files that others can read."""
     verify_kv: Literal["off", "sample", "all"] = "off"
     """Checksums of the KV pages that arrived, against those of P: of none, of some pages a request, or of all. The
     logits row always has one."""

@@ -19,7 +19,7 @@ UNIFIED_TOKENS = 2048
 
 
 def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
-    """The topology with `max_batched_tokens` and `chunk_size` of its GPUs, but for those of them that are `given`."""
+    """The topology with `max_batched_tokens` and `chunk_size` of its GPUs, except those that are `given`."""
     router = topology.dp_config.router
     computing = (*router.prefill_schedulers, *router.unified_schedulers)
     if not computing or not all(map(_is_on_gpus, computing)):

@@ -1,8 +1,9 @@
-"""How a model is cut over the tensor-parallel ranks of an instance. Pure integers; everyone who cuts asks here.
+"""How a model is cut over the tensor-parallel ranks of an instance. Pure integers; every module that cuts asks here.
 
-Called by the topology check, the loader (weights), the KV pool (pages) and the transfer plan (who writes what to whom).
-Query heads are split evenly and stay with their KV head. KV heads are split too, or, where there are fewer of them than
-ranks, each is held by several neighbouring ranks. Rows of the MLP and of the vocabulary are split as evenly as they go.
+Called by the topology check, the loader (weights), the KV pool (pages) and the transfer plan (which rank writes what to
+which). Query heads are split evenly and stay with their KV head. KV heads are split too, or, where there are fewer of
+them than ranks, each is held by several neighbouring ranks. Rows of the MLP and of the vocabulary are split as evenly
+as they go.
 """
 
 from __future__ import annotations

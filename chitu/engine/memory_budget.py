@@ -175,7 +175,7 @@ def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
     if tokens >= min(max_model_len, MIN_CONTEXT_TOKENS):
         return ""
     return (
-        f"the KV pool of {num_pages} pages holds {tokens} tokens, so a request may have so many, prompt and answer "
+        f"the KV pool of {num_pages} pages holds {tokens} tokens, the limit of a request, prompt and answer "
         f"together; the model takes {max_model_len}, which are {-(-max_model_len // page_size)} pages"
     )
 

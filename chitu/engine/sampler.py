@@ -282,7 +282,7 @@ class Sampler:
         return self._layout
 
     def _count_down(self, slots: list[int]) -> None:
-        """One token nearer to min_tokens; who reaches it gets its eos and stop ids back."""
+        """One token nearer to min_tokens; a sequence that reaches it gets its eos and stop ids back."""
         for slot in slots:
             state = self._require(slot)
             state.masked_steps -= 1
@@ -311,7 +311,7 @@ class Sampler:
         return row
 
     def _widen(self, num_tokens: int) -> None:
-        """Room for so many seen tokens a row."""
+        """Room for `length` seen tokens a row."""
         missing = num_tokens - self._seen.shape[1]
         if missing > 0:
             self._seen = torch.nn.functional.pad(self._seen, (0, max(missing, self._seen.shape[1])))

@@ -28,7 +28,7 @@ DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
 """Rows. Longer prefills are bound by arithmetic; recording them would save nothing."""
 SPARE_TILES = 8
-"""So many spans fit a prefill recording however they are cut."""
+"""Number of spans that fit a prefill recording however they are cut."""
 
 
 class Recorder(Protocol):

@@ -1,4 +1,4 @@
-"""Who may ask for what on the API port: API keys, the cluster's token, rates. Loop thread; decides, answers nothing.
+"""Access to the API port: API keys, the cluster's token, rates. Loop thread; decides, answers nothing.
 
 Open to all are the page, `/health` and `/livez`. Where `api_keys` are configured everything else wants one of them. An
 operator's calls (`/admin/...`) want the cluster's token where the cluster has a key, since API keys are for its users;
@@ -27,7 +27,7 @@ OPEN_FOLDER = "/web/"
 ADMIN_FOLDER = "/admin/"
 API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
 TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
-"""What is said to those who bring nothing, and something wrong."""
+"""Messages for a missing key, and for a wrong one."""
 SALT_BYTES = 16
 """Of what stands before a request's own salt: as long for everybody, so that no two tenants can mean the same."""
 IPV6_NETWORK_BYTES = 8
@@ -53,13 +53,13 @@ class Access:
     def count(self, scope: Scope) -> None:
         """RateLimited where the client asks for more generations than its share. Call after `require`."""
         if self._limiter is None:
-            return  # who asks is read out of an address, which costs as much as the request's JSON
+            return  # to read the caller out of an address costs as much as the request's JSON
         wait_s = self._limiter.take(self._client(scope))
         if wait_s:
             raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
 
     def cache_salt(self, scope: Scope) -> str:
-        """What goes before the request's own `cache_salt`: each tenant's differs. Empty where nobody is asked for a
+        """Prefix of the request's own `cache_salt`: each tenant's differs. Empty if nobody is asked for a
         key. Call after `require`."""
         return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
 

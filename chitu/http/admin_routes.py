@@ -26,7 +26,7 @@ class DrainBody(BaseModel):
 class DrainReply(BaseModel):
     instance: str
     incarnation: str
-    """Decimal. Who asks on can tell this process from one that takes its place."""
+    """Decimal. Tells this process from one that takes its place."""
     status: str
 
 

@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
                 self._requests.close()
 
     def update_reading(self) -> None:
-        """Read on, or not, as those who take requests and bodies keep up."""
+        """Resume or pause reading, as the consumers of requests and bodies keep up."""
         reading, is_over = self._reading, self._requests.is_over
         should_pause = not is_over and (bool(self._waiting) or (reading is not None and reading.is_unread))
         if should_pause is not self._is_paused and not self.transport.is_closing():
@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
 
     def _too_slow(self, phase: _Phase, seconds: float) -> None:
         self._timed = self._deadline = None
-        if self._is_paused:  # it is not the client who lets this wait
+        if self._is_paused:  # not the client delays this
             self._rearm()
         elif phase is _Phase.LINGER and self.transport.get_write_buffer_size():
             self._rearm()  # it reads, if slowly; `write_s` bounds that

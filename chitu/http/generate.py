@@ -93,7 +93,7 @@ class GenerationRoutes:
         config: RouterConfig,
         tenant_salt: Callable[[Scope], str],
     ) -> None:
-        """`tenant_salt`: what goes before a request's own `cache_salt`."""
+        """`tenant_salt`: prefix of a request's own `cache_salt`."""
         self._model = model
         self._router = router
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 PROBE_PATHS = frozenset({"/health", "/livez"})
 """Answered beyond `max_connections`, too: a full server is not a sick one."""
 PROBE_CONNECTIONS = 64
-"""So many beyond `max_connections` are asked what they want; the next one takes the place of the oldest."""
+"""This many connections beyond `max_connections` may still send a request's head; the next one replaces the oldest."""
 PROBE_HEAD_S = 1.0
-"""They have so long to say it."""
+"""How long they have to send it."""
 FREE_BODY_BYTES = 64 << 10
 """Of each body, outside the budget, so that small bodies never wait for large ones; the connections bound their sum.
 Also what is taken of a body that nobody reads yet."""
@@ -25,7 +25,7 @@ class HTTPLimits:
     """For one server. What they protect is this process; requests have bounds of their own."""
 
     max_connections: int = 8192
-    """Open at once, in this process; fewer where it may not have so many descriptors."""
+    """Open at once, in this process; fewer if its limit of descriptors is lower."""
     max_headers: int = 100
     max_head_bytes: int = 64 << 10
     """Request line and headers."""
@@ -36,7 +36,7 @@ class HTTPLimits:
     body_s: float = 60.0
     """From there to the end of the body."""
     write_s: float = 60.0
-    """A client that does not take what is written to it for so long is cut off."""
+    """A client that reads nothing of what is written to it for this long is cut off."""
     linger_s: float = 5.0
     """For a client that still sends to see that it was answered for the last time."""
     keep_alive_s: float = 75.0
@@ -62,7 +62,7 @@ class BodyBudget:
 
 
 def within_descriptors(limits: HTTPLimits) -> HTTPLimits:
-    """So many connections that the process keeps descriptors for its own; it may take all that the system gives it."""
+    """The most connections that leave the process descriptors of its own; it may take all that the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = PROBE_CONNECTIONS + SPARE_DESCRIPTORS
     wanted = limits.max_connections + others

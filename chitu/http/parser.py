@@ -20,7 +20,7 @@ from chitu.net.http import Headers, Scope
 
 @dataclass(slots=True)
 class Head:
-    """A request without its body. `scope` is ASGI's, but for the addresses."""
+    """A request without its body. `scope` is ASGI's, except the addresses."""
 
     scope: Scope
     keeps_alive: bool

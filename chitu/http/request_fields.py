@@ -84,7 +84,7 @@ FIELDS: tuple[Field, ...] = (
         GENERATION,
         SERVED,
         ("max_tokens", "1 to what the context leaves; default: completions 16, chat the rest of the context"),
-        ("max_completion_tokens", "the same, and goes before it"),
+        ("max_completion_tokens", "the same, and overrides it"),
         ("temperature", "0 (greedy) to 2; default 1"),
         ("top_p", "above 0, to 1; default 1"),
         ("n", "1 to 128, and 1024 choices over all prompts; choice i has the seed `seed` + i"),
@@ -114,7 +114,7 @@ FIELDS: tuple[Field, ...] = (
         ("return_token_ids", "`token_ids` in every choice"),
         (
             "truncate_prompt_tokens",
-            "1 to the context: of each prompt the last so many tokens (a bos that the tokenizer puts ahead stays); "
+            "1 to the context: only this many last tokens of each prompt (a bos that the tokenizer puts ahead stays); "
             "-1: as many as leave room for `max_tokens`",
         ),
         (
@@ -124,7 +124,7 @@ FIELDS: tuple[Field, ...] = (
         ),
         (
             "prompt_logprobs",
-            "0 to 20: of each prompt token but the first its logprob and so many most likely ones, in vLLM's form; "
+            "0 to 20: for each prompt token except the first, its logprob and this many likely ones, in vLLM's form; "
             "not with `stream`; the prompt is not read from the cache",
         ),
         ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
@@ -139,7 +139,7 @@ FIELDS: tuple[Field, ...] = (
         (COMPLETIONS,),
         SERVED,
         ("echo", "the prompt ahead of the text, and its logprobs ahead of the others"),
-        ("logprobs", "0 to 20: with each token its logprob and so many most likely ones; `false` is none"),
+        ("logprobs", "0 to 20: with each token its logprob and this many most likely ones; `false` is none"),
         ("best_of", "1, or as `n`"),
     ),
     *_of(

@@ -126,7 +126,7 @@ class CompletionLogprobs(ChoiceLogprobs):
         self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
 
     def write_prompt(self, token_ids: Sequence[int], lines: Sequence[bytes | None], count: int) -> None:
-        """The next tokens of a prompt that the answer repeats, with so many candidates each."""
+        """The next tokens of a prompt that the answer repeats, with `num_top` candidates each."""
         for token_id, packed in zip(token_ids, lines, strict=True):
             if packed is None:
                 tokens, numbers, tops, offsets = self._columns
@@ -140,7 +140,7 @@ class CompletionLogprobs(ChoiceLogprobs):
                 self._write(token_id, own, top[:count])
 
     def begin_output(self, offset: int, detokenizer: Detokenizer) -> None:
-        """What follows is the answer, behind a prompt of so many characters."""
+        """What follows is the answer, behind a prompt of this many characters."""
         self._offset, self._detokenizer = offset, detokenizer
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:

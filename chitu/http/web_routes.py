@@ -30,7 +30,7 @@ PAGE_HEADERS = {
 MAX_WATCHERS = 64
 """Event streams at once; each costs the loop an encoded snapshot's write per change."""
 HEARTBEAT_TURNS = 5
-"""An event comes at least every so many `MIN_AGE_S`, for loads that change without a request."""
+"""Number of `MIN_AGE_S` after which an event comes at the latest, for loads that change without a request."""
 
 
 class _PageFiles(StaticFiles):
@@ -68,7 +68,8 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
 
         @app.get("/demo/example")
         async def demo_example(tokens: Annotated[int, Query(ge=50, le=2000)] = 600) -> dict[str, str]:
-            """A list of facts of about so many tokens with a question on it, and its answer: for the embedded model."""
+            """A list of facts of about this many tokens with a question on it, and its answer: for the embedded
+            model."""
             example = tiny.recall(random.Random(), tiny.facts_for(tokens))
             return {"prompt": example.prompt, "answer": example.answer, "value": example.value}
 

@@ -83,7 +83,7 @@ class DecodeManager:
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
-        """Whose first token the step samples, and who decodes, in the plan's order."""
+        """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
         self._grow(plan)
         plan.drop.extend(self._dropped_keys)
         self._dropped_keys = []
@@ -95,7 +95,7 @@ class DecodeManager:
         return first_tokens, decoding
 
     def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int], bool]:
-        """Of one turn: whether a sequence may have so many pages now, of which others use so many already. One that may
+        """Of one turn: whether a sequence may have these pages now, of which others use some already. One that may
         counts from then on: the caller admits it. `others` hold pages too and will decode here later."""
         if not self._slots.num_free:
             return lambda sequence, pages, num_shared: False
@@ -118,7 +118,7 @@ class DecodeManager:
     def _grow(self, plan: StepPlan) -> None:
         needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
-            self._resources.settle()  # who ended in it needs no page, and gives some back
+            self._resources.settle()  # a sequence that ended in it needs no page, and gives some back
             needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
             available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()

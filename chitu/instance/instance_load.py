@@ -1,6 +1,6 @@
 """What an instance tells of itself: queues, pages, work done, and how fast its queue moves.
 
-Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, but for `snapshot`, which
+Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, except `snapshot`, which
 any thread may read: it is replaced as a whole.
 """
 

@@ -167,7 +167,7 @@ class PrefillManager:
             self.waiting[sequence.room] = sequence
 
     def _speculators(self, wanting: Sequence) -> list[Sequence]:
-        """Who must give way so that it fits."""
+        """The sequences that must give way so that it fits."""
         holders = [*self.computing.values(), *self.inflight.values()]
         return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
 

@@ -39,7 +39,7 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 GONE_WORKERS = 64
-"""So many API processes that are gone are remembered: their last requests may still be on the way."""
+"""Number of API processes that are gone and remembered: their last requests may still be on the way."""
 
 ARRIVALS_A_PRIORITY = 1 << 48
 """More than an instance gets in its life: a lower priority goes ahead of whatever came before."""

@@ -1,8 +1,8 @@
 """Every way in which a request ends on an instance: its last token, a failed transfer, a cancel, a deadline, a router
 that is gone.
 
-Owned by `PDScheduler`, step thread only. It decides who hears of an end (the router by the token message, or on P by
-`report_failure`) and has the managers give back what the request held.
+Owned by `PDScheduler`, step thread only. It decides which side is told of an end (the router by the token message, or
+on P by `report_failure`) and has the managers give back what the request held.
 """
 
 from __future__ import annotations

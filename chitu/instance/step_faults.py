@@ -1,4 +1,4 @@
-"""A step that raised: who in it is to blame, and how everybody else goes on.
+"""A step that raised: which sequences are to blame, and how all others go on.
 
 Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and all that took part are
 admitted anew, with the KV that they had before it: pages are the only store of it, and to compute a token again writes
@@ -8,7 +8,7 @@ may be on its way while it is written again, which `verify_kv` can take for dama
 
 Invariant: a device that is broken ends the process. So where nothing at all could be computed, one token that nobody
 asked for is tried. What the device says only when a step is read (CUDA's errors stay) and an `Internal` (an invariant
-that does not hold: nobody's fault who is in the step) are not caught. With tensor parallelism nothing is: a rank that
+that does not hold: no sequence's fault) are not caught. With tensor parallelism nothing is: a rank that
 raised has left the others in the middle of a sum.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """A plan, and who takes part in it, each in the plan's order."""
+    """A plan, and its sequences, each in the plan's order."""
 
     plan: StepPlan
     first_tokens: list[Sequence]
@@ -61,7 +61,7 @@ class _Outcome:
     prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    """Who raises alone."""
+    """The sequences that raise alone."""
 
 
 class StepFaults:

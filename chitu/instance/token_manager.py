@@ -4,9 +4,9 @@ A router is one process with one token port, or several (`router.workers`) with 
 it came from and where that listens. The sockets to such ports are opened at the first request from there (`expect`) and
 closed when the process is gone (`forget`).
 
-A connection that breaks takes messages with it, so they are numbered (also those that could not be sent): who sees a
-gap knows that tokens are missing. A port that got messages once gets an empty one every `BEAT_S`, so that a lost last
-token does not stay unnoticed.
+A connection that breaks takes messages with it, so they are numbered (also those that could not be sent): a router that
+sees a gap knows that tokens are missing. A port that got messages once gets an empty one every `BEAT_S`, so that a lost
+last token does not stay unnoticed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class TokenManager:
             batch.tokens.append(token)
 
     def note_cached(self, room: bytes, num_tokens: int, worker: int = 0) -> None:
-        """With the room's first token: so many of its prompt were not computed."""
+        """With the room's first token: this many of its prompt's tokens were not computed."""
         batch = self._batches.get(worker)
         if batch is not None:
             batch.cached.append((room, num_tokens))
@@ -142,7 +142,7 @@ class TokenManager:
             *(batch.logprobs, batch.cached, batch.prompt_logprobs),
         )
         if not batch.send(encode(message)):
-            # The router has not read for so long that it is gone; its clients are, too.
+            # The router has not read beyond its limit: it counts as gone, and its clients with it.
             logger.error("token queue to the router is full: dropped %d tokens", count)
             self.tokens_dropped += count
         self.tokens_sent += count

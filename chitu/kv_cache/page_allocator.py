@@ -40,7 +40,7 @@ class PageAllocator:
         return self._counts[_CACHED]
 
     def reserve(self, count: int, after: int = -1) -> list[int]:
-        """Take `count` free pages, following page `after` where they can. Capacity where there are not so many."""
+        """Take `count` free pages, following page `after` where they can. Capacity if fewer are free."""
         if count > self.num_free:
             raise Capacity(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
         if count == 0:

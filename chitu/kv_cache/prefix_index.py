@@ -82,7 +82,7 @@ class PrefixIndex:
         pins, idle, dropped = self._pins, [], []
         for page in reversed(pages):
             if not pins[page]:
-                raise Internal(f"page {page} is let go by somebody who does not use it")
+                raise Internal(f"page {page} is released by a room that does not use it")
             pins[page] -= 1
             if pins[page]:
                 self.num_shared_pins -= 1
@@ -111,7 +111,7 @@ class PrefixIndex:
         return self.evict(self.num_idle)
 
     def check_unused(self, num_pages: int) -> None:
-        """Raise Internal unless nothing is pinned, and exactly so many pages can be found and are idle."""
+        """Raise Internal unless nothing is pinned, and exactly this many pages can be found and are idle."""
         num_pinned, num_idle = sum(pins > 0 for pins in self._pins), len(self._idle())
         if num_pinned or self.num_shared_pins or not len(self) == num_idle == self.num_idle == num_pages:
             raise Internal(

@@ -38,7 +38,7 @@ class AuxRows(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class KVManagerConfig:
-    """Who this instance is and how long things may take."""
+    """Identity of this instance, and its timeouts."""
 
     engine_rank: int
     incarnation: int

@@ -1,12 +1,13 @@
-"""Which incarnations of the other role are alive, lost (not in the cluster view) or are known dead. Pure but for pids.
+"""Which incarnations of the other role are alive, lost (not in the cluster view) or are known dead. Pure except for
+pids.
 
 Owned by `PrefillSender` (about D) and `DecodeReceiver` (about P), called under their lock. The difference between lost
 and dead is what keeps memory safe: a lost process may only be frozen and can still write when it thaws; a dead one
-cannot. Incarnations have no order of their own. Who is the instance now, the newest view says; an incarnation that gave
-its rank to another one is lost. Dead is whom the router calls so (it knows it from its own machine or from the launcher
-there). Of a process on this machine, which we once saw alive, its pids tell, and nothing else (they must mean the same
-here: `InstanceInfo.pid_namespace`). Of others: one whose rank was given to a process that was just started, since a
-launcher ends an instance before it starts its next life (`_is_next_life`).
+cannot. Incarnations have no order of their own. The newest view says which incarnation is the instance now; an
+incarnation that gave its rank to another one is lost. Dead is whom the router calls so (it knows it from its own
+machine or from the launcher there). Of a process on this machine, which we once saw alive, its pids tell, and nothing
+else (they must mean the same here: `InstanceInfo.pid_namespace`). Of others: one whose rank was given to a process that
+was just started, since a launcher ends an instance before it starts its next life (`_is_next_life`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from chitu.kv_transfer.transports.transport import CopyList, WriteError
 Int64s = NDArray[np.int64]
 
 SHORT_LIST = 8
-"""Up to so many entries a loop is faster than numpy (1 against 8 us)."""
+"""Up to this many entries a loop is faster than numpy (1 against 8 us)."""
 
 
 class PageSlice(NamedTuple):

@@ -89,7 +89,7 @@ def environment_of(instance: Instance, node: NodeDevices) -> dict[str, str]:
 
 
 def describe(own: Sequence[Instance], node: NodeDevices) -> str:
-    """Who has which devices, in a line."""
+    """The devices of each instance, in a line."""
     parts = []
     for instance in own:
         shown = environment_of(instance, node).get(VISIBLE)

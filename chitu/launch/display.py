@@ -112,7 +112,7 @@ TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. 
 
 
 def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
-    """What is printed once the cluster serves: who, where, and a first request to copy."""
+    """What is printed once the cluster serves: its instances, addresses, and a first request to copy."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     if name == TINY_MODEL_NAME:
         path, asked = "client/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'

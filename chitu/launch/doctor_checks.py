@@ -26,7 +26,7 @@ PYTHONS = ((3, 11), (3, 13))
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the whole pool; less than this is a default that nobody raised."""
 MAX_SKEW_S = 1.0
-"""Between clocks. No protocol needs them to agree; who compares logs does."""
+"""Between clocks. No protocol needs them to agree; a comparison of logs does."""
 
 
 def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> list[Finding]:
@@ -110,7 +110,7 @@ def compiler(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def devices(here: Sequence[Instance], facts: NodeFacts, shares: Shares) -> Iterator[Finding]:
-    """Who gets which, as the launcher will share them out."""
+    """The devices of each instance, as the launcher will share them out."""
     cards = ", ".join(
         f"{d.name or 'GPU'} {d.token}" + (f" ({d.memory_bytes / GIB:.0f} GiB)" if d.memory_bytes else "")
         for d in facts.devices.devices

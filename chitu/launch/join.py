@@ -51,7 +51,7 @@ class JoinOptions:
 def join(options: JoinOptions, overrides: Sequence[str]) -> int:
     """Returns the exit code of a node: 0 after a signal or a drain, 1 where the instance died or was not ready in time.
 
-    Who comes for a rank at the same moment as another gets the next one, unless it was to be that rank.
+    Of two that ask for one rank at the same moment, the later gets the next one, unless it demanded that rank.
 
     ConfigError and what `RouterClient` raises before anything starts; RankTaken.
     """
@@ -76,7 +76,7 @@ def _join_as(
     url: str,
 ) -> int:
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
-    # The API where it was just reached: who waits for the instance asks there.
+    # The API address that was just reached: whoever waits for the instance asks there.
     host, port = _router_at(url)
     router = msgspec.structs.replace(topology.dp_config.router, port=port, http_host=host)
     topology = msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))

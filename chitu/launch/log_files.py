@@ -1,4 +1,4 @@
-"""The log files of a launcher's processes: who may read them, how long they get, and what stands at their end.
+"""The log files of a launcher's processes: their permissions, their bound, and their last lines.
 
 Called by `Supervisor` and `ChildProcess`; one thread. A child writes its file through the descriptors 1 and 2 that it
 inherited, native libraries too, so nobody but the launcher can bound it: it copies the file and cuts it. They are open
@@ -36,7 +36,7 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
     """For writing, by this user alone, also where the file was there before."""
     mode = os.O_APPEND if append else os.O_TRUNC
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
-    with contextlib.suppress(OSError):  # of another user, who let us write it
+    with contextlib.suppress(OSError):  # another user's, writable for us
         os.fchmod(descriptor, 0o600)
     return open(descriptor, "ab" if append else "wb", buffering=0)
 

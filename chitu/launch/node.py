@@ -3,7 +3,7 @@
 Run once on every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand. The nodes do not know
 each other: what is there and what is missing they learn from the router. Runs in the main thread of its process, which
 its children do not outlive. Exit codes: 0 after a signal, 1 where a process died or was not ready in time, 2 for a
-wrong configuration. Nothing is started again here: who started this node decides.
+wrong configuration. Nothing is started again here: the starter of this node decides.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def look() -> NodeDevices:
 
 
 def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) -> NodeDevices:
-    """Those of the machine's GPUs that the environment leaves to us. Pure. `how`: who named `present`."""
+    """Those of the machine's GPUs that the environment leaves to us. Pure. `how`: what named `present`."""
     visible = environment.get(VISIBLE)
     if visible is not None:
         return _chosen_by_cuda(present, how, visible)

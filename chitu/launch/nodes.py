@@ -60,7 +60,7 @@ def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> li
 
 
 def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:
-    """Overrides that give every rank of every instance so many CPU threads."""
+    """Overrides that give every rank of every instance this many CPU threads."""
     return [f"{item.key}.threads={threads_per_rank * item.config.tp_size}" for item in instances(topology)]
 
 

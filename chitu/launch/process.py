@@ -3,7 +3,8 @@
 Used by `LocalCluster`, from one thread. Invariant: a child dies with its supervisor (`PR_SET_PDEATHSIG`), even when
 that is killed with -9. The signal follows the *thread* that started the child, so start children from a thread that
 lives as long as they shall. Every process of a tree carries `CHITU_PROCESS` in its environment; torchrun puts its
-workers into sessions of their own, so that mark, not the process group, says who belongs to the tree. Linux only.
+workers into sessions of their own, so that mark, not the process group, says which processes belong to the tree. Linux
+only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends. Call first thing in a process entry.
 
-    `parent_pid`: who the parent was when the caller decided to start this; if it is gone already, exit now.
+    `parent_pid`: the parent when the caller decided to start this; if it is gone already, exit now.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:

@@ -27,9 +27,9 @@ RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
 """torchrun takes options from the environment, too. This is the file in which an instance of one rank meets itself."""
 POLL_S = 0.05
 GRACE_OVER_DRAIN_S = 0.5
-"""A process may take so long beyond `deadlines.drain_s` before it is killed: 4.5 s with the default."""
+"""Time beyond `deadlines.drain_s` after which a process is killed: 4.5 s with the default."""
 STABLE_S = 60.0
-"""After so long a life the next restart is immediate again."""
+"""After a life of this length the next restart is immediate again."""
 
 
 class StartFailed(Internal):

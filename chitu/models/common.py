@@ -49,7 +49,7 @@ class Part:
 
 
 def part_of(spec: ModelSpec, rank: int, size: int) -> Part:
-    """ConfigError where the model cannot be cut for so many ranks."""
+    """ConfigError if the model cannot be cut for this many ranks."""
     reason = why_not(spec.num_heads, spec.num_kv_heads, size)
     if not reason and min(spec.intermediate_size, spec.vocab_size) < size:
         reason = f"{min(spec.intermediate_size, spec.vocab_size)} rows cannot be split over {size} ranks"

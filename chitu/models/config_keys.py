@@ -102,7 +102,7 @@ def value_of(named: Mapping[str, Any], key: str, wanted: Key, where: str) -> Any
 
 
 NO_EFFECT: dict[str, str] = {
-    "names, versions and marks of who wrote the file": """
+    "names, versions and marks of the file's writer": """
         _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
         unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
     "training": """

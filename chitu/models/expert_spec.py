@@ -1,4 +1,4 @@
-"""What config.json says about a mixture of experts: how many, who gets a token, which layers have them. No torch.
+"""What config.json says about a mixture of experts: how many, which get a token, which layers have them. No torch.
 
 Called by `models/config.py`. Qwen3-MoE and DeepSeek-V2/V3 spell the same things differently and choose by other rules;
 what neither this project nor `transformers` computes is refused here, by name.
@@ -33,7 +33,7 @@ class ExpertSpec:
     top_groups: int = 1
     """Experts are chosen from the best `top_groups` of `num_groups` neighbouring groups."""
     group_votes: int = 1
-    """A group is as good as the sum of its best so many experts."""
+    """A group's score is the sum of its best experts' scores, this many of them."""
     scale: float = 1.0
     """Of all weights."""
     has_choice_bias: bool = False

@@ -21,10 +21,10 @@ from chitu.net.sockets import connect
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 256
-"""After so many messages the loop gets a turn, so that a flood on one socket cannot starve the others."""
+"""After this many messages the loop gets a turn, so that a flood on one socket cannot starve the others."""
 FEW_MESSAGES = 2
-"""So many at a time are the rule; behind each of them the socket is asked whether there are more, which costs a third
-of the exception that says there are none. With more of them the one exception is cheaper."""
+"""Usual number of messages at a time; behind each of them the socket is asked whether there are more, which costs a
+third of the exception that says there are none. With more of them the one exception is cheaper."""
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 

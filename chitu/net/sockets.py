@@ -13,13 +13,13 @@ from chitu.errors import BadFrame, Capacity
 from chitu.net.curve import is_secret, require_curve, serve_curve
 
 TCP_SILENCE_MS = 10_000
-"""A connection whose other end acknowledges nothing for so long (a pulled cable; a stopped process still does) is
+"""A connection whose other end acknowledges nothing for this long (a pulled cable; a stopped process still does) is
 closed and made anew, where TCP by itself would try for a quarter of an hour, or for ever where nothing is sent: each
 end asks by keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its
 connections, which it would lose with ZMQ's own heartbeats."""
 KEEPALIVE_S = 2
-"""After so long without a word an end asks for one, and again. Once packets pass again, an end whose other end is gone
-hears so (a reset) by its next question."""
+"""After this long without data an end probes the connection, and again. Once packets pass again, an end whose other end
+is gone hears so (a reset) by its next question."""
 CONNECT_TIMEOUT_MS = 2_000
 """A connection that does not come about within it is tried anew: TCP's own next try may be a minute away."""
 SEND_HIGH_WATER_MARK = 100_000

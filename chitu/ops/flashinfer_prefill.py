@@ -1,7 +1,7 @@
 """Attention of prefill spans by FlashInfer's FA3 kernels, straight from the pages.
 
 Owns what the library is told: which rows belong to which sequence, and which pages hold its keys. That is planned once
-a step and used by every layer. All of it is known to the host but for the page numbers, which are copied on the device:
+a step and used by every layer. All of it is known to the host except the page numbers, which are copied on the device:
 planning waits for nothing. What the library is, and whether it is there, is `flashinfer_library.py`. Called by
 `TritonOps` on the step thread, for steps that are not recorded.
 

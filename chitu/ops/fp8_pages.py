@@ -20,7 +20,7 @@ from chitu.protocol.cluster import SCALE_BYTES
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT_BYTES = 16
-"""Kernels read so much at once: every head of a page begins at a multiple of it."""
+"""Kernels read this much at once: every head of a page begins at a multiple of it."""
 
 LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126

@@ -1,5 +1,5 @@
 """Which experts a row goes to and with what weight: softmax or sigmoid scores, groups, the best few. No wait for the
-device. Also who is whose: the rows of each expert, for implementations that go from expert to expert.
+device. Also the rows of each expert, for implementations that go from expert to expert.
 
 Shapes: T rows, E experts, A experts of a row, R = T A pairs of a row and one of its experts (row-major), G groups.
 Called by the layers and by the operations, on the step thread. Source: DeepSeek-V3, section 2.1.2; Qwen3-MoE.

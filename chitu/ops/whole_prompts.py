@@ -25,7 +25,7 @@ from chitu.ops.interface import Batch, Span, tiles_of
 from chitu.ops.kernels.gather import gather_pages
 
 WHOLE_PROMPT_TOKENS = 1024
-"""From so many on. Where the paged kernel is as fast was not measured."""
+"""The shortest prompt, in tokens. The length at which the paged kernel is as fast was not measured."""
 NO_WHOLE_PROMPTS = sys.maxsize
 PAD_TOKENS = 512
 PAD_SHARE = 8

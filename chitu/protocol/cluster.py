@@ -1,4 +1,5 @@
-"""Who is alive and how it fares: stats port (29600), coordination (29800), the view (29801), bootstrap (8080, JSON)."""
+"""Membership and load of instances: stats port (29600), coordination (29800), the view (29801), bootstrap (8080,
+JSON)."""
 
 from __future__ import annotations
 
@@ -247,7 +248,8 @@ class Drain(Wire, frozen=True, tag="drain"):
 
 
 class ClusterView(Wire, frozen=True, tag="cluster_view"):
-    """Who is alive. Published on every change and at least every `heartbeat_interval_s` (PUB drops are healed so)."""
+    """The cluster view: its live members. Published on every change and at least every `heartbeat_interval_s` (PUB
+    drops are healed so)."""
 
     router_incarnation: int
     version: int

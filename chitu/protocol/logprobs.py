@@ -32,12 +32,12 @@ def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> byte
 
 
 def prompt_logprobs_bytes(num_tokens: int, count: int) -> int:
-    """Of all tokens of a prompt but the first, with so many most likely ones each."""
+    """Of all tokens of a prompt except the first, each with `num_top` most likely ones."""
     return (num_tokens - 1) * (_OWN.size + count * _PAIR.size)
 
 
 def prompt_lines(num_tokens: int, data: bytes) -> list[bytes | None]:
-    """One for each token of a prompt, the first of which has none. BadFrame where they are not so many."""
+    """One for each token of a prompt, the first of which has none. BadFrame if the number differs."""
     width, rest = divmod(len(data), num_tokens - 1) if num_tokens > 1 else (0, len(data))
     if rest:
         raise BadFrame(f"{len(data)} bytes of logprobs for a prompt of {num_tokens} tokens")

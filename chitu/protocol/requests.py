@@ -26,7 +26,7 @@ class SamplingParams(Wire, frozen=True):
     max_tokens: int
     """Tokens to emit at most; at least 1; already capped by the context length."""
     min_tokens: int = 0
-    """Until so many tokens were emitted, eos and stop ids are masked out."""
+    """Until this many tokens were emitted, eos and stop ids are masked out."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -51,7 +51,8 @@ class SamplingParams(Wire, frozen=True):
     """The last token of each is not drawn behind the others, which must all have been emitted. At most MAX_BAD_WORDS of
     at most MAX_BAD_WORD_TOKENS."""
     logprobs: int | None = None
-    """With each token its logprob and those of so many (at most MAX_LOGPROBS) most likely ones; None: neither."""
+    """Number of most likely tokens (at most MAX_LOGPROBS) that come with each token's own logprob; None: no
+    logprobs."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens but the first one; not where output of another D lies behind the prompt."""
     grammar: Grammar | None = None
@@ -96,7 +97,7 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     prefill_rank: int
     prefill_incarnation: int
     num_emitted: int = 0
-    """So many last tokens of `token_ids` are output that another D emitted before it was lost: this one goes on behind
+    """Number of last tokens of `token_ids` that another D emitted before it was lost: this one goes on behind
     them as if it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
     router_worker: int = 0
     """As in PrefillRequest."""

@@ -46,11 +46,12 @@ from chitu.types import instance_name, new_room, room_text
 log = logging.getLogger(__name__)
 
 DEADLINE_STEP_S = 0.05
-"""A request is told so much late that its time is up, at most (and the timer's step)."""
+"""Timer resolution: a deadline fires at most this late (plus the timer's step)."""
 
 
 class Attempts:
-    """`on_end(generation, is_news)` hears of every generation that is over; to who cancelled it that is no news."""
+    """`on_end(generation, is_news)` is called for every generation that is over; `is_news` is false if the client
+    cancelled it."""
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class Attempts:
                 attempt.has_dead_prefill = has_died
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
-        """So many token messages of an instance did not come. Whose tokens they had nobody knows, so everything that
-        decodes there goes on with another attempt, behind the last token that came in order."""
+        """A number of an instance's token messages were lost. Nobody knows which requests they belonged to, so
+        everything that decodes there goes on with another attempt, behind the last token that came in order."""
         lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
@@ -262,7 +263,7 @@ class Attempts:
     def _fail(self, attempt: Attempt, failure: Failure) -> None:
         if failure.is_fault:
             now_s = self._clock.monotonic()
-            for key in filter(self._dispatcher.is_open, failure.suspects):  # who is gone has no breaker
+            for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
                 if self._breakers.on_failure(key, now_s):
                     name, code = instance_name(key.role, key.engine_rank), failure.error.code
                     log.warning("%s gets no requests for now: it failed too often, last by %s", name, code)

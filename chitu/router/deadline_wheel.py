@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DeadlineWheel(Generic[T]):
-    """`step_s`: width of a bucket; what runs out is told at most so much late, and never early."""
+    """`step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
 
     def __init__(self, step_s: float, now_s: float) -> None:
         self._step_s = step_s

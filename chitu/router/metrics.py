@@ -59,7 +59,7 @@ def _histogram() -> Any:
 
 class _Metrics(msgspec.Struct):
     def count(self, counts: Counts, key: str, times: int = 1) -> None:
-        """So many more of `key` in one of the dicts."""
+        """Add `count` to `key` in one of the dicts."""
         counts[key] = counts.get(key, 0) + times
 
     def observe(self, histograms: Histograms, instance: str, span_s: float) -> None:

@@ -1,6 +1,7 @@
-"""What a failed attempt means: who is to blame, who should not get the next one, and whether there is a next one. Pure.
+"""What a failed attempt means: the instances to blame, those to leave out of the next one, and whether there is one.
+Pure.
 
-Called by `PDRequestRouter`. A failure is told by its error and by who reported it; an error of a link has two ends, and
+Called by `PDRequestRouter`. A failure is known by its error and its reporter; an error of a link has two ends, and
 one of them alone cannot say which is broken, so both are suspects: successes with others clear the innocent one.
 
 Three bounds: `max_attempts` of what fails for a reason; `MAX_DEATHS`, since what kills those who compute it would kill
@@ -55,7 +56,7 @@ class Failure:
 
     error: ChituError
     suspects: frozenset[InstanceKey]
-    """Who is left out of further attempts of the same request, as far as others can serve it."""
+    """The instances left out of further attempts of the same request, as far as others can serve it."""
     dead: InstanceKey | None = None
     """Whose process died under it, where one is known to have: not where it was silent, or left."""
 
@@ -77,14 +78,14 @@ class Record:
     """What became of the attempts of a request that failed."""
 
     avoid: frozenset[InstanceKey] = frozenset()
-    """Who failed it so far."""
+    """The instances that failed it so far."""
     failed: int = 0
     """Attempts, cut ones aside."""
     cuts: int = 0
     """In a row, without a token."""
     deaths: int = 0
     beside: frozenset[InstanceKey] = frozenset()
-    """Who had the request when one of them died."""
+    """The instances that had the request when one of them died."""
 
     def note_death(self, dead: InstanceKey, pair: Iterable[InstanceKey | None]) -> None:
         """One of its attempt's pair died. Where both die together (somebody killed them, or a host was lost), that is

@@ -62,7 +62,7 @@ class RouterProcess:
     """The router as one process. Construct, `start`, `run_until_signal`, all on the loop."""
 
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
-        """`flush_log` is called with every tick: log lines wait so long at most."""
+        """`flush_log` is called with every tick, which bounds how long log lines wait."""
         self._flush_log = flush_log
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines

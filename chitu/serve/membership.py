@@ -26,7 +26,7 @@ from chitu.types import Role, new_incarnation
 
 
 class MembershipListener(Protocol):
-    """Who hears of the cluster. All are called on the loop thread and return at once; `PDRequestRouter` is one."""
+    """Callbacks for changes of the cluster, all on the loop thread, all immediate; `PDRequestRouter` is one."""
 
     def on_joined(self, instance: InstanceInfo) -> None:
         """Before the view that has it."""

@@ -5,9 +5,9 @@ order by admission, retraction or hand-over changes every token after it; `expec
 of a plan is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible
 raises `InvariantViolation` with the values in it.
 
-KV is not kept here (`checksum_engine.py` does), only who uses which page and of which tokens KV was computed into it:
-several slots may use a page, and then none may write to it. The logits row is: `aux` takes writable memory, in which a
-row holds the state of the checksum, so that a transport can carry it from P to D.
+KV is not kept here (`checksum_engine.py` does), only which sequence uses which page and of which tokens KV was computed
+into it: several slots may use a page, and then none may write to it. The logits row is: `aux` takes writable memory, in
+which a row holds the state of the checksum, so that a transport can carry it from P to D.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class FakeExecutor:
         return result
 
     def forget(self, slots: Collection[int]) -> None:
-        """KV of these slots stays in their pages: who is admitted with them again goes on with it."""
+        """KV of these slots stays in their pages: a sequence that is admitted with them again goes on with it."""
         for slot in slots:
             if slot in self._slots:
                 self._release(slot)

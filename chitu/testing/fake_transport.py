@@ -1,9 +1,9 @@
 """Transport `fake`: several "processes" of one test inside one process, with faults on demand.
 
-A `FakeFabric` is the network: it knows who registered which memory, holds the queue of faults and the writes that have
-not landed yet. Bytes really move (raw addresses, as with every transport), so the same `RankMemory` and copy lists are
-used. Deterministic: no thread, no sleep, no random number of its own; faults strike writes in the order they were
-injected.
+A `FakeFabric` is the network: it knows which peer registered which memory, holds the queue of faults and the writes
+that have not landed yet. Bytes really move (raw addresses, as with every transport), so the same `RankMemory` and copy
+lists are used. Deterministic: no thread, no sleep, no random number of its own; faults strike writes in the order they
+were injected.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class FakeTransport:
         return not any((late.source, late.target) == (self._process, peer.session_id) for late in self._fabric._late)
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """Nothing to give back: the fabric knows who is alive."""
+        """Nothing to give back: the fabric knows which peers are alive."""
 
     def close(self) -> None:
         self._fabric.kill(self._process)

@@ -73,7 +73,7 @@ class LateExecutor:
         self.inner = inner
         self.unread: deque[LateStep] = deque()
         self.is_running = False
-        """In the middle of a step: who waits for it now would wait for ever."""
+        """In the middle of a step: a caller that waits for it now would wait for ever."""
         self._waiting: deque[LateStep] = deque()
         self._tables: dict[int, list[int]] = {}
         """Pages of each slot, behind the newest launched step."""

@@ -1,4 +1,4 @@
-"""A steady load in which every answer is checked token by token: clients that never stop asking, and who saw what.
+"""A steady load in which every answer is checked token by token: clients that never stop asking, and what each saw.
 
 Used by `bench/soak.py` and by the chaos tests. `SteadyLoad` has one thread with an asyncio loop, in which every client
 lives; its methods may be called by any one other thread. Each request ends as exactly one `CheckedAnswer` with one
@@ -41,7 +41,7 @@ class Ask:
     seed: int | None = None
     stream: bool = False
     leave_after_s: float | None = None
-    """The client closes its connection after so long."""
+    """The client closes its connection after this time."""
     request_id: str = ""
 
 
@@ -88,7 +88,7 @@ class SteadyLoad:
     # ---------------------------------------------------------------------------------------------- any one thread
 
     def start(self, clients: int) -> None:
-        """From now on so many clients ask, one request at a time each."""
+        """From now on this many clients ask, one request at a time each."""
 
         async def start() -> None:
             self._may_ask.set()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SURE_BYTES = 4
-"""Of UTF-8 a token: English and Chinese have about so many."""
+"""Of UTF-8 a token: about what English and Chinese have."""
 SURVEY_CHARS = 32_768
 """A piece of a long text that is tokenised to see how many tokens that has."""
 SURVEY_SLACK = 64

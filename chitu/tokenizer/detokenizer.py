@@ -158,7 +158,7 @@ class _PieceRules:
         self.byte_fallback = False
         self.strip_content = ""
         self.strip_count = 0
-        """So many `strip_content` characters at most are removed from the start of the whole text."""
+        """At most this many `strip_content` characters are removed from the start of the whole text."""
         self.dropped_in_first = ""
         """Removed from the first token altogether (Metaspace)."""
 

@@ -29,7 +29,7 @@ ADJECTIVES = tuple(_ADJECTIVES.split())
 NOUNS = tuple(_NOUNS.split())
 
 _SHARE = 4
-"""One combination in so many is held out."""
+"""One combination in this many is held out."""
 
 
 def is_held_out(text: str) -> bool:

@@ -79,7 +79,7 @@ class Fact:
 
 
 def facts_for(prompt_tokens: int) -> int:
-    """The most facts of a recall prompt of at most so many tokens, with chitu-tiny's tokenizer and chat template."""
+    """The most facts of a recall prompt of at most this many tokens, with chitu-tiny's tokenizer and chat template."""
     return max(1, (prompt_tokens - OVERHEAD_TOKENS) // FACT_TOKENS)
 
 

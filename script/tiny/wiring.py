@@ -26,7 +26,7 @@ WINDOW_WEIGHTS = (0.0, 0.1, 0.2, 0.2, 0.15, 0.15, 0.1, 0.1)
 WINDOW_CENTRE = 1.5
 """Tokens back, for the window of `now`."""
 REACH = 2048
-"""Dimensions that turn less than two radians over so many tokens compare content at any distance."""
+"""Dimensions that turn less than two radians over this many tokens compare content at any distance."""
 EMBEDDING_STD = 0.05
 
 
@@ -60,7 +60,7 @@ def _gather(attention: Attention, shape: Shape, frequencies: Tensor, token: int,
     window = torch.cat((torch.tensor(WINDOW_WEIGHTS), padding)).sqrt()
 
     def at_distance(tokens: float) -> Tensor:
-        """The query whose product with the rotated key is largest so many tokens back."""
+        """The query whose product with the rotated key is largest `distance` tokens back."""
         angles = tokens * frequencies
         return torch.cat((window * angles.cos(), -window * angles.sin()))
 

@@ -206,7 +206,7 @@ class Card:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.sizes.dtype]
 
     def ops(self, whole_prompt_tokens: int | None = None, flashinfer: FlashInferPrefill | None = None) -> Ops:
-        """`whole_prompt_tokens`: from so many on a prompt is torch's; by default as in an instance."""
+        """`whole_prompt_tokens`: from this length on a prompt is torch's; by default as in an instance."""
         if not self.is_gpu:
             whole = max(self.sizes.prompts)
             return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole, flashinfer))

@@ -130,7 +130,7 @@ def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
 
 
 def _wait_for_tokens(streams: list[Stream], count: int) -> None:
-    """Until each has so many more than now."""
+    """Until each has this many more than now."""
     wanted = [stream.num_tokens + count for stream in streams]
     while any(stream.num_tokens < number for stream, number in zip(streams, wanted, strict=True)):
         _check(streams)

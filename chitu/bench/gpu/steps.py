@@ -36,7 +36,7 @@ DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
 PREFILL_AIM = 0.60
 SHORT_PROMPT_AIM_MS = {512: 3.0}
 STEPS = 64
-"""Decode steps of a measurement; sequences grow by so many tokens."""
+"""Decode steps of a measurement; sequences grow by this many tokens."""
 
 
 class StepBench:

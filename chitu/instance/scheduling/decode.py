@@ -33,7 +33,7 @@ class GrowthReserve:
         self.is_empty = True
 
     def add(self, sequence: Sequence, held: int, num_shared: int = 0) -> None:
-        """It is admitted, and holds so many pages, of which others hold `num_shared`."""
+        """It is admitted, and holds `num_pages` pages, of which others hold `num_shared`."""
         in_the_end = -(-sequence.final_len // self._page_size)
         soon_tokens = min(sequence.final_len, sequence.kv_len + self._reserved_decode_tokens)
         self._soon += max(0, -(-soon_tokens // self._page_size) - held)
@@ -55,7 +55,7 @@ def may_admit(free_pages: int, wanted_pages: int, reserve: int, nothing_active: 
 def victims_for_growth(
     running: Iterable[Sequence], needy: set[Sequence], free_pages: int, coming_back: Callable[[bytes], int]
 ) -> list[Sequence]:
-    """Who is retracted, youngest first, so that everybody who stays can take its next step. `coming_back`: pages that
+    """The sequences to retract, youngest first, so that all others can take their next step. `coming_back`: pages that
     a room gives back, behind those that were asked for before.
 
     A needy request that is retracted itself no longer needs its page.

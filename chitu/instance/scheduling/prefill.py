@@ -1,4 +1,4 @@
-"""Chunked prefill: which prompt tokens are computed in the coming step, and who gets pages for it.
+"""Chunked prefill: which prompt tokens are computed in the coming step, and which sequences get pages for it.
 
 Pure policy over an ordered queue: no clock, no socket, no tensor. Used by P and by unified instances.
 

@@ -1,4 +1,4 @@
-"""Executor slots: who sits where, and which ones the executor must be told to forget."""
+"""Executor slots: which sequence has which, and which ones the executor must forget."""
 
 from __future__ import annotations
 

@@ -117,7 +117,8 @@ class PrefillDirectory:
             self._register(rank, peer)
 
     def take_view(self) -> None:
-        """The view was updated: register with who is new in it, and anew with who comes back after it was lost."""
+        """The view was updated: register with each P that is new in it, and again with each that returns after it was
+        lost."""
         for instance in self._view.present():
             if instance.control_port:
                 self.found(instance.engine_rank, instance.incarnation, instance.host, instance.control_port)

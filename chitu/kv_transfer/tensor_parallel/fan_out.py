@@ -53,7 +53,7 @@ SUM_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
-"""A socket without its follower blocks the sender so long."""
+"""How long a socket without its follower blocks the sender."""
 
 MAX_SOCKET_PATH = 107
 """Bytes, Linux."""
@@ -187,7 +187,7 @@ class FannedWriter:
         return self._own.transport
 
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
-        wait_for(moves)  # what is ready here is ready on the followers, who cannot see our events
+        wait_for(moves)  # what is ready here is ready on the followers, which cannot see our events
         order = WritePages(self._fan_out.next_number(), self._incarnation, timeout_s, pack_moves(moves))
         wait_s = timeout_s + self._fan_out.answer_grace_s
         result = self._lane.order(order, lambda: self._own.write_pages(moves, timeout_s), wait_s)

@@ -26,15 +26,15 @@ from chitu.router.routing.policy import Candidates, InstanceKey, instance_key
 from chitu.types import Role
 
 MEMORY_S = (2.0, 10.0)
-"""A rate forgets: what was measured so many seconds of backlog ago counts by 1/e. As long as the wait that it predicts
-may be, between these two: who promises a short wait must see soon that an instance became slower."""
+"""A rate forgets: what was measured this many seconds of backlog ago counts by 1/e. As long as the wait that it
+predicts may be, between these two: a promise of a short wait needs an early sign that an instance became slower."""
 TURNOVER = 0.25
-"""D's rate is taken once so much of what it runs was replaced: requests that began together end together, and the pause
-before is no rate."""
+"""D's rate is taken once this share of what it runs was replaced: requests that began together end together, and the
+pause before is no rate."""
 LOOK_S = 0.02
 """The reports are looked through so often at most, however many instances and requests there are."""
 MARGIN = 2 / 3
-"""A request must not die in the queue that it was admitted to: so much of the instances' own deadlines at most."""
+"""A request must not die in the queue that it was admitted to: the largest share of the instances' own deadlines."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class QueueEstimate:
         is_decode = self.role is Role.DECODE
         self.reported = load.waiting if is_decode else load.waiting_tokens
         if is_decode and load.unread == load.waiting:
-            self.reported = 0  # no queue: nobody who was looked at was left waiting
+            self.reported = 0  # no queue: none of those looked at was left waiting
         self.reported_s, self.sent = now_s, 0
         seconds, work = load.backlog_s - self._taken[0], load.backlog_work - self._taken[1]
         enough = max(1.0, TURNOVER * (load.running + load.transferring)) if is_decode else 1.0

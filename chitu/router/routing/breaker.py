@@ -1,4 +1,4 @@
-"""Circuit breakers: who failed several times in a row gets no requests for a while, then one as a probe.
+"""Circuit breakers: an instance that failed several times in a row gets no requests for a while, then one as a probe.
 
 Owned by `PDRequestRouter`, on the loop thread. Pure: outcomes and the time come in, the set of instances to leave out
 comes out. Closed: requests come. Open: none. Half-open: the time is up, and one request may try. Its failure opens the
@@ -76,7 +76,7 @@ class Breakers:
             breaker.is_probing, breaker.again_s = True, now_s + breaker.open_s
 
     def blocked(self, now_s: float) -> frozenset[InstanceKey]:
-        """Who gets no request now."""
+        """The instances that get no request now."""
         if not self._num_open:
             return NOBODY
         return frozenset(key for key, breaker in self._breakers.items() if breaker.again_s > now_s)

@@ -42,7 +42,8 @@ class RoutingRequest(NamedTuple):
     entropy: int = 0
     """64 random bits of its own."""
     matches: Mapping[InstanceKey, int] = _NO_MATCHES
-    """Who was sent the beginning of this prompt before, and how many tokens of it. Only where the policy asks."""
+    """The instances that were sent the beginning of this prompt before, and how many tokens of it. Only if the policy
+    asks."""
 
 
 @dataclass(slots=True, frozen=True)

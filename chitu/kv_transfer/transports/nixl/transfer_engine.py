@@ -52,7 +52,7 @@ MAX_ENTRIES = 4096
 FENCE_BYTES = 64
 CONNECT_TIMEOUT_S = 2.0
 TRUSTED_S = 3.0
-"""So long after its last request has succeeded a connection is written to without a trial."""
+"""A connection whose last request succeeded less than this ago is written to without a trial."""
 PROGRESS_PERIOD_US = 1000
 """What arrives wakes the progress thread; this often it also looks by itself, since UCX may forget to wake it."""
 
