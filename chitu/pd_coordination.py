@@ -136,7 +136,7 @@ class PDCoordination:
         now_s = self._clock.monotonic()
         stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if stall_s > MAX_TICK_GAP_S:
-            log.warning("the router stood still for %.1f s; leases are extended by it", stall_s)
+            log.warning("the router was suspended for %.1f s; leases are extended by that time", stall_s)
             for member in self._members.values():
                 member.lease_end_s += stall_s
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:

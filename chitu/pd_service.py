@@ -226,7 +226,7 @@ class PDSchedulerService:
             self._engine.kv.close()
         if step.is_alive():
             # A forward pass that outlasts its grace still uses the model: do not tear the interpreter down under it.
-            logger.warning("a step still computes; ending without waiting for it")
+            logger.warning("shutting down without waiting for the step that still computes")
             logging.shutdown()
             os._exit(self._exit_code)
         self._engine.close()
@@ -373,13 +373,13 @@ class PDSchedulerService:
             try:
                 socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:
-                logger.warning("the router does not take heartbeats")
+                logger.warning("cannot send heartbeats to the router: its socket is full")
         socket.close(0)
 
     def _look(self, watch: SilenceWatch) -> None:
         silence_s = watch.look(self._comm.num_views, self._scheduler.turns)
         if silence_s:
-            logger.error("no sign of the router for %.1f s: its requests end", silence_s)
+            logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s)
             self._wake.wake()
 

@@ -388,5 +388,9 @@ class Connection(asyncio.Protocol):
             self._write_deadline = None
 
     def _not_read(self) -> None:
-        log.warning("%s does not read its answer: cut off after %g s", self._addresses[0], self._limits.write_s)
+        log.warning(
+            "closed the connection of %s: it read nothing of its answer for %g s",
+            self._addresses[0],
+            self._limits.write_s,
+        )
         self.transport.abort()

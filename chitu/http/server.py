@@ -85,7 +85,7 @@ class Listener:
                 return
             except OSError as error:
                 # Of this one connection (it is gone already), or for want of descriptors: they come back.
-                log.warning("a connection could not be accepted: %s", error)
+                log.warning("cannot accept a connection: %s", error)
                 self._stop_reading()
                 self._loop.call_later(ACCEPT_PAUSE_S, self._try_again)
                 return
@@ -160,7 +160,7 @@ class HTTPServer:
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self._serving, on_closed), connection)
         except OSError as error:
-            log.info("a connection ended before it was served: %s", error)
+            log.info("a connection was closed before it was served: %s", error)
             connection.close()
             if on_closed is not None:
                 on_closed()

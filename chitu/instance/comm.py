@@ -205,7 +205,7 @@ class CommLoop:
         try:
             socket = self._open_view()
         except Capacity as error:  # no descriptor is left; the old one may still come back by itself
-            logger.warning("no views of the router, and no new connection for them: %s", error.message)
+            logger.warning("no cluster view from the router, and cannot reconnect: %s", error.message)
             return
         poller.unregister(self._view)
         self._view.close(0)
@@ -228,16 +228,16 @@ class CommLoop:
                 socket.send_multipart(frames, zmq.NOBLOCK)
             except BadFrame as error:  # the address came in a message
                 self.bad_frames += 1
-                logger.warning("no way to a peer: %s", error)
+                logger.warning("cannot connect to a peer: %s", error)
             except Capacity as error:
                 logger.warning("message dropped: %s", error)  # it is repeated until it is answered
             except zmq.Again:
                 # Protocol messages are repeated until answered: this peer has not read for 100,000 messages. What goes
                 # to the coordination port is not for a router that is not there.
                 if host == "coordination":
-                    logger.info("the router's coordination port is not there: a message to it is dropped")
+                    logger.info("not connected to the router's coordination port: dropped a message")
                 else:
-                    logger.warning("%s:%d takes no message, one is dropped", host, port)
+                    logger.warning("dropped a message to %s:%d: the socket is full", host, port)
 
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))
@@ -254,7 +254,7 @@ class CommLoop:
                     raise BadFrame(f"{len(frame)} frames instead of 1")
                 message = scheduler_codec.decode(frame[0])
                 if not self.received.take(message.link, message.number):
-                    logger.warning("request port: a message came after it was given up as lost, and is dropped")
+                    logger.warning("request port: dropped a message that came after it was declared lost")
                 elif not isinstance(message, RequestMark):
                     callbacks.on_request(message)
             except UnknownKind as error:

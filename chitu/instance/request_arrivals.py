@@ -100,7 +100,7 @@ class RequestArrivals:
                 self._parts.tokens.expect(message.router_worker, message.reply_port)
             except ChituError as error:
                 logger.warning(
-                    "request %s came from where no tokens can go: %s",
+                    "request %s: cannot send tokens to its sender: %s",
                     message.request_id,
                     error.message,
                     extra=log.about(message.request_id),

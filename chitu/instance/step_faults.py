@@ -82,7 +82,7 @@ class StepFaults:
         self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
         num_lost = self._end_unsaved(plan)
         parts = self._parts(step)
-        logger.error("a step of %d requests raised; it is repeated", len(parts), exc_info=error)
+        logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
         outcome = _Outcome()
         if parts:
             self._run(parts, outcome)
@@ -93,7 +93,7 @@ class StepFaults:
                 self._require_sound(sequence, error)
         for sequence, its_error in outcome.raised:
             logger.error(
-                "request %s raises alone",
+                "request %s raises the error by itself",
                 sequence.request_id,
                 exc_info=its_error,
                 extra=about(sequence.request_id),

@@ -125,7 +125,7 @@ class BootstrapServer:
         self.expire()
         lease = self._leases.get(engine_rank)
         if lease is None:
-            raise RouteError(404, f"no prefill instance of engine_rank {engine_rank} is registered")
+            raise RouteError(404, f"no prefill instance with engine_rank {engine_rank} is registered")
         return lease.entry
 
     def entries(self) -> list[RouteEntry]:
@@ -255,4 +255,4 @@ def _decoded(decoder: msgspec.json.Decoder[T], answer: bytes) -> T:
     try:
         return decoder.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TransferFailed(f"the bootstrap server answered something else: {error}") from error
+        raise TransferFailed(f"unexpected answer from the bootstrap server: {error}") from error

@@ -41,7 +41,7 @@ class JobThread(Generic[Job]):
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                logger.warning("%s still works after %g s", self._thread.name, timeout_s)
+                logger.warning("%s did not stop within %g s", self._thread.name, timeout_s)
 
     def run_one(self) -> bool:
         """Do one job in this thread; False where none waits."""

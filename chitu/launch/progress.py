@@ -65,7 +65,7 @@ class ProgressWriter:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # a full disk: it can serve all the same
-            logger.warning("the launcher is not told %s: %s", record, error)
+            logger.warning("cannot report %s to the launcher: %s", record, error)
 
 
 def read_progress(path: Path) -> Progress:

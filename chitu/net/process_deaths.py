@@ -78,7 +78,7 @@ class ProcessDeaths(Generic[K]):
             self._loop.call_soon(self._died, key)
             return
         except OSError as error:
-            log.warning("pid %d cannot be watched (%s): its death is known by its lease", process.pid, error)
+            log.warning("cannot watch pid %d (%s): its end is detected when its lease expires", process.pid, error)
             return
         # After the pidfd is open the number cannot change hands any more, so the answer is about what is watched.
         if start_ticks(process.pid) != process.start_ticks:

@@ -61,7 +61,7 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line in the log) where they cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if platform.system() != "Linux" or compiler is None:
-        logger.info("no C compiler: the CPU kernels are not used, torch operations take their place")
+        logger.info("no C compiler found: using torch operations instead of the C kernels")
         return None
     source = Path(__file__).with_name("native.c")
     key = hashlib.sha256(source.read_bytes() + " ".join((compiler, *FLAGS, _cpu_flags())).encode()).hexdigest()[:16]
@@ -73,7 +73,7 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
             _compile(compiler, source, target)
         library = ctypes.CDLL(str(target))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("CPU kernels are not available, torch operations take their place: %s", error)
+        logger.warning("cannot load the C kernels, using torch operations instead: %s", error)
         return None
     for name, argument_types in _SIGNATURES.items():
         function = getattr(library, name)

@@ -242,7 +242,11 @@ class Attempts:
         if self._selector.on_silent(key, prefills):
             peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
             names = " and ".join(instance_name(i.role, i.engine_rank) for i in peers)
-            log.warning("%s hears %s", name, f"nothing of {names}: no requests for both" if peers else "every P again")
+            log.warning(
+                "%s receives %s",
+                name,
+                f"nothing from {names}: such pairs get no requests" if peers else "from every P again",
+            )
         if not prefills or not self._selector.has_sound_pair:
             return
         for attempt in list(self.rooms.values()):
@@ -266,7 +270,7 @@ class Attempts:
             for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
                 if self._breakers.on_failure(key, now_s):
                     name, code = instance_name(key.role, key.engine_rank), failure.error.code
-                    log.warning("%s gets no requests for now: it failed too often, last by %s", name, code)
+                    log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                     self.counters.count(self.counters.breaker_openings, name)
         if not self._try_again(attempt, failure):
             self.give_up(attempt, failure.error)

@@ -152,7 +152,7 @@ class Dispatcher:
         news = sent.on_heartbeat(heartbeat, now_s)
         name = instance_name(key.role, key.engine_rank)
         if news.lost:
-            log.warning("%d messages to %s were lost on the way", len(news.lost), name)
+            log.warning("%d messages to %s were lost", len(news.lost), name)
         for message in news.lost:
             if message.is_cancel:
                 self._cancel(key, message.room)

@@ -118,7 +118,7 @@ class CoordinationPorts:
         try:
             self._router.send_multipart([identity, encode(reply)], zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("no reply could be queued for a joining instance; it will ask again")
+            log.warning("cannot queue the reply to a joining instance: its socket is full; it will retry")
 
     def _on_stats(self, frames: list[bytes]) -> None:
         if len(frames) != 1:

@@ -38,7 +38,7 @@ def keep_ticking(*ticks: Callable[[], None]) -> None:
                 try:
                     tick()
                 except Exception:
-                    log.exception("a tick failed")
+                    log.exception("a periodic task failed")
         finally:
             loop.call_later(TICK_S, run)
 

@@ -229,7 +229,7 @@ def test_memory_that_cannot_be_pinned_is_refused_and_nothing_stays_mapped(prefil
         ("host_id", "elsewhere", "no staging memory for a process of this host"),
         ("memory", "nothing", "no staging memory"),
         ("fd", "9999", "cannot map"),
-        ("pid", "nobody", "not well formed"),
+        ("pid", "nobody", "malformed session"),
         ("offset", str(1 << 40), "too few"),
     ],
 )

@@ -23,7 +23,7 @@ from chitu.protocol import TransportSession
         ("host_id", "elsewhere", "not a process of this host"),
         ("fd", "9999", "cannot map"),
         ("fd", "-1", "negative"),
-        ("pid", "nobody", "not well formed"),
+        ("pid", "nobody", "malformed session"),
         ("offset", str(1 << 40), "too few"),
     ],
 )
@@ -60,8 +60,8 @@ def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_pa
     [
         ("start_time", "1", "another one"),
         ("host_id", "elsewhere", "not a process of this host"),
-        ("pid", "nobody", "not well formed"),
-        ("handle", "xyz", "not well formed"),
+        ("pid", "nobody", "malformed session"),
+        ("handle", "xyz", "malformed session"),
         ("handle", "00" * 64, "cannot be mapped"),
         ("offset", str(1 << 40), "do not fit"),
         ("offset", "-1", "do not fit"),

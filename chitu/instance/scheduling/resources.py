@@ -62,7 +62,7 @@ class Resources:
         """A slot, where the caller has just seen that one is free."""
         slot = self.aux.allocate() if self.aux is not None else None
         if slot is None:
-            raise Internal("no aux slot is free after all")
+            raise Internal("an aux slot was counted as free but none is")
         return slot
 
     def free_slot(self, sequence: Sequence) -> None:

@@ -187,7 +187,7 @@ class TransferQueue:
         for thread in self._threads:
             thread.join(timeout_s)
             if thread.is_alive():
-                logger.warning("%s still writes after %g s", thread.name, timeout_s)
+                logger.warning("%s did not stop writing within %g s", thread.name, timeout_s)
 
     def _of(self, room: bytes) -> _Pending:
         return self._pending.setdefault(room, _Pending())

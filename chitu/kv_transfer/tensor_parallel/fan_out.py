@@ -151,7 +151,7 @@ class Lane:
             try:
                 socket.send(frame)
             except zmq.Again:  # it is dead, and so is the instance in a moment; its answer will be missing
-                logger.warning("TP rank %d takes no orders", tp_rank)
+                logger.warning("TP rank %d does not take commands: its socket is full", tp_rank)
 
 
 def _attempt(call: Callable[[], T]) -> T | ChituError:
@@ -166,7 +166,7 @@ def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Ord
         try:
             answer = answer_decoder.decode(socket.recv())
         except msgspec.DecodeError as error:
-            logger.error("a follower's answer cannot be read: %s", error)
+            logger.error("cannot decode a follower's answer: %s", error)
             continue
         if answer.number == number:
             return answer

@@ -74,7 +74,7 @@ class ShardFollower:
         for thread in self._threads:
             thread.join(timeout_s)
             if thread.is_alive():
-                logger.warning("%s still writes after %g s", thread.name, timeout_s)
+                logger.warning("%s did not stop writing within %g s", thread.name, timeout_s)
         for writer in self._writers.values():
             writer.close()
 

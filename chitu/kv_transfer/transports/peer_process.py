@@ -49,7 +49,7 @@ class PeerProcess:
             try:
                 with open(os.open("stat", os.O_RDONLY, dir_fd=folder)) as stat:
                     if _start_time(stat.read()) != start_time:
-                        raise TransferFailed(f"process {pid} is another one by now")
+                        raise TransferFailed(f"pid {pid} belongs to another process now")
                 yield cls(pid, pidfd), folder
             finally:
                 os.close(folder)

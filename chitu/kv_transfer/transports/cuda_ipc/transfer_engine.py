@@ -92,7 +92,7 @@ class CudaIpcTransport:
             pid, offset, nbytes = (int(session.attributes[name]) for name in ("pid", "offset", "nbytes"))
             handle = bytes.fromhex(session.attributes["handle"])
         except (KeyError, ValueError) as error:
-            raise TransferFailed(f"cuda_ipc: session {session.session_id} is not well formed: {error}") from error
+            raise TransferFailed(f"cuda_ipc: malformed session {session.session_id}: {error}") from error
         if min(pid, offset) < 0 or offset + memory.arena_bytes > nbytes:
             raise TransferFailed(f"cuda_ipc: session {session.session_id} has numbers that do not fit its arena")
         try:

@@ -195,7 +195,7 @@ class MooncakeTransport:
     def connect(self, memory: RankMemory, session: TransportSession) -> MooncakePeer:
         host, _, port = session.session_id.rpartition(":")
         if not self.can_reach(session) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise TransferFailed(f"mooncake: {session.session_id} ({session.attributes}) is no session I can use")
+            raise TransferFailed(f"mooncake: {session.session_id} ({session.attributes}) is not a usable session")
         code = self._engine.send_probe(session.session_id)
         if code != 0:
             raise TransferFailed(f"mooncake: {session.session_id} does not answer (code {code})")
@@ -207,7 +207,7 @@ class MooncakeTransport:
         # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
         # now, while the peer has just spoken to us, so that no write can meet it.
         if not any(self._fence(peer) for _ in range(FENCE_TRIES)):
-            raise TransferFailed(f"mooncake: {session.session_id} does not let me read its arena")
+            raise TransferFailed(f"mooncake: {session.session_id} refuses a read of its arena")
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
@@ -266,11 +266,11 @@ class MooncakeTransport:
             batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
             if batch == 0:
                 peer.doubt(max(length))
-                raise WriteError(f"mooncake: {peer.session_id} took no batch of {len(src) - 1} writes", settled=False)
+                raise WriteError(f"mooncake: cannot submit {len(src) - 1} writes to {peer.session_id}", settled=False)
         last = self._engine.transfer_submit_write(peer.session_id, src[-1], dst[-1], length[-1])
         if last == 0:
             peer.doubt(max(length))
-            raise WriteError(f"mooncake: {peer.session_id} took no write", settled=False)
+            raise WriteError(f"mooncake: cannot submit a write to {peer.session_id}", settled=False)
         write = LateWrite(last, batch, max(length))
         status = self._wait(last, deadline_s)
         if status == PENDING:

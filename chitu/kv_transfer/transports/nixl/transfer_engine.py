@@ -146,13 +146,13 @@ class NixlTransport:
 
     def connect(self, memory: RankMemory, session: TransportSession) -> NixlPeer:
         if not self.can_reach(session):
-            raise TransferFailed(f"nixl: {session.session_id} is no session I can use")
+            raise TransferFailed(f"nixl: {session.session_id} is not a usable session")
         attributes = session.attributes
         try:
             metadata = base64.b64decode(attributes["metadata"], validate=True)
             pid, device = int(attributes["pid"]), int(attributes["device"])
         except (KeyError, ValueError) as error:
-            raise TransferFailed(f"nixl: session {session.session_id} is not well formed: {error}") from error
+            raise TransferFailed(f"nixl: malformed session {session.session_id}: {error}") from error
         process: PeerProcess | None = None
         if self._host_id and attributes.get("host_id") == self._host_id:
             try:
@@ -169,7 +169,7 @@ class NixlTransport:
             self._try(peer, time.monotonic() + CONNECT_TIMEOUT_S)
         except TransferFailed as error:
             self.disconnect(peer)
-            raise TransferFailed(f"nixl: {peer.session_id} does not let me read its arena: {error.message}") from error
+            raise TransferFailed(f"nixl: {peer.session_id} refuses a read of its arena: {error.message}") from error
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
@@ -250,7 +250,7 @@ class NixlTransport:
         try:
             found = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise TransferFailed(f"nixl: {session_id} is unknown to me: {error!r}") from error
+            raise TransferFailed(f"nixl: cannot add the agent of {session_id}: {error!r}") from error
         name = found.decode() if isinstance(found, bytes) else str(found)
         if name != session_id:
             raise TransferFailed(f"nixl: the agent of {session_id} calls itself {name}")
@@ -304,7 +304,9 @@ class NixlTransport:
                 sources, targets = agent.get_xfer_descs(*local), agent.get_xfer_descs(remote, peer.memory)
                 handle = agent.initialize_xfer(operation, sources, targets, peer.session_id)
             except Exception as error:  # a local check: nothing was sent
-                raise WriteError(f"nixl: {peer.session_id} takes no such request: {error!r}", settled=True) from error
+                raise WriteError(
+                    f"nixl: cannot submit a request to {peer.session_id}: {error!r}", settled=True
+                ) from error
             known = self._known[peer.session_id]
             known.num_in_progress += 1
         state = self._ask(peer, lambda: agent.transfer(handle))

@@ -149,7 +149,7 @@ def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> S
     try:
         numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
     except (KeyError, ValueError) as error:
-        raise TransferFailed(f"shm: session {session.session_id} is not well formed: {error}") from error
+        raise TransferFailed(f"shm: malformed session {session.session_id}: {error}") from error
     if min(numbers) < 0:
         raise TransferFailed(f"shm: session {session.session_id} has a negative number")
     try:
