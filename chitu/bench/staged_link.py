@@ -15,9 +15,9 @@ import msgspec
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.staging.copier import PieceCopier, gathers
+from chitu.kv_transfer.staging.copier import PieceCopier
 from chitu.kv_transfer.staging.packing import pack_pages, turned, unit_bytes
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, gathers
 from chitu.protocol import RankMemory
 
 TIMEOUT_S = 30.0

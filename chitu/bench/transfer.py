@@ -4,7 +4,7 @@ The parent writes into a child's pool. Every round runs memcpy and each transpor
 source bytes, so that the noise of the machine hits all of them; reported are the best time of each and the median of
 the ratios of a round. `--transfer` adds ways for the pages of a prompt: `staged` (gathered into segments, sent as few
 large pieces, scattered by the child, which checks in the end that the right bytes are in the right pages) and `auto`,
-where the engine's cost model chooses for every write and learns from it; `raw` is the same transport writing as many
+where the engine's table of thresholds chooses for every write; `raw` is the same transport writing as many
 bytes in one piece. memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the
 parent; every page of all arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on neither
 side finds its block in a core's cache, as with pages of a KV cache; a time is the mean over one walk.
@@ -187,7 +187,7 @@ def main() -> None:
     results = measure(links, pool, other, arguments.rounds, ways)
     for link in links:
         if link.num_chosen:
-            print(f"{link.kind}: auto staged {link.num_staged} of {link.num_chosen} writes; {link.cost.price}")
+            print(f"{link.kind}: auto staged {link.num_staged} of {link.num_chosen} writes; {link.threshold}")
         link.close()
     columns = TransferResult.__struct_fields__
     publish(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.staging.area import StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.cost import TransferCost, price_of
+from chitu.kv_transfer.staging.thresholds import staged_from
 from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
@@ -114,7 +113,7 @@ class BenchLink:
         self.staged = StagedLink(
             pool, self.memory, self.transport, self.peer, copier, area, self._to_child, self._from_child
         )
-        self.cost = TransferCost(price_of(kind, "cpu"), SEGMENT_BYTES)
+        self.threshold = staged_from(kind, "cpu")
         self.num_staged = self.num_chosen = 0
         """Of `auto`."""
 
@@ -123,17 +122,13 @@ class BenchLink:
         is_staged = way == "staged"
         num_pieces, nbytes = len(case.walk[0].src), case.walk[0].nbytes
         if way == "auto":
-            is_staged = self.cost.is_staged_faster(num_pieces, nbytes)
+            is_staged = self.threshold.is_met(num_pieces, nbytes)
             self.num_staged, self.num_chosen = self.num_staged + is_staged, self.num_chosen + 1
-        started_s = time.perf_counter()
         if is_staged:
             self.staged.write(case.own, case.theirs, case.num_layers)
         else:
             for copies in case.walk:
                 self.transport.write(self.peer, copies, TIMEOUT_S)
-        if way == "auto":
-            note = self.cost.note_staged if is_staged else self.cost.note_direct
-            note(num_pieces, nbytes, time.perf_counter() - started_s)
 
     def write_raw(self, case: Case) -> None:
         assert case.raw is not None

@@ -172,7 +172,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     """RDMA device names for Mooncake, comma separated; empty: found by Mooncake."""
     transfer: Literal["auto", "direct", "staged"] = "auto"
     """`direct`: every page is written to its place. `staged`: pages are gathered, sent in few large pieces and
-    scattered on arrival. `auto`: whichever a cost model, fed by what was measured, finds faster."""
+    scattered on arrival. `auto`: whichever is faster, by a table of what was measured."""
     staging_mb: Positive = 128
     """Staging memory of an instance (MiB), where it is needed at all."""
     staging_segment_mb: Positive = 16

@@ -177,7 +177,7 @@ class FakeTransport:
         self._fabric = fabric
         self._process = process
         self.gathers = False
-        """Set by tests: a list of pieces costs as much as one, see `staging.copier.gathers`."""
+        """Set by tests: a list of pieces costs as much as one, see `transport.gathers`."""
         fabric._join(process)
 
     def register(self, base: int, nbytes: int) -> None:

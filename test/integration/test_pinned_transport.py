@@ -22,7 +22,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.staging.copier import DeviceCopier, gathers, reaches_pages, reaches_segments
+from chitu.kv_transfer.staging.copier import DeviceCopier, reaches_segments
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
 from chitu.kv_transfer.tensor_parallel.shard_writer import open_shards
 from chitu.kv_transfer.transports.cuda_ipc.driver import Exported
@@ -31,7 +31,14 @@ from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.transports.shm.pinned_engine import PinnedPeer, PinnedShmTransport
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, Transport, WriteError
+from chitu.kv_transfer.transports.transport import (
+    CopyList,
+    OrderedTransport,
+    Transport,
+    WriteError,
+    gathers,
+    reaches_pages,
+)
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, StagingMemory, TransportSession
 
 pytestmark = pytest.mark.emulated

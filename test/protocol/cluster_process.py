@@ -39,7 +39,7 @@ from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.sender.transfer_queue import TransferJob
 from chitu.kv_transfer.staging.area import Staging
-from chitu.kv_transfer.staging.cost import Price
+from chitu.kv_transfer.staging.thresholds import StagedFrom
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
@@ -55,8 +55,8 @@ DEADLINES = DeadlineConfig(
     bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
 )
 REQUEST_TIMEOUT_S = 12.0
-PRICE = Price(1e-4, 1e-9, 1e-9, per_message_s=2.5e-4)
-"""Of a staged group: from two or three pieces on `auto` stages it, so that rooms have both."""
+STAGED_FROM = StagedFrom(3, 1 << 20)
+"""`auto` stages some batches of a room and not others."""
 NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
 FAILED = {SenderState.SETTLING, SenderState.RELEASED}
@@ -221,9 +221,8 @@ class Process:
         transport.gathers = writes.gathers
         staging = None
         if writes.way != "direct":
-            staging = Staging(
-                writes.way, WatchedCopier(lambda copies: world.watch.on_copy(self, copies)), memory.area, price=PRICE
-            )
+            copier = WatchedCopier(lambda copies: world.watch.on_copy(self, copies))
+            staging = Staging(writes.way, copier, memory.area, threshold=STAGED_FROM)
         config = KVManagerConfig(
             *(self.rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES),
             max_batch_bytes=writes.max_batch_bytes,

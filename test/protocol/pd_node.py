@@ -29,7 +29,7 @@ from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
 from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.cost import Price
+from chitu.kv_transfer.staging.thresholds import StagedFrom
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import InstanceInfo, KVLayout
@@ -226,9 +226,8 @@ class Node:
         fake = FakeTransport(world.fabric, self.session)
         transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
         if world.way != "direct":
-            # From two or three pieces on a group is staged, others are written directly: rooms have both.
-            price = Price(1e-4, 1e-9, 1e-9, per_message_s=2.5e-4) if world.way == "auto" else None
-            staging = Staging(world.way, self.copier, self.memory.area, price=price)
+            # With `auto` smaller batches are written directly: rooms have both.
+            staging = Staging(world.way, self.copier, self.memory.area, threshold=StagedFrom(3, 1 << 20))
             prefills = tuple(range(world.num_prefill))
             config = replace(config, staging_prefills=prefills, is_staging_required=world.way == "staged")
             fake.gathers = world.gathers

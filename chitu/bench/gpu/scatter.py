@@ -30,9 +30,8 @@ from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.staging.build import StagingParts, build_staging
-from chitu.kv_transfer.staging.copier import reaches_pages
 from chitu.kv_transfer.transports.select import open_transports
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, reaches_pages
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
 from chitu.types import Role
 

@@ -25,8 +25,7 @@ from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue, merged
 from chitu.kv_transfer.staging.stager import Place, Stager
-from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove, wait_for
-from chitu.kv_transfer.transfer_table import NEVER_S
+from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import AuxReady, Scattered
 from chitu.protocol.states import SenderEvent, SenderState
@@ -120,16 +119,7 @@ class PageWriter:
                 return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
             chunks = merged(batch.chunks)
             moves = _moves(chunks, record)
-            assert record.peer is not None
-            cost = record.peer.cost
-            if cost is not None:
-                wait_for(moves)  # the time until they are computed is no price of writing
-            started_s = self._parts.clock.monotonic()
-            written = writer.write_pages(moves, timeout_s)
-            if cost is not None:
-                seconds = self._parts.clock.monotonic() - started_s
-                cost.note_direct(*self.stager.size_of(batch, record), seconds)
-            return Outcome(written, self._sums(chunks, record))
+            return Outcome(writer.write_pages(moves, timeout_s), self._sums(chunks, record))
         except ChituError as error:
             return Outcome(error=error)
 
@@ -140,9 +130,6 @@ class PageWriter:
             nbytes = place.writer.write_row(record.aux_slot, place.own_segment, place.segment.index, timeout_s)
             return Outcome((nbytes,))
         (move,) = _moves([chunk], record)
-        if place.writer.cost is not None:
-            wait_for([move])
-            place.segment.started_s = self._parts.clock.monotonic()
         nbytes = place.writer.write_pages(move, place.own_segment, place.segment.index, timeout_s)
         return Outcome((nbytes,), self._sums([chunk], record))
 
@@ -196,10 +183,6 @@ class PageWriter:
         entry.data.num_staged += 1
         self.bytes_staged += nbytes
         batch = TransferJob(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
-        cost = peer.cost
-        if cost is not None and segment.started_s < NEVER_S:
-            seconds = self._parts.clock.monotonic() - segment.started_s
-            cost.note_staged(*self.stager.size_of(batch, entry.data), seconds)
         self._landed(room, entry, batch, (nbytes,), is_staged=True)
 
     def _settle_tried(self, visit: Visit, peer: DecodePeer, outcome: Outcome) -> None:

@@ -17,11 +17,11 @@ from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFaile
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.staging.copier import reaches_pages, reaches_segments
-from chitu.kv_transfer.staging.cost import TransferCost
+from chitu.kv_transfer.staging.copier import reaches_segments
 from chitu.kv_transfer.staging.granted import GrantedSegments
 from chitu.kv_transfer.staging.staged_writer import StagedWriter
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, ShardWriter, open_shards
+from chitu.kv_transfer.transports.transport import reaches_pages
 from chitu.net.sockets import check_address
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
 
@@ -49,11 +49,6 @@ class DecodePeer:
     """The last room that each page was announced for, over or not: no more than it has pages."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
     """The same of its aux slots."""
-
-    @property
-    def cost(self) -> TransferCost | None:
-        """Set: each write to it takes the way that is faster."""
-        return self.staged_writer.cost if self.staged_writer is not None else None
 
     @property
     def is_staged_alone(self) -> bool:

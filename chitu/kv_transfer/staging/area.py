@@ -15,7 +15,7 @@ from typing import Literal
 
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.copier import PieceCopier
-from chitu.kv_transfer.staging.cost import Price
+from chitu.kv_transfer.staging.thresholds import StagedFrom
 from chitu.protocol import StagingMemory
 
 TransferWay = Literal["auto", "direct", "staged"]
@@ -74,8 +74,8 @@ class Staging:
     area: StagingArea | None
     """D: what it grants. P: what it gathers into; None where its transports gather by themselves (`gathers`)."""
     device: str = "cpu"
-    """Where the pool is; with the next, what the first prices of `cost.py` are chosen by."""
+    """Where the pool is; with the next, what the entry of `thresholds.py` is chosen by."""
     protocol: str = "tcp"
     """Mooncake's."""
-    price: Price | None = None
-    """To begin with, in place of what was measured of the transport elsewhere."""
+    threshold: StagedFrom | None = None
+    """In place of that entry."""

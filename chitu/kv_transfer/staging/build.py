@@ -16,9 +16,9 @@ from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging
 from chitu.errors import ConfigError
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
-from chitu.kv_transfer.staging.arenas import MEMORY
 from chitu.kv_transfer.staging.copier import DeviceCopier, HostCopier, PieceCopier
 from chitu.kv_transfer.staging.host_area import HostArena
+from chitu.kv_transfer.transports.arenas import MEMORY
 from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
 from chitu.protocol import KVLayout, TransportSession
 from chitu.types import Role

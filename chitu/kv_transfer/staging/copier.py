@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.plan import Int64s
 from chitu.kv_transfer.transports.shm.copy_engine import CopyEngine, CopyFault
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.kv_transfer.transports.transport import CopyList, Int64s, LaunchedCopies, PeerHandle
 from chitu.protocol import RankMemory
 from chitu.types import Ready
 
@@ -26,12 +25,6 @@ class PieceCopier(Protocol):
         """Once all of `after` have passed; blocks until the bytes are there. Addresses are of this process, host or
         device, and were range checked by the caller. Raises TransferFailed; a part may have been copied then."""
         ...
-
-
-class LaunchedCopies(Protocol):
-    """`ops.kernels.blocks.BlockCopier`, or its twin in tests."""
-
-    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None: ...
 
 
 class Window(Protocol):
@@ -84,17 +77,6 @@ class DeviceCopier:
             if inside_N.any():
                 address_N = np.where(inside_N, address_N - window.base + window.device_base(), address_N)
         return address_N
-
-
-def gathers(transport: Transport) -> bool:
-    """Whether it puts scattered pieces into a peer's segment at no price per piece, so that P needs no segment of its
-    own: one write of the pieces to `segment, segment + length, ...` is gather and transfer in one."""
-    return bool(getattr(transport, "gathers", False))
-
-
-def reaches_pages(peer: PeerHandle) -> bool:
-    """False: only the peer's staging memory can be written there, so pages and logits rows have to be staged."""
-    return bool(getattr(peer, "reaches_pages", True))
 
 
 def reaches_segments(peer: PeerHandle, memory: RankMemory) -> bool:

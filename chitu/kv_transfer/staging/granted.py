@@ -34,8 +34,6 @@ class Segment:
     group: SegmentGroup | None = None
     message: Staged | None = None
     repeat_due_s: float = NEVER_S
-    started_s: float = NEVER_S
-    """When its gather began; NEVER_S where nobody wants to know."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class GrantedSegments:
         self._apply(segment, SegmentEvent.TAKE)
         self._last_number += 1
         segment.number, segment.group, segment.message = self._last_number, group, None
-        segment.repeat_due_s = segment.started_s = NEVER_S
+        segment.repeat_due_s = NEVER_S
         return segment
 
     def written(self, segment: Segment, message: Staged) -> None:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.staging.area import Staging
-from chitu.kv_transfer.staging.copier import gathers, reaches_pages
-from chitu.kv_transfer.staging.cost import TransferCost, price_of
 from chitu.kv_transfer.staging.packing import pack_pages, pack_row
+from chitu.kv_transfer.staging.thresholds import StagedFrom, staged_from
 from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, RankConnection, wait_for
-from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError, gathers, reaches_pages
 from chitu.protocol import StagingMemory
 from chitu.types import Ready
 
@@ -41,11 +40,10 @@ class StagedWriter:
             if staging.area is None:
                 raise TransferFailed(f"transport {link.transport.name} needs staging memory here, and there is none")
             self.segment_bytes = min(theirs.segment_bytes, staging.area.segment_bytes)
-        self.cost: TransferCost | None = None
-        """Set: writes are direct where that is faster."""
+        self.threshold: StagedFrom | None = None
+        """Set: smaller writes are direct."""
         if staging.way == "auto":
-            price = staging.price or price_of(link.transport.name, staging.device, staging.protocol)
-            self.cost = TransferCost(price, self.segment_bytes)
+            self.threshold = staging.threshold or staged_from(link.transport.name, staging.device, staging.protocol)
         self.must_stage = theirs.is_required or not reaches_pages(link.handle)
         """Pages and logits rows of this D cannot or may not be written directly."""
 

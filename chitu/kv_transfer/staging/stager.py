@@ -64,9 +64,9 @@ class Stager:
             return True
         if batch.is_aux:  # one piece: nothing to gather
             return False
-        return writer.cost is None or writer.cost.is_staged_faster(*self.size_of(batch, record))
+        return writer.threshold is None or writer.threshold.is_met(*self._size_of(batch, record))
 
-    def size_of(self, batch: TransferJob, record: SendRoom) -> tuple[int, int]:
+    def _size_of(self, batch: TransferJob, record: SendRoom) -> tuple[int, int]:
         """Pieces that a direct write of this batch would have, and its bytes."""
         num_pieces = num_units = 0
         for chunk in batch.chunks:

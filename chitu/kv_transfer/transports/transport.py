@@ -12,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from chitu.errors import TransferFailed
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
+
+Int64s = NDArray[np.int64]
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 5e-3
 
@@ -46,10 +51,16 @@ def pause_s(waited_s: float) -> float:
 
 
 class PeerHandle(Protocol):
-    """A peer's memory, opened by `Transport.connect`."""
+    """A peer's memory, opened by `Transport.connect`. Where less than the pool's arena can be written, or more, the
+    handle has `reaches_pages` or `reaches_host_segments`, too."""
 
     @property
     def session_id(self) -> str: ...
+
+
+def reaches_pages(peer: PeerHandle) -> bool:
+    """False: of its memory only what lies beside the pool can be written, neither pages nor logits rows."""
+    return bool(getattr(peer, "reaches_pages", True))
 
 
 class Transport(Protocol):
@@ -103,3 +114,14 @@ class OrderedTransport(Protocol):
     def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
         """`Transport.write`, of bytes that are there once all of `after` have passed."""
         ...
+
+
+class LaunchedCopies(Protocol):
+    """`ops.kernels.blocks.BlockCopier`, or its twin in tests: one launch copies all pieces."""
+
+    def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None: ...
+
+
+def gathers(transport: Transport) -> bool:
+    """Whether it writes many scattered pieces at the price of one."""
+    return bool(getattr(transport, "gathers", False))

@@ -17,11 +17,10 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.plan import require_inside
-from chitu.kv_transfer.staging.copier import LaunchedCopies
 from chitu.kv_transfer.transports.cuda_ipc.driver import IpcDriver
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, LaunchedCopies, PeerHandle, WriteError
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 
@@ -46,7 +45,7 @@ class CudaIpcTransport:
 
     name = NAME
     gathers = True
-    """See `staging/copier.py`: a launch copies any number of pieces."""
+    """See `transports/transport.py`: a launch copies any number of pieces."""
 
     def __init__(self, driver: IpcDriver, copier: LaunchedCopies) -> None:
         self._driver = driver

@@ -24,9 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.config.schema import FaultConfig
-from chitu.kv_transfer.staging.copier import gathers, reaches_pages
 from chitu.kv_transfer.transports.faulty.flips import ByteFlipper, EveryNth
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.kv_transfer.transports.transport import (
+    CopyList,
+    PeerHandle,
+    Transport,
+    WriteError,
+    gathers,
+    reaches_pages,
+)
 from chitu.protocol import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)

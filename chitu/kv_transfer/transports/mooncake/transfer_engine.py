@@ -48,7 +48,7 @@ import numpy as np
 
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.plan import require_inside
-from chitu.kv_transfer.staging.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
+from chitu.kv_transfer.transports.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
 from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mooncake.closing_sockets import has_unacknowledged
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s
@@ -112,7 +112,7 @@ class MooncakePeer:
     arenas: tuple[Arena, ...]
     """Where it can be written; the first is read by the fence."""
     reaches_pages: bool = True
-    """See `staging/copier.py`; so the next."""
+    """See `transports/transport.py`; so the next."""
     reaches_host_segments: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while entries are in flight, and by whoever settles."""

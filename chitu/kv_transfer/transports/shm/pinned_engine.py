@@ -17,13 +17,12 @@ import numpy as np
 
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.plan import require_inside
-from chitu.kv_transfer.staging.arenas import MEMORY, NOTHING, STAGING, writable_arenas
-from chitu.kv_transfer.staging.copier import LaunchedCopies
+from chitu.kv_transfer.transports.arenas import MEMORY, NOTHING, STAGING, writable_arenas
 from chitu.kv_transfer.transports.cuda_ipc.driver import PinDriver
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.transports.shm.transfer_engine import NAME, SharedFile, ShmPeer, find_range, open_peer, unmap
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, LaunchedCopies, PeerHandle, WriteError
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 
@@ -36,7 +35,7 @@ class PinnedPeer:
     device_base: int
     """Where its arena is for our device."""
     reaches_pages: bool = False
-    """See `staging/copier.py`; so the next."""
+    """See `transports/transport.py`; so the next."""
     reaches_host_segments: bool = True
 
     @property

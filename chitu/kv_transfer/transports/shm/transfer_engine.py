@@ -20,7 +20,7 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.plan import require_inside
-from chitu.kv_transfer.staging.arenas import MEMORY
+from chitu.kv_transfer.transports.arenas import MEMORY
 from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
@@ -65,7 +65,7 @@ class ShmTransport:
 
     name = NAME
     gathers = True
-    """See `staging/copier.py`: a piece costs next to nothing."""
+    """See `transports/transport.py`: a piece costs next to nothing."""
 
     def __init__(self) -> None:
         self._host_id = host_id()
