@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_pinned_is_refused_and_nothing_stays_mapped(prefil
     ("name", "value", "words"),
     [
         ("inode", "1", "inode"),
-        ("start_time", "1", "another one"),
+        ("start_time", "1", "another process"),
         ("host_id", "elsewhere", "no staging memory for a process of this host"),
         ("memory", "nothing", "no staging memory"),
         ("fd", "9999", "cannot map"),

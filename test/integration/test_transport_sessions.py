@@ -19,7 +19,7 @@ from chitu.protocol import TransportSession
     ("name", "value", "words"),
     [
         ("inode", "1", "inode"),
-        ("start_time", "1", "another one"),
+        ("start_time", "1", "another process"),
         ("host_id", "elsewhere", "not a process of this host"),
         ("fd", "9999", "cannot map"),
         ("fd", "-1", "negative"),
@@ -58,7 +58,7 @@ def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_pa
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("start_time", "1", "another one"),
+        ("start_time", "1", "another process"),
         ("host_id", "elsewhere", "not a process of this host"),
         ("pid", "nobody", "malformed session"),
         ("handle", "xyz", "malformed session"),
