@@ -23,6 +23,11 @@ the answer names the first one.
 
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, a hidden eos, too; `text_offset` counts characters of the choice's `text`.
+
+How a model calls tools is told by the text of its chat template: as Hermes and Qwen do, as Llama 3 or as Mistral. With
+others `tools` are refused. A call is one of a tool that was offered; whatever else the model writes is `content`, a
+call whose JSON is broken, too. In a stream the arguments go out as they come, before it is known whether they are
+whole. What stands between `<think>` or `[THINK]` and its end, where the template knows it, is `reasoning_content`.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

@@ -40,6 +40,7 @@ class Conversation:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
         body: dict[str, Any] = {"model": options.model, "messages": messages, "temperature": options.temperature}
+        body["separate_reasoning"] = False  # it is shown as the model writes it
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         return body

@@ -19,6 +19,7 @@ from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
+    MAX_TOOLS_BYTES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -126,8 +127,9 @@ class BodyDecoder(Generic[_BodyT]):
         """Objects cost many times their JSON, and decoding cannot be interrupted: refuse what would make too many."""
         for name in self._sized:
             num_bytes = len(getattr(outline, name))
-            if num_bytes > MAX_FIELD_BYTES:
-                raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {MAX_FIELD_BYTES} are taken", name)
+            most = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
+            if num_bytes > most:
+                raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are taken", name)
 
     def _decode_odd(self, raw: bytes, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
         """A body that has more than served fields."""

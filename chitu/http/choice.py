@@ -1,4 +1,5 @@
-"""Tokens of one choice -> text: incremental detokenising, stop strings, the hidden stop token. Pure; loop thread.
+"""Tokens of one choice -> text: incremental detokenising, stop strings, the hidden stop token; and, where a chat's text
+is more than content, -> parts of a message. Pure; loop thread.
 
 Invariant: the deltas concatenate to the text that the same tokens give at once, multi-byte characters and stop strings
 included; `token_ids` are exactly the tokens up to and with the one that ended the choice.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.messages.message_parser import MessageParser
 from chitu.http.sampling_fields import OutputOptions
 from chitu.tokenizer import Detokenizer
 
@@ -19,19 +22,39 @@ class Scanner(Protocol):
 
 
 class Delta(NamedTuple):
-    text: str
+    text: str | MessageDelta
+    """Text alone is content."""
     token_ids: list[int]
 
 
 class ChoiceDecoder:
     """One per choice. Feed tokens in order; after `finish_reason` is set, nothing more is taken."""
 
-    __slots__ = ("_detokenizer", "_held", "_include_stop", "_scanner", "_stop_ids", "finish_reason", "num_tokens")
+    __slots__ = (
+        "_detokenizer",
+        "_held",
+        "_include_stop",
+        "_parser",
+        "_scanner",
+        "_stop_ids",
+        "_unshown",
+        "finish_reason",
+        "num_tokens",
+    )
 
     def __init__(
-        self, detokenizer: Detokenizer, scanner: Scanner | None, options: OutputOptions, stop_ids: frozenset[int]
+        self,
+        detokenizer: Detokenizer,
+        scanner: Scanner | None,
+        options: OutputOptions,
+        stop_ids: frozenset[int],
+        parser: MessageParser | None = None,
     ) -> None:
-        """`stop_ids`: eos and the request's stop ids: the one that ends the choice is not part of its text."""
+        """`stop_ids`: eos and the request's stop ids: the one that ends the choice is not part of its text. `parser`:
+        of what stop strings leave; None where that is the content."""
+        self._parser = parser
+        self._unshown: list[int] = []
+        """Tokens whose text the parser holds."""
         self._detokenizer = detokenizer
         self._scanner = scanner
         self._include_stop = options.include_stop
@@ -41,8 +64,9 @@ class ChoiceDecoder:
         self.finish_reason: str | None = None
 
     def feed(self, tokens: list[int], reason: str | None) -> list[Delta]:
-        """Deltas of these tokens, one per token that shows text. With `reason` (D's) or a stop string the last delta
-        ends the choice: it is always there then, empty or not, and `finish_reason` is set."""
+        """Deltas of these tokens, one per token that shows text. With `reason` (D's), a stop string, or the last call
+        that may be made the last delta ends the choice: it is always there then, empty or not, and `finish_reason` is
+        set."""
         deltas: list[Delta] = []
         held, push, scanner = self._held, self._detokenizer.push, self._scanner
         hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
@@ -58,25 +82,53 @@ class ChoiceDecoder:
                     self.finish_reason = "stop"
                     deltas.append(Delta(text, held))
                     self._held = []
-                    return deltas
+                    break
             if text:
                 deltas.append(Delta(text, held))
                 held = self._held = []
-        if hidden:
-            held.append(tokens[-1])
-        if reason is not None:
-            self._end(deltas, reason)
-        return deltas
+        else:
+            if hidden:
+                held.append(tokens[-1])
+            if reason is not None:
+                self._end(deltas, reason)
+        return deltas if self._parser is None else self._parsed(self._parser, deltas)
 
-    def whole(self, tokens: list[int], reason: str) -> tuple[str, list[int]]:
+    def whole(self, tokens: list[int], reason: str) -> tuple[str | MessageDelta, list[int]]:
         """All tokens of a finished choice at once: its text and the tokens up to its end."""
         if self._scanner is not None:
             deltas = self.feed(tokens, reason)
-            return "".join(d.text for d in deltas), [token for d in deltas for token in d.token_ids]
+            return joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids]
         self.num_tokens += len(tokens)
         self.finish_reason = reason
         shown = tokens[:-1] if tokens and self._is_hidden(tokens[-1], reason) else tokens
-        return self._detokenizer.push(shown) + self._detokenizer.finish(), tokens
+        text = self._detokenizer.push(shown) + self._detokenizer.finish()
+        if self._parser is None:
+            return text, tokens
+        deltas = self._parsed(self._parser, [Delta(text, tokens)])
+        return deltas[-1].text, tokens
+
+    def _parsed(self, parser: MessageParser, found: list[Delta]) -> list[Delta]:
+        """What the parser makes of them. Tokens that show nothing go with the next that do."""
+        deltas: list[Delta] = []
+        for place, (text, token_ids) in enumerate(found, 1):
+            assert isinstance(text, str)
+            shown = parser.push(text)
+            self._unshown += token_ids
+            if shown:
+                deltas.append(Delta(shown, self._unshown))
+                self._unshown = []
+            if parser.is_complete:
+                self.num_tokens -= len(self._held) + sum([len(later.token_ids) for later in found[place:]])
+                self._held = []
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is not None:
+            newest = deltas.pop() if deltas else Delta("", [])
+            rest = parser.finish()
+            deltas.append(Delta(joined([newest.text, rest]), newest.token_ids + self._unshown))
+            if self.finish_reason == "stop" and parser.has_calls:
+                self.finish_reason = "tool_calls"
+        return deltas
 
     def _is_hidden(self, token: int, reason: str | None) -> bool:
         return reason == "stop" and token in self._stop_ids and not self._include_stop
@@ -93,6 +145,7 @@ class ChoiceDecoder:
         if deltas:
             # The end travels with the last token's text: one event fewer.
             newest = deltas.pop()
+            assert isinstance(newest.text, str)
             deltas.append(Delta(newest.text + text, newest.token_ids + self._held))
         else:
             deltas.append(Delta(text, self._held))

@@ -30,7 +30,7 @@ from chitu.http.request_bodies import (
     DetokenizeBody,
     TokenizeBody,
 )
-from chitu.http.request_checks import chat_messages, template_variables
+from chitu.http.request_checks import chat_messages, offered_tools, template_variables
 from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
 from chitu.net.http import error_headers, error_object
@@ -154,12 +154,16 @@ def _add_tokenizer_routes(
                 text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
             else:
                 variables = template_variables(body.chat_template_kwargs)
-                text = model.render(chat_messages(body.messages), variables, warnings)
+                tools, with_start = offered_tools(body.tools), body.add_generation_prompt is not False
+                text = model.render(chat_messages(body.messages), variables, warnings, tools, with_start)
                 param, add_special_tokens = "messages", bool(body.add_special_tokens)
             if model.tokenizer.exceeds(text, max(max_len or 0, MAX_TOKENS), bytes_per_token=1):
                 raise InvalidRequest(f"{param}: at most {max(max_len or 0, MAX_TOKENS)} tokens are counted", param)
             ids = model.tokenizer.encode(text, add_special_tokens)
-            return {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+            if body.return_token_strs:
+                answer["token_strs"] = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            return answer
 
         return await answer(request, tokenize_decoder, work)
 

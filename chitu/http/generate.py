@@ -20,6 +20,7 @@ from chitu.http.body_threads import BodyThreads
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, JobParser, Prompt, client_timeout_s
+from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import (
@@ -167,7 +168,10 @@ class GenerationRoutes:
         if total > 1:  # of one `add_request` asks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
             self._router.require_room_for(total, num_tokens)
-        per_token = options.stream or bool(options.stops) or options.logprobs is not None
+        plan = job.plan
+        ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
+        per_token = options.stream or ends_early or options.logprobs is not None
+        skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
             ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
@@ -185,10 +189,11 @@ class GenerationRoutes:
                 )
                 generation = self._router.add_request(request, wakeup.set)
                 decoder = ChoiceDecoder(
-                    model.tokenizer.detokenizer(options.skip_special_tokens),
+                    model.tokenizer.detokenizer(skips_special),
                     StopScanner(options.stops, options.include_stop) if options.stops else None,
                     options,
                     stop_ids,
+                    plan.parser() if plan is not None else None,
                 )
                 logprobs, of_prompt = None, None
                 if options.logprobs is not None:
@@ -209,7 +214,7 @@ class GenerationRoutes:
         self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
     ) -> None:
         options = job.options
-        texts = [""] * len(choices)
+        texts: list[list[str | MessageDelta]] = [[] for _ in choices]
         ids: list[list[int]] = [[] for _ in choices]
         open_choices = list(enumerate(choices))
         while open_choices:
@@ -223,12 +228,13 @@ class GenerationRoutes:
                 if choice.logprobs is not None:
                     choice.logprobs.push(generation.take_logprobs())
                 if reason is not None and not decoder.num_tokens:
-                    texts[i], ids[i] = decoder.whole(generation.take(), reason)
+                    text, ids[i] = decoder.whole(generation.take(), reason)
+                    texts[i].append(text)
                     if choice.logprobs is not None:
                         choice.logprobs.write(ids[i])
                 elif generation.tokens or reason is not None:
                     for delta in decoder.feed(generation.take(), reason):
-                        texts[i] += delta.text
+                        texts[i].append(delta.text)
                         ids[i] += delta.token_ids
                         if choice.logprobs is not None:
                             choice.logprobs.write(delta.token_ids)
@@ -237,13 +243,13 @@ class GenerationRoutes:
             open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
         finished = [
             FinishedChoice(
-                choice.prompt.echo + text,
+                joined([choice.prompt.echo, *parts]),
                 choice.decoder.finish_reason or "stop",
                 token_ids if options.return_token_ids else None,
                 choice.logprobs.take() if choice.logprobs is not None else b"null",
                 choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
             )
-            for choice, text, token_ids in zip(choices, texts, ids, strict=True)
+            for choice, parts, token_ids in zip(choices, texts, ids, strict=True)
         ]
         exchange.answer(200, form.full(finished, self._usage(job, choices)))
 

@@ -14,8 +14,16 @@ from chitu.errors import ChituError, InvalidRequest, NoInstance
 from chitu.http.body_decoder import chat_decoder, completion_decoder
 from chitu.http.body_threads import BodyThreads
 from chitu.http.exchange import Exchange
+from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, GenerationBody
-from chitu.http.request_checks import chat_messages, check_completion, completion_prompts, template_variables
+from chitu.http.request_checks import (
+    chat_messages,
+    check_completion,
+    chosen_tools,
+    completion_prompts,
+    reasoning_variables,
+    template_variables,
+)
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     OutputOptions,
@@ -53,6 +61,8 @@ class Job:
     cache_salt: str | None = ""
     """None: it takes no cached pages, and leaves none."""
     priority: int = 0
+    plan: MessagePlan | None = None
+    """How the text of a chat's choices is read; None: all of it is content."""
     warnings: list[str] = field(default_factory=list)
     """For the client, of fields that had no effect."""
 
@@ -136,9 +146,16 @@ class JobParser:
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
-        variables = template_variables(body.chat_template_kwargs)
-        text = self._model.render(chat_messages(body.messages), variables, warnings)
-        return self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings)
+        variables = {
+            **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
+            **template_variables(body.chat_template_kwargs),
+        }
+        tools = chosen_tools(body)
+        text = self._model.render(chat_messages(body.messages), variables, warnings, tools)
+        plan = self._model.message_plan(body, text, tools)
+        job = self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings)
+        job.plan = plan
+        return job
 
     def _job(
         self,

@@ -70,10 +70,24 @@ class CompletionReply(msgspec.Struct):
     usage: UsageReply
 
 
+class CalledFunctionReply(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallReply(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionReply
+
+
 class ChatReplyMessage(msgspec.Struct):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there is only reasoning, or calls."""
     refusal: None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallReply] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprobReply(msgspec.Struct):
@@ -98,7 +112,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: ChatReplyMessage
     logprobs: ChatLogprobsReply | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -117,6 +131,7 @@ class TokenizeReply(msgspec.Struct):
     max_model_len: int | None
     """Of a request; null while no instance serves."""
     tokens: list[int]
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeReply(msgspec.Struct):

@@ -32,16 +32,28 @@ MAX_PARTS = 1024
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 64
 """Of a message's `name`."""
+MAX_TOOLS = 128
+"""That one chat offers."""
+MAX_TOOL_CALLS = 128
+"""Of one message."""
+MAX_TOOL_NAME_CHARS = 128
+MAX_ID_CHARS = 128
+"""Of a tool call's id."""
 MAX_TEMPLATE_KWARGS = 64
 """Variables for the chat template that one request gives."""
 MAX_PROMPTS = 1024
 """Prompts in one body, and choices: each is a request of its own."""
 MAX_TOKENS = 1 << 18
 """Token ids that `/detokenize` takes; what `/tokenize` gives, unless requests may have more."""
+TOOL_CHOICES = ("auto", "none", "required")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Of reasoning: what OpenAI and vLLM know."""
 LARGE_BODY_BYTES = 16 << 10
 """Beyond it a body is looked over before anything is made of it, and is worked on in a thread (`body_threads.py`)."""
 MAX_FIELD_BYTES = 64 << 10
 """In a large body, the JSON of every field that holds neither text nor tokens."""
+MAX_TOOLS_BYTES = 256 << 10
+"""The same of `tools`."""
 
 
 _Unread = msgspec.Raw | msgspec.UnsetType
@@ -141,17 +153,57 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: _Unread = msgspec.UNSET
 
 
+_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
+_CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: _ToolName
+    arguments: str | None = None
+    """JSON, as the model wrote it."""
+
+
+class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    function: CalledFunction
+    id: _CallId | None = None
+    type: Annotated[str, _documented(enum=["function"])] | None = None
+    # without effect
+    index: _Unread = msgspec.UNSET
+
+
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: _ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[str, _documented(enum=["function"])]
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[str, _documented(enum=["function"])]
+    function: ChosenFunction
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
     content: str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: _CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     # refused unless empty
-    tool_calls: _Unread = msgspec.UNSET
-    tool_call_id: _Unread = msgspec.UNSET
     function_call: _Unread = msgspec.UNSET
     audio: _Unread = msgspec.UNSET
-    reasoning: _Unread = msgspec.UNSET
-    reasoning_content: _Unread = msgspec.UNSET
     # without effect
     refusal: _Unread = msgspec.UNSET
     annotations: _Unread = msgspec.UNSET
@@ -159,6 +211,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
+_Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 _TemplateKwargs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)]
 
 
@@ -167,12 +220,22 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: _TemplateKwargs | None = None
+    tools: _Tools | None = None
+    tool_choice: ChosenTool | Annotated[str, _documented(enum=list(TOOL_CHOICES))] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, _documented(enum=list(EFFORTS))] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
 
 
 class TokenizeBody(Body, kw_only=True):
     prompt: str | None = None
     messages: _Messages | None = None
     chat_template_kwargs: _TemplateKwargs | None = None
+    tools: _Tools | None = None
+    add_generation_prompt: bool | None = None
+    """Default true: of messages, what the model's answer begins behind."""
+    return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages (the template writes them)."""
 

@@ -6,16 +6,21 @@ Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thre
 from __future__ import annotations
 
 import re
-from operator import attrgetter
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import (
+    EFFORTS,
     MAX_PROMPTS,
+    TOOL_CHOICES,
+    ChatBody,
     ChatMessage,
     CompletionBody,
+    MessageToolCall,
+    Tool,
 )
 
 
@@ -70,26 +75,26 @@ ROLES = {"developer": "system"}
 """OpenAI's newer name of the role, and the one that chat templates know."""
 
 
-_EMPTY_ONLY = ("tool_calls", "tool_call_id", "function_call", "audio", "reasoning", "reasoning_content")
 _EMPTY = (b"null", b'""', b"[]", b"{}")
-_empty_only_of = attrgetter(*_EMPTY_ONLY)
 
 
-def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
+def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
     """Messages as the chat template takes them. InvalidRequest for what is not text."""
     if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
     for i, message in enumerate(given):
         where = f"messages[{i}]"
-        values = _empty_only_of(message)
-        if values.count(msgspec.UNSET) < len(values):
-            for name, value in zip(_EMPTY_ONLY, values, strict=True):
+        if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
+            for name in ("function_call", "audio"):
+                value = getattr(message, name)
                 if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
                     raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
         content = message.content
         if content is None:
-            raise InvalidRequest(f"{where}.content is required", f"{where}.content")
+            if not message.tool_calls:
+                raise InvalidRequest(f"{where}.content is required", f"{where}.content")
+            content = ""  # templates add text to it
         if not isinstance(content, str):
             for j, part in enumerate(content):
                 if part.type != "text" or part.text is None:
@@ -98,11 +103,88 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, str]]:
                         f"{where}.content[{j}]",
                     )
             content = "".join(part.text or "" for part in content)
-        message_of_template = {"role": ROLES.get(message.role, message.role), "content": content}
+        message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
+        if message.tool_calls:
+            message_of_template["tool_calls"] = [_call_of_template(call, where) for call in message.tool_calls]
+        if message.tool_call_id:
+            message_of_template["tool_call_id"] = message.tool_call_id
+        if reasoning := message.reasoning_content or message.reasoning:
+            message_of_template["reasoning_content"] = reasoning
         messages.append(message_of_template)
     return messages
+
+
+def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
+    """Templates write the arguments as JSON themselves. What a model wrote that is no object stays text."""
+    if call.type not in (None, "function"):
+        raise InvalidRequest(f"{where}.tool_calls: only calls of type 'function' are supported", f"{where}.tool_calls")
+    arguments: Any = call.function.arguments or "{}"
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        arguments = value
+    of_template = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, **of_template} if call.id else of_template
+
+
+def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools as the chat template takes them, in the order of fields that models are trained with. InvalidRequest for
+    one that is no function, and where two have one name."""
+    if not tools:
+        return None
+    offered: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        if tool.type != "function":
+            raise InvalidRequest(f"tools[{i}].type: only 'function' is supported", f"tools[{i}].type")
+        given = tool.function
+        if given.name in offered:
+            raise InvalidRequest(f"tools[{i}]: {given.name!r} is there twice", f"tools[{i}].function.name")
+        function: dict[str, Any] = {"name": given.name}
+        if given.description is not None:
+            function["description"] = given.description
+        if given.parameters is not None:
+            function["parameters"] = given.parameters
+        offered[given.name] = {"type": "function", "function": function}
+    return list(offered.values())
+
+
+def chosen_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """What the body offers the model; None where it offers nothing, or forbids calls. InvalidRequest for a choice that
+    is none, or cannot be had."""
+    tools, choice = offered_tools(body.tools), body.tool_choice
+    if choice is None or choice == "auto":
+        return tools
+    if choice == "none":
+        return None
+    if isinstance(choice, str) and choice not in TOOL_CHOICES:
+        raise InvalidRequest(
+            f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or a function of tools, not {choice[:40]!r}",
+            "tool_choice",
+        )
+    if not tools:
+        raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
+    raise InvalidRequest("tool_choice: only 'auto' and 'none' are supported yet", "tool_choice")
+
+
+def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:
+    """`reasoning_effort` as variables of a template that reads `known`. InvalidRequest for a word that is none, and for
+    an effort where the model has no such thing."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    variables: dict[str, Any] = {}
+    if "reasoning_effort" in known:
+        variables["reasoning_effort"] = effort
+    if "enable_thinking" in known:
+        variables["enable_thinking"] = effort != "none"
+    if not variables and effort != "none":
+        raise InvalidRequest("reasoning_effort: the model's chat template has no such choice", "reasoning_effort")
+    return variables
 
 
 SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")

@@ -12,7 +12,8 @@ from typing import Any
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from chitu.http.request_bodies import MAX_TOKENS
+from chitu.http.messages.message_parser import MessageFormat, MessagePlan
+from chitu.http.request_bodies import MAX_TOKENS, ChatBody
 from chitu.http.token_logprobs import (
     ChatLogprobs,
     ChatTexts,
@@ -51,6 +52,7 @@ class ServedModel:
         self._chat_texts = ChatTexts(tokenizer.token_bytes)
         """Tables that fill as tokens occur, for logprobs."""
         self._spec_vocab_size = spec.vocab_size
+        self.message_format = MessageFormat.of(tokenizer.template_source)
         self.created_s = created_s
         self._config_max_len = config.max_model_len
         self._limits: tuple[Candidates, ModelLimits] | None = None
@@ -135,14 +137,51 @@ class ServedModel:
             return [*head, *ids[len(ids) - (most - len(head)) :]]
         return list(ids[-most:])
 
-    def render(self, messages: Sequence[dict[str, str]], variables: dict[str, Any], warnings: list[str]) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        warnings: list[str],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """A chat as text. InvalidRequest where the template refuses it; `warnings` gets a word on variables that the
         template does not read."""
         unread = sorted(variables.keys() - self.tokenizer.template_variables)
         if unread:
             names = ", ".join(unread)[:NAMED_CHARS]
             warnings.append(f"chat_template_kwargs: the model's chat template does not read {names}")
-        return self.tokenizer.apply_chat_template(messages, variables=variables)
+        return self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt, variables)
+
+    def message_plan(self, body: ChatBody, prompt: str, tools: Sequence[dict[str, Any]] | None) -> MessagePlan | None:
+        """How the answer to a rendered chat is read; None: all of it is content. `tools`: those that are offered.
+        InvalidRequest for tools where this model's calls could not be told from text."""
+        calls, marks = (
+            self.message_format if body.separate_reasoning is not False else (self.message_format.calls, None)
+        )
+        if not tools:
+            calls = None
+        elif calls is None or "tools" not in self.tokenizer.template_variables:
+            raise InvalidRequest(
+                "tools: the model's chat template has none, or calls them in a way that is not known here (known: "
+                "Hermes and Qwen, Llama 3, Mistral)",
+                "tools",
+            )
+        if calls is None and marks is None:
+            return None
+        return MessagePlan(
+            calls=calls,
+            names=frozenset(tool["function"]["name"] for tool in tools or ()),
+            is_parallel=body.parallel_tool_calls is not False,
+            reasoning=marks,
+            is_reasoning=marks is not None and prompt.rstrip().endswith(marks.open),
+            shows_reasoning=body.include_reasoning is not False,
+            is_streamed=bool(body.stream),
+        )
+
+    def may_skip_special(self, plan: MessagePlan) -> bool:
+        """Whether the plan finds its marks without the special tokens."""
+        return self.tokenizer.special_texts.isdisjoint(plan.marks())
 
     def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
         """InvalidRequest where the model has no embedding for one of the ids (not empty), whoever made them: tokenizers

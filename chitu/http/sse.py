@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from chitu.errors import ChituError
+from chitu.http.messages.delta import CallDelta, MessageDelta
 from chitu.net.http import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -34,7 +35,7 @@ class UsageCount(NamedTuple):
 
 
 class FinishedChoice(NamedTuple):
-    text: str
+    text: str | MessageDelta
     finish_reason: str
     token_ids: list[int] | None
     logprobs: bytes = b"null"
@@ -48,10 +49,12 @@ class ResponseFormat(Protocol):
 
     def opening(self, index: int) -> bytes: ...
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes: ...
+    def delta(
+        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
+    ) -> bytes: ...
 
     def last(
-        self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
+        self, index: int, text: str | MessageDelta, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
     ) -> bytes: ...
 
     def usage(self, usage: UsageCount) -> bytes: ...
@@ -67,6 +70,25 @@ def error_event(error: ChituError) -> bytes:
 
 def _ids(token_ids: list[int] | None) -> bytes:
     return b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """As a chat has it; of a later part the arguments alone."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _parts(delta: MessageDelta) -> bytes:
+    """The fields of a chunk's delta, without its braces."""
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.calls:
+        fields["tool_calls"] = [{"index": call.place, **_call(call)} for call in delta.calls]
+    return _json(fields)[1:-1]
 
 
 class _Format(abc.ABC):
@@ -124,12 +146,21 @@ class CompletionFormat(_Format):
     def opening(self, index: int) -> bytes:
         return b""
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes:
+    def delta(
+        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
+    ) -> bytes:
         if token_ids is None and logprobs is None:
             return (self._openings.get(index) or self._text_of(index)) + _json(text) + self._delta_end
         return self._text_of(index) + _json(text) + self._end(b"null", token_ids, logprobs or b"null")
 
-    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null") -> bytes:
+    def last(
+        self,
+        index: int,
+        text: str | MessageDelta,
+        reason: str,
+        token_ids: list[int] | None,
+        logprobs: bytes = b"null",
+    ) -> bytes:
         return self._text_of(index) + _json(text) + self._end(_json(reason), token_ids, logprobs)
 
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
@@ -161,20 +192,37 @@ class ChatFormat(_Format):
         """The chunk that names the role, ahead of a choice's first text."""
         return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
 
-    def delta(self, index: int, text: str, token_ids: list[int] | None, logprobs: bytes | None = None) -> bytes:
-        start = self._delta_of(index) + b'"content":' + _json(text) + b"}"
+    def delta(
+        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
+    ) -> bytes:
+        start = self._delta_of(index) + (b'"content":' + _json(text) if isinstance(text, str) else _parts(text)) + b"}"
         if token_ids is None and logprobs is None:
             return start + self._delta_end
         return start + self._end(b"null", token_ids, logprobs or b"null")
 
-    def last(self, index: int, text: str, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null") -> bytes:
-        content = b'"content":' + _json(text) if text else b""
+    def last(
+        self,
+        index: int,
+        text: str | MessageDelta,
+        reason: str,
+        token_ids: list[int] | None,
+        logprobs: bytes = b"null",
+    ) -> bytes:
+        content = _parts(text if isinstance(text, MessageDelta) else MessageDelta(text))
         return self._delta_of(index) + content + b"}" + self._end(_json(reason), token_ids, logprobs)
 
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
+        text = choice.text
+        more: dict[str, Any] = {}
+        if isinstance(text, MessageDelta):
+            if text.reasoning:
+                more["reasoning_content"] = text.reasoning
+            if text.calls:
+                more["tool_calls"] = [_call(call) for call in text.calls]
+        content = text.content or None if isinstance(text, MessageDelta) else text
         result: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": content, "refusal": None, **more},
             "logprobs": msgspec.Raw(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }

@@ -99,6 +99,8 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(text) for name, text in templates.items()}
         except TemplateError as error:
             raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
+        self.source = templates.get(TOOL_USE, templates.get(DEFAULT, ""))
+        """Of the one that shows how tools are called; empty where there is none."""
         self._special_tokens = dict(special_tokens)
         trees = map(environment.parse, templates.values())
         self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))

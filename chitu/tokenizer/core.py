@@ -52,6 +52,9 @@ class Tokenizer:
         """All ids that end a text, by tokenizer_config.json, generation_config.json and config.json."""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest token id; a model's logits row may be longer."""
+        added = backend.get_added_tokens_decoder().values()
+        self.special_texts = frozenset(token.content for token in added if token.special)
+        """Of the tokens that a decoder leaves out where it skips special ones."""
         self._longest_chars = _longest_chars(backend)
         self._words = WordEncoder.of(backend)
         self.token_bytes = token_bytes(backend)
@@ -133,6 +136,11 @@ class Tokenizer:
         the template refuses the messages.
         """
         return self._chat_template.render(messages, tools, add_generation_prompt, variables)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's text; empty where there is none."""
+        return self._chat_template.source
 
     @property
     def template_variables(self) -> frozenset[str]:

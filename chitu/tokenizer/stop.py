@@ -6,15 +6,27 @@ The outcome does not depend on how the text is cut into deltas: the stop string 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from chitu.errors import InvalidRequest
+
+
+def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], longest: int) -> int:
+    """Where the end of a text begins that may become one of the marks; its length where there is none. The text holds
+    no whole mark. `heads`: their first characters; `longest`: characters of the longest one. What lies before is never
+    looked at again, so a text in pieces costs no more than its length, whatever the marks are."""
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if text[at] in heads:
+            rest = text[at:]
+            if any(mark.startswith(rest) for mark in marks):
+                return at
+    return len(text)
 
 
 class StopScanner:
     """Holds back the longest end of the text that may become a stop string, and nothing more."""
 
-    __slots__ = ("_heads", "_held", "_include_stop", "_stopped", "_stops")
+    __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         """`include_stop`: the text ends after the stop string instead of before it. InvalidRequest on an empty one."""
@@ -23,6 +35,7 @@ class StopScanner:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._heads = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._stopped = False
 
@@ -34,16 +47,9 @@ class StopScanner:
         for stop in self._stops:
             if stop in text:
                 return self._cut(text), True
-        # The first place from which all the rest may begin a stop string. What is passed over here is never looked at
-        # again, so the whole text costs no more than its length, whatever the stop strings are.
-        for at, character in enumerate(text):
-            if character in self._heads:
-                rest = text[at:]
-                if any(stop.startswith(rest) for stop in self._stops):
-                    self._held = rest
-                    return text[:at], False
-        self._held = ""
-        return text, False
+        at = end_before_mark(text, self._stops, self._heads, self._longest)
+        self._held = text[at:]
+        return text[:at], False
 
     def _cut(self, text: str) -> str:
         """The text up to its hit; it holds a stop string."""

@@ -247,7 +247,7 @@ def test_a_question_carries_the_conversation_so_far() -> None:
         ("assistant", "1"),
         ("user", "two?"),
     ]
-    assert body == {"model": "m", "max_tokens": 9, "temperature": 0.5}
+    assert body == {"model": "m", "max_tokens": 9, "temperature": 0.5, "separate_reasoning": False}
     assert "max_tokens" not in Conversation(ChatOptions("m")).body("x")
 
 

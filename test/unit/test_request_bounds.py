@@ -13,6 +13,7 @@ from chitu.http.body_decoder import chat_decoder, completion_decoder, detokenize
 from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
+    MAX_ID_CHARS,
     MAX_MESSAGES,
     MAX_N,
     MAX_NAME_CHARS,
@@ -25,6 +26,10 @@ from chitu.http.request_bodies import (
     MAX_STOPS,
     MAX_TEMPLATE_KWARGS,
     MAX_TOKENS,
+    MAX_TOOL_CALLS,
+    MAX_TOOL_NAME_CHARS,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
     MAX_WORD_CHARS,
     MAX_WORDS,
 )
@@ -34,6 +39,7 @@ from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS
 from chitu.tokenizer import StopScanner
 
 USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 PART = {"type": "text", "text": "a"}
 VOCAB = 100_000
 
@@ -84,6 +90,25 @@ BOUNDS = {
     "choices": (completion_decoder, lambda n: completion(n=n), MAX_N, "n"),
     "texts": (completion_decoder, lambda n: {"prompt": ["a"] * n}, MAX_PROMPTS, "prompt"),
     "lists of ids": (completion_decoder, lambda n: {"prompt": [[1]] * n}, MAX_PROMPTS, "prompt"),
+    "tools": (chat_decoder, lambda n: {"messages": [USER], "tools": [TOOL] * n}, MAX_TOOLS, "tools"),
+    "a tool's name": (
+        chat_decoder,
+        lambda n: {"messages": [USER], "tools": [{"type": "function", "function": {"name": "a" * n}}]},
+        MAX_TOOL_NAME_CHARS,
+        "tools[0].function.name",
+    ),
+    "tool calls": (
+        chat_decoder,
+        lambda n: {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * n}]},
+        MAX_TOOL_CALLS,
+        "messages[0].tool_calls",
+    ),
+    "a call's id": (
+        chat_decoder,
+        lambda n: {"messages": [{"role": "tool", "content": "4", "tool_call_id": "a" * n}]},
+        MAX_ID_CHARS,
+        "messages[0].tool_call_id",
+    ),
     "messages": (chat_decoder, lambda n: {"messages": [USER] * n}, MAX_MESSAGES, "messages"),
     "parts": (
         chat_decoder,
@@ -139,12 +164,13 @@ def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> 
     fields = [name for name in decoder.type.__struct_fields__ if name not in content]
     padding = " " * LARGE_BODY_BYTES
     for name in fields:
+        most = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
         with pytest.raises(InvalidRequest) as raised:
-            decoder.decode((json.dumps({name: "x" * (MAX_FIELD_BYTES - 1)}) + padding).encode())
+            decoder.decode((json.dumps({name: "x" * (most - 1)}) + padding).encode())
         assert raised.value.param == name
-        assert str(MAX_FIELD_BYTES) in raised.value.message
+        assert str(most) in raised.value.message
         try:
-            decoder.decode((json.dumps({name: "x" * (MAX_FIELD_BYTES - 2)}) + padding).encode())
+            decoder.decode((json.dumps({name: "x" * (most - 2)}) + padding).encode())
         except InvalidRequest as error:
             assert "bytes of JSON" not in error.message
 

@@ -13,6 +13,9 @@ import openai.types.chat as chat_types
 import pytest
 from fastapi import FastAPI
 from openai.types import completion_create_params as completion_params
+from openai.types import shared_params
+from openai.types.chat import chat_completion_message_function_tool_call_param as tool_call_params
+from openai.types.chat import chat_completion_named_tool_choice_param as tool_choice_params
 from openai.types.chat import completion_create_params as chat_params
 
 from chitu.errors import InvalidRequest
@@ -109,6 +112,12 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
     nested = [
         ("stream_options.", chat_types.ChatCompletionStreamOptionsParam),
         ("messages[].content[].", chat_types.ChatCompletionContentPartTextParam),
+        ("messages[].tool_calls[].", chat_types.ChatCompletionMessageFunctionToolCallParam),
+        ("messages[].tool_calls[].function.", tool_call_params.Function),
+        ("tools[].", chat_types.ChatCompletionFunctionToolParam),
+        ("tools[].function.", shared_params.FunctionDefinition),
+        ("tool_choice.", chat_types.ChatCompletionNamedToolChoiceParam),
+        ("tool_choice.function.", tool_choice_params.Function),
     ]
     nested += [
         ("messages[].", getattr(chat_types, f"ChatCompletion{role}MessageParam"))
@@ -130,7 +139,7 @@ def test_the_openapi_document_has_the_same_fields() -> None:
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == {name for name in fields_of(route) if "." not in name}
         assert schema["additionalProperties"] is False
-    for name in ("ChatMessage", "TextPart", "StreamOptions"):
+    for name in ("ChatMessage", "TextPart", "StreamOptions", "Tool", "ToolFunction", "MessageToolCall", "ChosenTool"):
         assert schemas[name]["additionalProperties"] is False
 
 
@@ -209,7 +218,7 @@ def test_a_lenient_server_names_an_unknown_field_of_the_body_and_one_of_its_obje
     assert body.n == 2 and [message["content"] for message in chat_messages(body.messages)] == ["a", "a", "b"]
 
 
-@pytest.mark.parametrize("name", ["tool_calls", "tool_call_id", "function_call", "audio", "reasoning_content"])
+@pytest.mark.parametrize("name", ["function_call", "audio"])
 def test_of_a_message_what_is_not_served_is_refused_unless_empty(name: str) -> None:
     for empty in (None, [], "", {}):
         decoded = decode(CHAT, {"messages": [{**USER, name: empty}]})
@@ -249,6 +258,25 @@ BY_DEFAULT = {
                     **{"function_call": None, "tool_calls": None},
                 },
             ]
+        },
+    ),
+    "openai, a call sent back with its answer": (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "4"}]},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
         },
     ),
     "litellm": (CHAT, {"model": "m", "messages": [USER], "user": "u", "metadata": {}, "extra_body": {}}),

@@ -62,6 +62,7 @@ export class Api {
   async *generate(mode, body, signal) {
     const path = mode === "chat" ? "v1/chat/completions" : "v1/completions";
     const streaming = { ...body, stream: true, stream_options: { include_usage: true } };
+    if (mode === "chat") streaming.separate_reasoning = false; // it is shown as the model writes it
     const response = await this.fetch(path, { body: streaming, signal });
     yield { requestId: response.headers.get("X-Request-Id") ?? "" };
     let isComplete = false;

@@ -1,0 +1,23 @@
+"""The calls of Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or
+several. Hermes 2 Pro has the arguments first. Pure."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from chitu.http.messages.call_parser import CallParser
+
+
+class HermesParser(CallParser):
+    marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>")
+    needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    end_mark: ClassVar[str] = "</tool_call>"
+    takes_any_order: ClassVar[bool] = True
+
+    def _between(self, text: str) -> str:
+        rest = text.lstrip()
+        if self.end_mark.startswith(rest) and rest != self.end_mark:  # or nothing but space
+            self._held = rest
+            return ""
+        self._state = self._in_text
+        return rest.removeprefix(self.end_mark)

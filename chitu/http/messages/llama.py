@@ -1,0 +1,36 @@
+"""The calls of Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of them with `;` between,
+perhaps behind `<|python_tag|>`. Any other object is content, at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar
+
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
+
+
+class LlamaParser(CallParser):
+    marks: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def __init__(self, names: Collection[str], is_streamed: bool, is_parallel: bool) -> None:
+        super().__init__(names, is_streamed, is_parallel)
+        self._state = self._at_start
+
+    def _at_start(self, text: str) -> str:
+        rest = text.lstrip()
+        if not rest and len(text) <= MAX_HEAD_CHARS:
+            self._raw, self._held = [""], text  # if nothing follows it is content
+            return ""
+        self._raw = []
+        self._state = self._in_text
+        return self._begin(text[: len(text) - len(rest)], rest) if rest.startswith("{") else text
+
+    def _between(self, text: str) -> str:
+        rest = text.lstrip()
+        if rest.startswith(";"):
+            return self._begin(";", rest[1:])
+        if rest.startswith("{"):
+            return self._begin("", rest)
+        if rest:
+            self._state = self._in_text
+        return rest

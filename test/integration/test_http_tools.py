@@ -1,0 +1,169 @@
+"""Tools and reasoning by the official client: a real router, whose model's words are scripted.
+
+The chat template is nothing but the last user's message and an eos, and a fake worker repeats its prompt: so the answer
+is the message. What real templates write is in test_tool_calls.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from chitu.launch.make_model import make_model
+from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tokenizer import Tokenizer
+
+SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
+{%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}
+{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}{% endfor %}
+{{- eos_token }}"""
+WEATHER = {"city": 'Zürich "ZH"', "days": [1, 2]}
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
+TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    for name in ("weather", "time")
+]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest]:
+    folder = tmp_path_factory.mktemp("scripted")
+    model = make_model(folder / "model", family="qwen3")
+    (model / "chat_template.jinja").write_text(SCRIPT, encoding="utf-8")
+    tokenizer = Tokenizer.load(model)
+    stop = str(tokenizer.encode(tokenizer.special_tokens["eos_token"], add_special_tokens=False)[0])
+    with RouterUnderTest(folder, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("P0,D0", "--vocab-size", "100000", "--stop-token", stop, "--step-s", "0.001")
+        yield router
+    shutil.rmtree(model)
+
+
+@pytest.fixture(scope="module")
+def client(router: RouterUnderTest) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asking(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "tools": TOOLS, **more}
+
+
+def streamed(client: openai.OpenAI, body: dict[str, Any]) -> Any:
+    """The last state of the client's own accumulator, and how many parts the arguments came in."""
+    with client.chat.completions.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        return stream.get_final_completion(), kinds.count("tool_calls.function.arguments.delta")
+
+
+def test_calls_whole_and_streamed_are_what_the_model_wrote(client: openai.OpenAI) -> None:
+    body = asking(f"<think>\nTwo calls.\n</think>\n\nLet me look.\n{CALL}\n{TIME}")
+    whole = client.chat.completions.create(**body)
+    final, num_parts = streamed(client, body)
+    for answer in (whole, final):
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me look."
+        assert choice.message.reasoning_content == "Two calls."
+        calls = choice.message.tool_calls
+        assert [call.function.name for call in calls] == ["weather", "time"]
+        assert [json.loads(call.function.arguments) for call in calls] == [WEATHER, {}]
+        assert len({call.id for call in calls}) == 2 and all(call.type == "function" for call in calls)
+    assert num_parts > 4
+    assert final.choices[0].message.tool_calls[0].function.arguments == json.dumps(WEATHER, ensure_ascii=False)
+
+
+def test_the_async_client_sends_a_call_back_with_what_it_gave(router: RouterUnderTest) -> None:
+    async def talk() -> Any:
+        async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+            first = await client.chat.completions.create(**asking(CALL))
+            message = first.choices[0].message
+            call = message.tool_calls[0]
+            body = asking("")
+            body["messages"] += [
+                message,
+                {"role": "tool", "tool_call_id": call.id, "content": "4 degrees"},
+                {"role": "user", "content": "It is cold."},
+            ]
+            return await client.chat.completions.create(**body)
+
+    answer = asyncio.run(talk())
+    assert answer.choices[0].message.content == "It is cold." and answer.choices[0].finish_reason == "stop"
+
+
+def test_every_token_is_counted_and_given_with_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
+    text = f"<think>\nHm.\n</think>\n\nA{CALL}STOP and more"
+    body = asking(text, stop="STOP", logprobs=True, extra_body={"return_token_ids": True})
+    whole = client.chat.completions.create(**body)
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    ids = [token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "token_ids", None) or ()]
+    entries = [entry for c in chunks for choice in c.choices if choice.logprobs for entry in choice.logprobs.content]
+    assert ids == whole.choices[0].token_ids and len(ids) == len(entries) == whole.usage.completion_tokens
+    assert entries == whole.choices[0].logprobs.content and chunks[-1].usage == whole.usage
+    assert whole.choices[0].finish_reason == "tool_calls"
+
+
+def test_one_call_at_most_ends_the_answer_and_the_work(client: openai.OpenAI, router: RouterUnderTest) -> None:
+    body = asking(CALL + TIME + "x" * 1000, parallel_tool_calls=False)
+    whole = client.chat.completions.create(**body)
+    final, _ = streamed(client, body)
+    for answer in (whole, final):
+        assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+        assert answer.choices[0].finish_reason == "tool_calls"
+    assert whole.usage.completion_tokens < 100
+    wait_until(lambda: router.health()["in_flight"] == 0, 20, "nothing in flight")
+
+
+def test_without_tools_or_with_the_choice_none_the_text_is_the_content(client: openai.OpenAI) -> None:
+    for more in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        body = asking(CALL, **more)
+        answer = client.chat.completions.create(**body).choices[0]
+        assert answer.message.content == CALL and answer.message.tool_calls is None and answer.finish_reason == "stop"
+        chunks = client.chat.completions.create(**body, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == CALL
+
+
+def test_broken_json_is_content_and_no_error(client: openai.OpenAI) -> None:
+    broken = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>'
+    answer = client.chat.completions.create(**asking(broken)).choices[0]
+    assert answer.message.content == broken and answer.finish_reason == "stop"
+    # In a stream the arguments are on their way before they are known to be broken: nothing of them is lost.
+    body = asking(broken, stream=True)
+    parts = [
+        call for chunk in client.chat.completions.create(**body) for call in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert "".join(part.function.arguments for part in parts) == '{"city": }'
+
+
+def test_reasoning_is_shown_left_in_or_left_out(client: openai.OpenAI) -> None:
+    text = "<think>\nHm.\n</think>\n\nYes."
+    for extra, content, reasoning in (
+        ({}, "Yes.", "Hm."),
+        ({"include_reasoning": False}, "Yes.", None),
+        ({"separate_reasoning": False}, text, None),
+    ):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "extra_body": extra}
+        message = client.chat.completions.create(**body).choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == (content, reasoning)
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**body, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == content
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (reasoning or "")
+    for effort in ("none", "high"):
+        client.chat.completions.create(**asking(text, reasoning_effort=effort))
+
+
+def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI) -> None:
+    for more, param in (
+        ({"tool_choice": "requird"}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].function.name"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(**{**asking(CALL), **more})
+        assert raised.value.param == param

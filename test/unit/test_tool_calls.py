@@ -1,0 +1,376 @@
+"""A model's text becomes reasoning, content and calls, however it is cut; what is no call is content, every letter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.errors import InvalidRequest
+from chitu.http.body_decoder import chat_decoder
+from chitu.http.choice import ChoiceDecoder
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
+from chitu.http.messages.delta import CallDelta, MessageDelta, joined
+from chitu.http.messages.hermes import HermesParser
+from chitu.http.messages.llama import LlamaParser
+from chitu.http.messages.message_parser import MessageFormat, MessagePlan
+from chitu.http.messages.mistral import MistralParser
+from chitu.http.messages.reasoning import MARKS, MAX_SPACE_CHARS, ReasoningMarks
+from chitu.http.request_bodies import ChatBody
+from chitu.http.request_checks import chat_messages, chosen_tools, reasoning_variables
+from chitu.http.sampling_fields import OutputOptions
+from chitu.tokenizer.chat_template import ChatTemplate
+
+TEMPLATES = Path(__file__).with_name("chat_templates")
+THINK = MARKS[0]
+NAMES = frozenset({"add", "look"})
+
+Parser = type[CallParser] | None
+
+
+def plan(
+    calls: Parser,
+    streamed: bool = True,
+    parallel: bool = True,
+    marks: ReasoningMarks | None = None,
+    inside: bool = False,
+) -> MessagePlan:
+    return MessagePlan(marks, inside, True, calls, NAMES, streamed, parallel)
+
+
+def parts(how: MessagePlan, text: str, cut: int) -> list[str | MessageDelta]:
+    parser = how.parser()
+    shown = [parser.push(text[at : at + cut]) for at in range(0, len(text), cut)]
+    return [*shown, parser.finish()]
+
+
+def read(how: MessagePlan, text: str, cut: int = 1) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and calls by name and arguments; with ids as they must be."""
+    message = joined(parts(how, text, cut))
+    if isinstance(message, str):
+        return message, "", []
+    assert [call.place for call in message.calls] == list(range(len(message.calls)))
+    assert len({call.id for call in message.calls}) == len(message.calls)
+    return message.content, message.reasoning, [(call.name, call.arguments) for call in message.calls]
+
+
+ADD, LOOK = '{"a": "}{\\"\\\\", "b": [1, {"c": null}]}', "{}"
+BOTH = [("add", ADD), ("look", LOOK)]
+CALLS: list[Any] = [
+    pytest.param(
+        HermesParser, f'Hi.\n<tool_call>\n{{"name": "add", "arguments": {ADD}}}\n</tool_call>', "Hi.", BOTH[:1]
+    ),
+    pytest.param(
+        HermesParser,
+        f'<tool_call>{{"name":"add","arguments":{ADD}}}</tool_call>\n<tool_call>\n{{"arguments": {{}}, '
+        '"name": "look"}\n</tool_call>\n',
+        "",
+        BOTH,
+    ),
+    pytest.param(
+        HermesParser, f'<tool_call>{{"name": "add", "arguments": {ADD}}} and', "and", BOTH[:1], id="no end mark"
+    ),
+    pytest.param(LlamaParser, f'{{"name": "add", "parameters": {ADD}}}', "", BOTH[:1]),
+    pytest.param(
+        LlamaParser,
+        f'<|python_tag|>{{"name": "add", "parameters": {ADD}}}; {{"name": "look", "parameters": {{}}}}',
+        "",
+        BOTH,
+    ),
+    pytest.param(
+        MistralParser,
+        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}, "id": "123456789"}}, {{"name": "look", '
+        '"arguments": {}}]',
+        "",
+        BOTH,
+    ),
+    pytest.param(MistralParser, f"Hi.[TOOL_CALLS]add{ADD}[TOOL_CALLS]look{{}}", "Hi.", BOTH),
+    pytest.param(
+        MistralParser,
+        f"[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{ADD}[TOOL_CALLS]look[ARGS] {{}}",
+        "",
+        BOTH,
+        id="with ids",
+    ),
+]
+
+
+@pytest.mark.parametrize(("calls", "text", "content", "expected"), CALLS)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_calls_are_read_however_the_text_is_cut(
+    calls: Parser, text: str, content: str, expected: list[tuple[str, str]], streamed: bool
+) -> None:
+    for cut in (1, 2, 3, 5, 17, len(text)):
+        assert read(plan(calls, streamed), text, cut) == (content, "", expected)
+
+
+def test_arguments_stream_as_they_come_and_only_the_beginning_of_a_mark_is_held() -> None:
+    parser = plan(HermesParser).parser()
+    assert parser.push("a < b") == "a < b"
+    assert parser.push(" and <tool") == " and "
+    assert parser.push("box> \n") == "<toolbox> "
+    assert parser.push('\n<tool_call>\n{"name": "add", "argum') == "\n"  # of two line ends one is the mark's
+    opened = parser.push('ents": {"a"')
+    assert isinstance(opened, MessageDelta) and opened.content == ""
+    assert [(call.name, call.arguments) for call in opened.calls] == [("add", '{"a"')]
+    for piece in (': "x', "y", '"}'):
+        assert parser.push(piece) == MessageDelta(calls=(CallDelta(0, piece),))
+    assert not any(parser.push(piece) for piece in ("}", "\n</tool", "_call>"))
+    assert not parser.finish()
+
+
+NO_CALLS = [
+    pytest.param(LlamaParser, '{"answer": 5}'),
+    pytest.param(LlamaParser, '  {"name": "other", "parameters": {}}'),
+    pytest.param(LlamaParser, 'Say {"name": "add", "parameters": {}}'),
+    pytest.param(LlamaParser, " \n "),
+    pytest.param(HermesParser, '<tool_call>\n{"name": "other", "arguments": {"a": 1}}\n</tool_call> so'),
+    pytest.param(HermesParser, '<tool_call>\n{"name": "add", "argum'),
+    pytest.param(HermesParser, "<tool_call><tool_call>{'name': 'add'}</tool_call>"),
+    pytest.param(HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": ["add"]}</tool_call>'),
+    pytest.param(HermesParser, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    pytest.param(HermesParser, "a <tool_cal"),
+    pytest.param(HermesParser, "<tool_call>" + " " * MAX_HEAD_CHARS + "x"),
+    pytest.param(MistralParser, "[TOOL_CALLS] I would rather not"),
+    pytest.param(MistralParser, '[TOOL_CALLS] [{"tool": "add"}]'),
+    pytest.param(MistralParser, "[TOOL_CALLS]"),
+]
+
+
+@pytest.mark.parametrize(("calls", "text"), NO_CALLS)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_is_no_call_of_an_offered_tool_is_content_as_it_was_written(
+    calls: Parser, text: str, streamed: bool
+) -> None:
+    for cut in (1, 4, len(text)):
+        assert read(plan(calls, streamed), text, cut) == (text, "", [])
+
+
+def test_an_answer_in_json_of_a_model_that_calls_in_json_streams_at_once() -> None:
+    assert plan(LlamaParser).parser().push('{"answer"') == '{"answer"'
+
+
+BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": 1</tool_call> Sorry.'
+
+
+def test_broken_arguments_are_content_unless_they_went_out_already() -> None:
+    for cut in (1, 7, len(BROKEN)):
+        assert read(plan(HermesParser, streamed=False), BROKEN, cut) == (BROKEN, "", [])
+        assert read(plan(HermesParser), BROKEN, cut) == ("Sorry.", "", [("add", '{"a": 1')])
+    head = BROKEN.index('{"a"')
+    for end in range(len(BROKEN)):  # cut off by `max_tokens`
+        content, _, calls = read(plan(HermesParser), BROKEN[:end])
+        assert (content, calls) == (BROKEN[:end], []) if end <= head else BROKEN[head:].startswith(calls[0][1])
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool_", "add", "[ARGS]", "<think>", "\\"),
+    *("}", "{", "[", "]", ";", ",", "x", "<", '{"name": "add", ', '"arguments": {', '"parameters": ', '"', " ", "\n"),
+]
+
+
+@pytest.mark.parametrize("calls", [HermesParser, LlamaParser, MistralParser])
+@given(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_text_breaks_a_parser_and_the_cut_does_not_matter(
+    calls: type[CallParser], text: str, cut: int, streamed: bool, parallel: bool
+) -> None:
+    how = plan(calls, streamed, parallel, THINK)
+    assert read(how, text, cut) == read(how, text, len(text) or 1)
+    content, reasoning, found = read(how, text, cut)
+    if not found and not reasoning and "think" not in text:
+        assert content == text
+    assert parallel or len(found) <= 1
+
+
+def test_a_long_text_is_read_in_one_pass() -> None:
+    class Counted(HermesParser):
+        read = 0
+
+        def _in_text(self, text: str) -> str:
+            Counted.read += len(text)
+            return super()._in_text(text)
+
+    parser = Counted(NAMES, True, True)
+    text = "<tool_call>x" * 4000
+    shown = [*parser.push(text), *parser.finish()]
+    assert "".join(map(str, shown)) == text
+    # A state hands on what it leaves, so each mark costs a piece at most, whatever the text's length is.
+    assert Counted.read <= len(text) * PIECE_CHARS / len("<tool_call>x")
+    one_by_one = Counted(NAMES, True, True)
+    Counted.read = 0
+    for letter in "a<tool_call>" * 2000:
+        one_by_one.push(letter)
+    assert Counted.read < 14 * 24_000
+
+
+THOUGHTS = [
+    pytest.param("<think>\nHm.\n</think>\n\nYes.", False, "Yes.", "Hm."),
+    pytest.param("\n<think>Hm.</think>Yes.", False, "Yes.", "Hm."),
+    pytest.param("\nHm.\n</think>\n\nYes.", True, "Yes.", "Hm."),
+    pytest.param("No <think> here", False, "No <think> here", ""),
+    pytest.param("<think>\nunended\n</thi", False, "", "unended\n</thi"),
+    pytest.param("<thin", False, "<thin", ""),
+    pytest.param("<think>\n\n</think>\n\n", False, "", ""),
+    pytest.param(" " * MAX_SPACE_CHARS + "<think>a</think>", False, " " * MAX_SPACE_CHARS + "<think>a</think>", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "content", "reasoning"), THOUGHTS)
+def test_reasoning_is_split_from_the_answer(text: str, inside: bool, content: str, reasoning: str) -> None:
+    for cut in (1, 2, 5, len(text)):
+        if text.startswith(" ") and cut == len(text):
+            continue  # in one piece the mark is seen
+        assert read(plan(None, marks=THINK, inside=inside), text, cut) == (content, reasoning, [])
+
+
+def test_reasoning_comes_before_calls_and_may_be_left_out() -> None:
+    text = '<think>\nadd it: <tool_call>\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    how = plan(HermesParser, marks=THINK)
+    assert read(how, text, 3) == ("", "add it: <tool_call>", [("add", "{}")])
+    assert read(how._replace(shows_reasoning=False), text, 3) == ("", "", [("add", "{}")])
+
+
+class Letters:
+    """A token is a letter."""
+
+    def push(self, token_ids: list[int], /) -> str:
+        return "".join(map(chr, token_ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+def decode(
+    how: MessagePlan, text: str, reason: str, at_once: int
+) -> tuple[ChoiceDecoder, list[int], str | MessageDelta]:
+    options = OutputOptions(1, True, False, (), False, True, True)
+    decoder = ChoiceDecoder(Letters(), None, options, frozenset({0}), how.parser())
+    tokens, ids, shown = [*map(ord, text), 0], [], []
+    for at in range(0, len(tokens), at_once):
+        piece = tokens[at : at + at_once]
+        for delta in decoder.feed(piece, reason if at + at_once >= len(tokens) else None):
+            ids += delta.token_ids
+            shown.append(delta.text)
+        if decoder.finish_reason is not None:
+            break
+    return decoder, ids, joined(shown)
+
+
+ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_a_choice_with_calls_ends_with_their_reason_and_all_its_tokens(at_once: int) -> None:
+    for reason, expected in (("stop", "tool_calls"), ("length", "length")):
+        decoder, ids, message = decode(plan(HermesParser), ONE, reason, at_once)
+        assert decoder.finish_reason == expected and ids == [*map(ord, ONE), 0] and decoder.num_tokens == len(ids)
+        assert isinstance(message, MessageDelta) and message.calls[0].arguments == '{"a": 1}'
+    decoder, _, message = decode(plan(HermesParser), "no call", "stop", at_once)
+    assert decoder.finish_reason == "stop" and message == "no call"
+    whole = ChoiceDecoder(Letters(), None, OutputOptions(1, False, False, (), False, True, True), frozenset({0}))
+    assert whole.whole([*map(ord, ONE), 0], "stop") == (ONE, [*map(ord, ONE), 0])
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_without_parallel_calls_the_choice_ends_behind_the_first(at_once: int) -> None:
+    decoder, ids, message = decode(plan(HermesParser, parallel=False), ONE + ONE, "stop", at_once)
+    assert (decoder.finish_reason == "tool_calls" and decoder.num_tokens == len(ids) <= len(ONE) + 1) or at_once == 1000
+    assert isinstance(message, MessageDelta) and [call.name for call in message.calls] == ["add"]
+
+
+# ------------------------------------------------------------------------------------------------------------ templates
+
+
+def template(name: str) -> ChatTemplate:
+    text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True},
+}
+KNOWN: dict[str, Any] = {"qwen3": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}
+
+
+def body(**fields: Any) -> ChatBody:
+    return chat_decoder.decode(json.dumps({"messages": [{"role": "user", "content": "2+2?"}], **fields}).encode())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_the_template_writes_of_a_call_is_read_as_that_call(name: str) -> None:
+    made = template(name)
+    form = MessageFormat.of(made.source)
+    assert form.calls is KNOWN[name] and (form.reasoning is THINK) == (name == "qwen3")
+    arguments = '{"a": 2, "b": "\\"ö<"}'
+    call = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    given = body(
+        messages=[
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call12345", "content": [{"type": "text", "text": "FOUR"}]},
+        ],
+        tools=[TOOL],
+    )
+    tools = chosen_tools(given)
+    messages = chat_messages(given.messages)
+    text = made.render(messages, tools, True, {})
+    assert '"description": "Adds."' in text and "strict" not in text and "FOUR" in text
+    before = made.render(messages[:1], tools, True, {})
+    answer = made.render(messages[:2], tools, False, {})[len(before) :]
+    how = plan(form.calls, marks=form.reasoning)
+    content, reasoning, calls = read(
+        how, answer.replace("<|im_end|>\n", "").replace("<|eot_id|>", "").replace("</s>", "")
+    )
+    assert content == "" and reasoning == ("Hm." if name == "qwen3" else "")
+    assert [(called, json.loads(written)) for called, written in calls] == [("add", json.loads(arguments))]
+
+
+def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:
+    for arguments, expected in (("", {}), ("{}", {}), ('{"a', '{"a'), ("[1]", "[1]"), (None, {})):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        given = body(messages=[{"role": "assistant", "tool_calls": [call]}])
+        assert chat_messages(given.messages)[0]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_mistrals_ids_are_what_its_template_takes() -> None:
+    calls = joined(parts(plan(MistralParser), "[TOOL_CALLS]add{}", 4))
+    assert isinstance(calls, MessageDelta) and len(calls.calls[0].id) == 9 and calls.calls[0].id.isalnum()
+
+
+def test_a_choice_of_tools_is_served_or_refused_by_name() -> None:
+    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) is None
+    assert chosen_tools(body(tool_choice="auto")) is None
+    assert len(chosen_tools(body(tools=[TOOL])) or ()) == 1
+    for fields, param in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "requird"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type"),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            chosen_tools(body(**fields))
+        assert raised.value.param == param
+
+
+def test_an_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+    known = template("qwen3").variables
+    assert reasoning_variables(None, known) == {}
+    assert reasoning_variables("none", known) == {"enable_thinking": False}
+    assert reasoning_variables("high", known) == {"enable_thinking": True}
+    assert reasoning_variables("low", {"reasoning_effort"}) == {"reasoning_effort": "low"}
+    assert reasoning_variables("none", {"tools"}) == {}
+    for effort, names in (("high", {"tools"}), ("much", known)):
+        with pytest.raises(InvalidRequest) as raised:
+            reasoning_variables(effort, names)
+        assert raised.value.param == "reasoning_effort"
