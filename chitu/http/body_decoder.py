@@ -20,12 +20,14 @@ from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
     MAX_TOOLS_BYTES,
+    AbortBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
 from chitu.http.request_fields import (
+    ABORT,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -193,4 +195,5 @@ def warning_header(warnings: list[str]) -> tuple[bytes, bytes]:
 completion_decoder = BodyDecoder(CompletionBody, COMPLETIONS)
 chat_decoder = BodyDecoder(ChatBody, CHAT)
 tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
+abort_decoder = BodyDecoder(AbortBody, ABORT)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)

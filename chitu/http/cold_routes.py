@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from chitu.config.schema import RouterConfig
-from chitu.errors import ChituError, Internal, InvalidRequest
-from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder, warning_header
+from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge
+from chitu.http.body_decoder import BodyDecoder, abort_decoder, detokenize_decoder, tokenize_decoder, warning_header
 from chitu.http.body_threads import BodyThreads
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
@@ -26,6 +26,7 @@ from chitu.http.exchange import EXCHANGE
 from chitu.http.metrics_text import MetricsReport, render_metrics
 from chitu.http.openapi_document import openapi_document
 from chitu.http.request_bodies import (
+    LARGE_BODY_BYTES,
     MAX_TOKENS,
     DetokenizeBody,
     TokenizeBody,
@@ -33,7 +34,7 @@ from chitu.http.request_bodies import (
 from chitu.http.request_checks import chat_messages, offered_tools, template_variables
 from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
-from chitu.net.http import error_headers, error_object
+from chitu.net.http import Scope, error_headers, error_object
 from chitu.pd_request_router import PDRequestRouter
 from chitu.types import Role, instance_name
 
@@ -60,11 +61,15 @@ def make_cold_app(
     threads: BodyThreads,
     config: RouterConfig,
     version: str,
+    abort: Callable[[str, Scope], int],
 ) -> FastAPI:
+    """`abort` ends the requests of that id, and says how many."""
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
-    _add_tokenizer_routes(app, model, router, threads, config.unknown_fields == "warn")
+    takes_unknown = config.unknown_fields == "warn"
+    _add_tokenizer_routes(app, model, router, threads, takes_unknown)
+    _add_abort_route(app, abort, takes_unknown)
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
@@ -121,6 +126,21 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
     async def get_model(name: str) -> dict[str, Any]:
         model.require_name(name)
         return card()
+
+
+def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], int], takes_unknown: bool) -> None:
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        """End a request that this API key sent: its client gets the error `cancelled`, and P and D end it at their
+        next step. One that has ended already, or that nobody knows, is no error."""
+        raw = await request.body()
+        if len(raw) > LARGE_BODY_BYTES:
+            raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are taken here")
+        warnings: list[str] = []
+        body = abort_decoder.decode(raw, warnings if takes_unknown else None)
+        if warnings:
+            request.scope[EXCHANGE].headers.append(warning_header(warnings))
+        return JSONResponse({"aborted": abort(body.rid, request.scope)})
 
 
 def _add_tokenizer_routes(

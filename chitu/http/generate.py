@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from chitu.config.schema import RouterConfig
-from chitu.errors import ChituError, NoInstance, RequestCancelled
+from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
 from chitu.http.body_decoder import warning_header
 from chitu.http.body_threads import BodyThreads
 from chitu.http.choice import ChoiceDecoder
@@ -25,6 +25,7 @@ from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import (
     DONE,
+    ID_PREFIXES,
     ChatFormat,
     CompletionFormat,
     FinishedChoice,
@@ -41,6 +42,7 @@ from chitu.tokenizer import StopScanner
 
 PROMPT_TOKENS_A_TURN = 128
 """Whose logprobs are written as JSON before others have a turn of the loop."""
+ABORTED = "the request was aborted"
 CHOICES_A_TURN = 16
 """Of one request, sent on their way before others have a turn of the loop."""
 
@@ -83,6 +85,16 @@ class Choice:
     """Its first event was written."""
 
 
+@dataclass(slots=True, eq=False)
+class _RunningAnswer:
+    """As `abort` finds it."""
+
+    tenant: str
+    choices: list[Choice]
+    wakeup: Wakeup
+    is_aborted: bool = False
+
+
 class GenerationRoutes:
     """Handlers of the two routes."""
 
@@ -100,6 +112,9 @@ class GenerationRoutes:
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
         self._max_body_bytes = config.max_body_bytes
         self._tenant_salt = tenant_salt
+        self._has_siblings = config.workers > 1
+        self._running: dict[str, list[_RunningAnswer]] = {}
+        """By request id, which clients may give to several."""
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
@@ -119,6 +134,8 @@ class GenerationRoutes:
     ) -> None:
         choices: list[Choice] = []
         wakeup = Wakeup()
+        running = _RunningAnswer(self._tenant_salt(scope), choices, wakeup)
+        self._running.setdefault(request_id, []).append(running)
         try:
             raw = await exchange.body(self._max_body_bytes)
             if self.draining:
@@ -132,24 +149,44 @@ class GenerationRoutes:
             if job.warnings:
                 exchange.headers.append(warning_header(job.warnings))
             if job.cache_salt is not None:
-                job.cache_salt = self._tenant_salt(scope) + job.cache_salt
+                job.cache_salt = running.tenant + job.cache_salt
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
-            await self._start(job, request_id, wakeup, choices, exchange, make_format is ChatFormat)
+            await self._start(job, request_id, running, exchange, make_format is ChatFormat)
             form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
             if job.options.stream:
                 await self._stream(exchange, job, choices, wakeup, form)
             else:
                 await self._collect(exchange, job, choices, wakeup, form)
-        except (ClientGone, RequestCancelled):
+        except ClientGone:
             pass
         except ChituError as error:
-            exchange.fail(error)
+            if not (exchange.is_client_gone and isinstance(error, RequestCancelled)):
+                exchange.fail(error)
         finally:
             exchange.call_when_gone(None)
+            known = self._running[request_id]
+            known.remove(running)
+            if not known:
+                del self._running[request_id]
             for choice in choices:
                 self._router.cancel(choice.generation)
+
+    def abort(self, name: str, scope: Scope) -> int:
+        """End what runs under this request id, or as the answer of this id, for the tenant who asks, as if its client
+        were gone; the client is told. How many requests: none where they ended already, or nobody knows them.
+        Idempotent. InvalidRequest where another API process may have it."""
+        if self._has_siblings:
+            raise InvalidRequest("/abort_request is not served yet where router.workers is above 1")
+        tenant = self._tenant_salt(scope)
+        bare = next((name.removeprefix(p) for p in ID_PREFIXES if name.startswith(p)), name)
+        known = [answer for each in {name, bare} for answer in self._running.get(each, ())]
+        found = [answer for answer in known if answer.tenant == tenant and not answer.is_aborted]
+        for answer in found:
+            answer.is_aborted = True
+            self._on_gone(answer.choices, answer.wakeup)
+        return len(found)
 
     def _on_gone(self, choices: list[Choice], wakeup: Wakeup) -> None:
         for choice in choices:
@@ -159,11 +196,13 @@ class GenerationRoutes:
     # -------------------------------------------------------------------------------------------------------- choices
 
     async def _start(
-        self, job: Job, request_id: str, wakeup: Wakeup, choices: list[Choice], exchange: Exchange, is_chat: bool
+        self, job: Job, request_id: str, running: _RunningAnswer, exchange: Exchange, is_chat: bool
     ) -> None:
-        """Send every choice on its way; all or none. Fills `choices` as it goes, so that the caller can cancel them.
-        Others have their turn in between."""
-        options, model = job.options, self._model
+        """Send every choice on its way; all or none. Fills `running.choices` as it goes, so that the caller can cancel
+        them. Others have their turn in between. RequestCancelled where it was aborted by then."""
+        options, model, choices = job.options, self._model, running.choices
+        if running.is_aborted:
+            raise RequestCancelled(ABORTED)
         total = len(job.prompts) * options.n
         if total > 1:  # of one `add_request` asks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
@@ -181,13 +220,15 @@ class GenerationRoutes:
                     await asyncio.sleep(0)
                     if exchange.is_client_gone:
                         raise ClientGone
+                    if running.is_aborted:
+                        raise RequestCancelled(ABORTED)
                 request = GenerateRequest(
                     *(label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=job.timeout_s,
                     cache_salt=job.cache_salt,
                     priority=job.priority,
                 )
-                generation = self._router.add_request(request, wakeup.set)
+                generation = self._router.add_request(request, running.wakeup.set)
                 decoder = ChoiceDecoder(
                     model.tokenizer.detokenizer(skips_special),
                     StopScanner(options.stops, options.include_stop) if options.stops else None,

@@ -94,7 +94,7 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
         by_key(total.failed, codes),
         ("code",),
     )
-    yield counter("chitu_requests_cancelled", "Requests whose client left", one(total.cancelled))
+    yield counter("chitu_requests_cancelled", "Requests whose client left, or aborted them", one(total.cancelled))
     yield counter("chitu_requests_rejected", "Requests refused on arrival", by_key(total.rejected, codes), ("code",))
     yield counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
     yield counter(

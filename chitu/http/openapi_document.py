@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from chitu.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chitu.http.request_bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
 from chitu.protocol.snapshot import ClusterSnapshot
 
@@ -138,6 +138,11 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class AbortReply(msgspec.Struct):
+    aborted: int
+    """Requests that were ended by this call."""
+
+
 MEANINGS = {
     400: "The request is wrong; `param` names the field",
     401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
@@ -147,6 +152,7 @@ MEANINGS = {
     409: "Without this instance nothing could be served; see `force`",
     413: "The body is too large (`router.max_body_bytes`)",
     429: "Too many requests, of all clients or of this one; see Retry-After",
+    499: "The request was aborted (`/abort_request`)",
     431: "The headers are too large",
     500: "A bug of the server",
     503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
@@ -155,8 +161,8 @@ MEANINGS = {
 ANYWHERE = (400, 401, 408, 413, 431, 500, 503)
 """Given by the server itself, ahead of any route."""
 MORE: dict[str, tuple[int, ...]] = {
-    "/v1/completions": (404, 429, 504),
-    "/v1/chat/completions": (404, 429, 504),
+    "/v1/completions": (404, 429, 499, 504),
+    "/v1/chat/completions": (404, 429, 499, 504),
     "/v1/models/{name}": (404,),
     "/tokenize": (404, 429),
     "/detokenize": (404, 429),
@@ -172,12 +178,14 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/abort_request": AbortBody,
 }
 REPLIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
     "/tokenize": TokenizeReply,
     "/detokenize": DetokenizeReply,
+    "/abort_request": AbortReply,
     "/cluster": ClusterSnapshot,
 }
 TEXT = {"schema": {"type": "string"}}

@@ -45,6 +45,8 @@ MAX_PROMPTS = 1024
 """Prompts in one body, and choices: each is a request of its own."""
 MAX_TOKENS = 1 << 18
 """Token ids that `/detokenize` takes; what `/tokenize` gives, unless requests may have more."""
+MAX_RID_CHARS = 160
+"""Of a request's id with the prefix of an answer's."""
 TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Of reasoning: what OpenAI and vLLM know."""
@@ -238,6 +240,10 @@ class TokenizeBody(Body, kw_only=True):
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages (the template writes them)."""
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    rid: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RID_CHARS)]
 
 
 class DetokenizeBody(Body, kw_only=True):

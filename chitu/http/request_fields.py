@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ABORT = "/abort_request"
 GENERATION = (COMPLETIONS, CHAT)
 
 SERVED: Literal["served"] = "served"
@@ -191,6 +192,10 @@ FIELDS: tuple[Field, ...] = (
         ("add_generation_prompt", "of messages; default true: with what the model's answer begins behind"),
         ("return_token_strs", "`token_strs`: each token's text"),
     ),
+    *_of(
+        (ABORT,), SERVED, ("rid", "the X-Request-Id, or the `id` of the answer; not where `router.workers` is above 1")
+    ),
+    *_of((ABORT,), REFUSED, ("abort_all", "", (False,))),
     *_of((DETOKENIZE,), SERVED, ("tokens", "to 262,144 token ids"), ("skip_special_tokens", "default false")),
     *_of(
         GENERATION,

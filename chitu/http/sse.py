@@ -64,6 +64,10 @@ class ResponseFormat(Protocol):
     def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes: ...
 
 
+ID_PREFIXES = ("cmpl-", "chatcmpl-")
+"""Of an answer's id, ahead of the request's."""
+
+
 def error_event(error: ChituError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
@@ -135,7 +139,7 @@ class _Format(abc.ABC):
 class CompletionFormat(_Format):
     object_name = "text_completion"
     chunk_name = "text_completion"
-    id_prefix = "cmpl-"
+    id_prefix = ID_PREFIXES[0]
 
     def _text_of(self, index: int) -> bytes:
         head = self._openings.get(index)
@@ -180,7 +184,7 @@ class CompletionFormat(_Format):
 class ChatFormat(_Format):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl-"
+    id_prefix = ID_PREFIXES[1]
 
     def _delta_of(self, index: int) -> bytes:
         head = self._openings.get(index)

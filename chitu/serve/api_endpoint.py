@@ -80,7 +80,9 @@ class ApiEndpoint:
         self._routes = GenerationRoutes(model, self.router, self._threads, config, access.cache_salt)
         hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
-        cold = make_cold_app(model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__)
+        cold = make_cold_app(
+            model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__, self._routes.abort
+        )
 
         def for_joining() -> Topology:
             return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})

@@ -10,11 +10,14 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.launch.make_model import make_model
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.tokenizer import Tokenizer
@@ -167,3 +170,34 @@ def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI) -> None
         with pytest.raises(openai.BadRequestError) as raised:
             client.chat.completions.create(**{**asking(CALL), **more})
         assert raised.value.param == param
+
+
+@pytest.mark.parametrize("by_answers_id", [False, True])
+def test_an_aborted_request_ends_for_its_client_and_the_cluster(
+    client: openai.OpenAI, router: RouterUnderTest, by_answers_id: bool
+) -> None:
+    body = asking("x " * 400, n=2, extra_body={"ignore_eos": True}, extra_headers={"X-Request-Id": "mine-1"})
+    stream = client.chat.completions.create(**body, stream=True)
+    first = next(iter(stream))
+    rid = first.id if by_answers_id else "mine-1"
+    abort = str(client.base_url).replace("/v1/", "/abort_request")
+    assert httpx.post(abort, json={"rid": "another"}).json() == {"aborted": 0}
+    assert httpx.post(abort, json={"rid": rid}).json() == {"aborted": 1}
+    with pytest.raises(openai.APIError) as raised:
+        list(stream)
+    assert raised.value.code == "cancelled"
+    assert httpx.post(abort, json={"rid": rid}).json() == {"aborted": 0}
+    wait_until(lambda: router.health()["in_flight"] == 0, 20, "nothing in flight")
+
+
+def test_an_aborted_request_that_is_not_streamed_gets_an_error(client: openai.OpenAI, router: RouterUnderTest) -> None:
+    body = asking("x " * 400, extra_body={"ignore_eos": True}, extra_headers={"X-Request-Id": "mine-2"})
+    abort = str(client.base_url).replace("/v1/", "/abort_request")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.chat.completions.create, **body)
+        wait_until(lambda: httpx.post(abort, json={"rid": "mine-2"}).json()["aborted"] == 1, 20, "the request to run")
+        with pytest.raises(openai.APIStatusError) as raised:
+            answer.result()
+    assert raised.value.status_code == 499 and raised.value.code == "cancelled"
+    too_large = httpx.post(abort, content=b'{"rid": "a"}' + b" " * LARGE_BODY_BYTES)
+    assert too_large.status_code == 413

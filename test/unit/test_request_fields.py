@@ -21,6 +21,7 @@ from openai.types.chat import completion_create_params as chat_params
 from chitu.errors import InvalidRequest
 from chitu.http.body_decoder import (
     BodyDecoder,
+    abort_decoder,
     chat_decoder,
     completion_decoder,
     detokenize_decoder,
@@ -31,6 +32,7 @@ from chitu.http.openapi_document import BODIES, openapi_document
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.request_checks import chat_messages
 from chitu.http.request_fields import (
+    ABORT,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -50,12 +52,14 @@ DECODERS: dict[str, BodyDecoder[Any]] = {
     CHAT: chat_decoder,
     TOKENIZE: tokenize_decoder,
     DETOKENIZE: detokenize_decoder,
+    ABORT: abort_decoder,
 }
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
     CHAT: {"messages": [USER]},
     TOKENIZE: {"prompt": "a"},
     DETOKENIZE: {"tokens": [1]},
+    ABORT: {"rid": "a"},
 }
 ASKING = ["something", 7, [1], {"a": 1}]
 """Values of which each refused field has one that is not neutral."""
