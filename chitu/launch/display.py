@@ -115,7 +115,7 @@ def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) 
     """What is printed once the cluster serves: its instances, addresses, and a first request to copy."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     if name == TINY_MODEL_NAME:
-        path, asked = "client/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
+        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
     else:  # not every model has a chat template
         path, asked = "completions", '"prompt": "Once upon a time"'
     return (

@@ -66,6 +66,16 @@ class ServeProcess:
             if match := re.search(pattern, line):
                 return match
 
+    def printed_request(self) -> str:
+        """The answer to the request that `chitu serve` prints to be copied, which is run as it stands."""
+        self.wait_line("Ctrl-C ends it")
+        start = next(i for i, line in enumerate(self.lines) if line.startswith("    curl "))
+        command = "\n".join(self.lines[start : start + 2])
+        run = ["bash", "-c", f"{command} --fail-with-body --silent --show-error --max-time 60"]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
     def signal_and_wait(self, number: signal.Signals) -> int:
         """The exit code. What runs is killed after 4.5 s; the rest of the time is for machines that do much else."""
         self.process.send_signal(number)

@@ -32,7 +32,7 @@ def served(model: Path, tmp_path: Path) -> Iterator[tuple[ServeProcess, int]]:
     argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
     with ServeProcess([*argv, "cache.num_pages=256", "model.max_model_len=1024"]) as process:
         port = int(process.wait_line(r"with P0, D0 at http://127\.0\.0\.1:(\d+)", timeout_s=120)[1])
-        process.wait_line("Ctrl-C ends it")
+        assert '"completion_tokens":32' in process.printed_request()
         yield process, port
 
 

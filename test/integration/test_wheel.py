@@ -64,6 +64,7 @@ def test_a_wheel_serves_far_from_the_sources(tmp_path: Path) -> None:
     argv = [str(binaries / "chitu"), "serve", "--port", "0", "--first-completion", "--log-dir", str(tmp_path / "logs")]
     with ServeProcess(argv, cwd=tmp_path) as process:
         url = process.wait_line(r"at (http://127\.0\.0\.1:\d+)", timeout_s=120)[1]
+        assert "4827" in process.printed_request()
         process.wait_line("is right", timeout_s=60)
         with urllib.request.urlopen(url, timeout=10) as page:
             assert b"<title>" in page.read()
