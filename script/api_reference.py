@@ -7,7 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.http.request_fields import ABORT, CHAT, COMPLETIONS, DETOKENIZE, FIELDS, NO_EFFECT, REFUSED, SERVED, TOKENIZE
+from chitu.http.request_fields import (
+    ABORT,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    FIELDS,
+    NO_EFFECT,
+    REFUSED,
+    RESPONSES,
+    SERVED,
+    TOKENIZE,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -34,7 +45,14 @@ PARTS = (
     (NO_EFFECT, "Without effect", "why"),
     (REFUSED, "Refused", "taken nevertheless at; what to do instead"),
 )
-SHORT = {COMPLETIONS: "completions", CHAT: "chat", TOKENIZE: "tokenize", DETOKENIZE: "detokenize", ABORT: "abort"}
+SHORT = {
+    COMPLETIONS: "completions",
+    CHAT: "chat",
+    TOKENIZE: "tokenize",
+    DETOKENIZE: "detokenize",
+    RESPONSES: "responses",
+    ABORT: "abort",
+}
 
 
 def main() -> None:

@@ -33,18 +33,20 @@ from chitu.http.request_fields import (
     DETOKENIZE,
     FIELDS,
     REFUSED,
+    RESPONSES,
     TOKENIZE,
     Field,
     fields_of,
     is_neutral,
 )
+from chitu.http.responses.body import ResponsesBody
 
 WARNING_HEADER = b"x-chitu-warning"
 NAMED_CHARS = 100
 """Of a field's name, or of an entry's, that a client made up, in an error."""
 MAX_NEUTRAL_BYTES = 64
 """Of JSON: no neutral value of a refused field is longer."""
-CONTENT = ("prompt", "messages", "tokens")
+CONTENT = ("prompt", "messages", "tokens", "input", "instructions")
 """What a body may be large by."""
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
@@ -196,4 +198,5 @@ completion_decoder = BodyDecoder(CompletionBody, COMPLETIONS)
 chat_decoder = BodyDecoder(ChatBody, CHAT)
 tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
 abort_decoder = BodyDecoder(AbortBody, ABORT)
+responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)

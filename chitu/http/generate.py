@@ -1,4 +1,4 @@
-"""The hot routes: `/v1/completions` and `/v1/chat/completions` as plain ASGI on the router's loop.
+"""The hot routes: `/v1/completions`, `/v1/chat/completions` and `/v1/responses` as plain ASGI on the router's loop.
 
 A request costs one task (of its connection), a token neither task nor queue. The writer of a stream is woken once per
 loop turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone,
@@ -21,17 +21,16 @@ from chitu.http.choice import ChoiceDecoder
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, JobParser, Prompt, client_timeout_s
 from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.responses.events import ResponsesFormat
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import (
-    DONE,
     ID_PREFIXES,
     ChatFormat,
     CompletionFormat,
     FinishedChoice,
     ResponseFormat,
     UsageCount,
-    error_event,
 )
 from chitu.http.token_logprobs import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs
 from chitu.net.http import ClientGone, Scope
@@ -96,7 +95,7 @@ class _RunningAnswer:
 
 
 class GenerationRoutes:
-    """Handlers of the two routes."""
+    """Handlers of the routes."""
 
     def __init__(
         self,
@@ -119,10 +118,22 @@ class GenerationRoutes:
         """True: the process is ending and takes nothing new."""
 
     def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, self._parser.completion, CompletionFormat)
+        return self._answer(exchange, scope, request_id, self._parser.completion, self._completion_format)
 
     def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, self._parser.chat, ChatFormat)
+        return self._answer(exchange, scope, request_id, self._parser.chat, self._chat_format)
+
+    def answer_responses(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
+        return self._answer(exchange, scope, request_id, self._parser.responses, self._responses_format)
+
+    def _completion_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+        return CompletionFormat(request_id, created_s, self._model.name, job.options.include_usage)
+
+    def _chat_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+        return ChatFormat(request_id, created_s, self._model.name, job.options.include_usage)
+
+    def _responses_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+        return ResponsesFormat(request_id, created_s, self._model.name, job.echo)
 
     async def _answer(
         self,
@@ -130,7 +141,7 @@ class GenerationRoutes:
         scope: Scope,
         request_id: str,
         parse: Callable[[bytes, Exchange], Awaitable[Job]],
-        make_format: type[CompletionFormat] | type[ChatFormat],
+        make_format: Callable[[Job, str, int], ResponseFormat],
     ) -> None:
         choices: list[Choice] = []
         wakeup = Wakeup()
@@ -153,8 +164,8 @@ class GenerationRoutes:
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
-            await self._start(job, request_id, running, exchange, make_format is ChatFormat)
-            form = make_format(request_id, int(time.time()), self._model.name, job.options.include_usage)
+            await self._start(job, request_id, running, exchange)
+            form = make_format(job, request_id, int(time.time()))
             if job.options.stream:
                 await self._stream(exchange, job, choices, wakeup, form)
             else:
@@ -195,9 +206,7 @@ class GenerationRoutes:
 
     # -------------------------------------------------------------------------------------------------------- choices
 
-    async def _start(
-        self, job: Job, request_id: str, running: _RunningAnswer, exchange: Exchange, is_chat: bool
-    ) -> None:
+    async def _start(self, job: Job, request_id: str, running: _RunningAnswer, exchange: Exchange) -> None:
         """Send every choice on its way; all or none. Fills `running.choices` as it goes, so that the caller can cancel
         them. Others have their turn in between. RequestCancelled where it was aborted by then."""
         options, model, choices = job.options, self._model, running.choices
@@ -238,7 +247,7 @@ class GenerationRoutes:
                 )
                 logprobs, of_prompt = None, None
                 if options.logprobs is not None:
-                    logprobs = model.choice_logprobs(is_chat, options.skip_special_tokens)
+                    logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
                 if options.prompt_logprobs is not None:
                     of_prompt = model.prompt_logprobs(options.prompt_logprobs)
                 choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
@@ -312,14 +321,14 @@ class GenerationRoutes:
             if failure is not None:
                 if not exchange.is_started:
                     raise failure
-                events.append(error_event(failure))
+                events.append(form.error(failure))
                 open_choices = []
             else:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
                     if job.options.include_usage:
                         events.append(form.usage(self._usage(job, choices)))
-                    events.append(DONE)
+                    events.append(form.done)
             if not events:
                 continue
             if exchange.is_full:

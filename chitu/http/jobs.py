@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from chitu.errors import ChituError, InvalidRequest, NoInstance
-from chitu.http.body_decoder import chat_decoder, completion_decoder
+from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
 from chitu.http.body_threads import BodyThreads
 from chitu.http.exchange import Exchange
 from chitu.http.messages.message_parser import MessagePlan
-from chitu.http.request_bodies import MAX_PROMPTS, GenerationBody
+from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
     chat_messages,
     check_completion,
@@ -24,6 +25,7 @@ from chitu.http.request_checks import (
     reasoning_variables,
     template_variables,
 )
+from chitu.http.responses.request import chat_body, echo_of, own_error
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     OutputOptions,
@@ -63,6 +65,9 @@ class Job:
     priority: int = 0
     plan: MessagePlan | None = None
     """How the text of a chat's choices is read; None: all of it is content."""
+    is_chat: bool = True
+    echo: dict[str, Any] = field(default_factory=dict)
+    """Of `/v1/responses`: what the answer repeats of its request."""
     warnings: list[str] = field(default_factory=list)
     """For the client, of fields that had no effect."""
 
@@ -122,6 +127,10 @@ class JobParser:
         """A body of `/v1/chat/completions`."""
         return await self._parse(raw, exchange, self._chat)
 
+    async def responses(self, raw: bytes, exchange: Exchange) -> Job:
+        """A body of `/v1/responses`."""
+        return await self._parse(raw, exchange, self._responses)
+
     async def _parse(self, raw: bytes, exchange: Exchange, parse: Callable[[bytes, _Frame], Job]) -> Job:
         candidates = self._router.candidates
         limits = self._model.limits(candidates)
@@ -145,6 +154,21 @@ class JobParser:
     def _chat(self, raw: bytes, frame: _Frame) -> Job:
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
+        return self._chat_job(body, frame, warnings)
+
+    def _responses(self, raw: bytes, frame: _Frame) -> Job:
+        warnings: list[str] = []
+        body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
+        chat = chat_body(body)
+        try:
+            job = self._chat_job(chat, frame, warnings)
+        except InvalidRequest as error:
+            raise own_error(error) from None
+        job.echo = echo_of(body)
+        job.options.include_usage = True
+        return job
+
+    def _chat_job(self, body: ChatBody, frame: _Frame, warnings: list[str]) -> Job:
         self._model.require_name(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
@@ -216,5 +240,6 @@ class JobParser:
             options,
             cache_salt=cache_salt,
             priority=body.priority or 0,
+            is_chat=isinstance(body, ChatBody),
             warnings=warnings,
         )

@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 
 from chitu.http.request_bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
+from chitu.http.responses.body import ResponsesBody
 from chitu.protocol.snapshot import ClusterSnapshot
 
 
@@ -138,6 +139,23 @@ class DetokenizeReply(msgspec.Struct):
     prompt: str
 
 
+class ResponsesUsageReply(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ResponsesReply(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    """Items of the types reasoning, message and function_call."""
+    usage: ResponsesUsageReply
+
+
 class AbortReply(msgspec.Struct):
     aborted: int
     """Requests that were ended by this call."""
@@ -163,6 +181,7 @@ ANYWHERE = (400, 401, 408, 413, 431, 500, 503)
 MORE: dict[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 499, 504),
     "/v1/chat/completions": (404, 429, 499, 504),
+    "/v1/responses": (404, 429, 499, 504),
     "/v1/models/{name}": (404,),
     "/tokenize": (404, 429),
     "/detokenize": (404, 429),
@@ -176,6 +195,7 @@ MORE: dict[str, tuple[int, ...]] = {
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
@@ -183,6 +203,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
 REPLIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
+    "/v1/responses": ResponsesReply,
     "/tokenize": TokenizeReply,
     "/detokenize": DetokenizeReply,
     "/abort_request": AbortReply,
@@ -194,6 +215,7 @@ STREAM: dict[str, Any] = {"text/event-stream": {}}
 CONTENTS: dict[str, dict[str, Any]] = {
     "/v1/completions": STREAM,
     "/v1/chat/completions": STREAM,
+    "/v1/responses": STREAM,
     "/metrics": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
 }
 """Of status 200, beside JSON or in its place."""
@@ -211,6 +233,7 @@ def _make(app: FastAPI) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = document["paths"]
     paths["/v1/completions"] = {"post": {"summary": "Completion", "operationId": "create_completion"}}
     paths["/v1/chat/completions"] = {"post": {"summary": "Chat completion", "operationId": "create_chat_completion"}}
+    paths["/v1/responses"] = {"post": {"summary": "Response", "operationId": "create_response"}}
     for path, operations in paths.items():
         for operation in operations.values():
             _complete(path, operation)

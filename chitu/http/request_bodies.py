@@ -58,23 +58,23 @@ MAX_TOOLS_BYTES = 256 << 10
 """The same of `tools`."""
 
 
-_Unread = msgspec.Raw | msgspec.UnsetType
+Unread = msgspec.Raw | msgspec.UnsetType
 """A field that is left as JSON, because nothing is made of it."""
 
 
-def _documented(**schema: Any) -> msgspec.Meta:
+def documented(**schema: Any) -> msgspec.Meta:
     """For the OpenAPI document only: a wrong type is msgspec's error, a wrong value that of the functions below."""
     return msgspec.Meta(extra_json_schema=schema)
 
 
-_Count = Annotated[int, _documented(minimum=1)]
-_Penalty = Annotated[float, _documented(minimum=-2, maximum=2)]
-_Share = Annotated[float, _documented(minimum=0, maximum=1)]
+_Count = Annotated[int, documented(minimum=1)]
+_Penalty = Annotated[float, documented(minimum=-2, maximum=2)]
+_Share = Annotated[float, documented(minimum=0, maximum=1)]
 _StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
-_TokenIdText = Annotated[str, _documented(pattern="^[0-9]+$")]
-_TokenId = Annotated[int, _documented(minimum=0)]
-_Bias = Annotated[float, _documented(minimum=-100, maximum=100)]
+_TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
+_TokenId = Annotated[int, documented(minimum=0)]
+_Bias = Annotated[float, documented(minimum=-100, maximum=100)]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +86,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: _Unread = msgspec.UNSET
+    include_obfuscation: Unread = msgspec.UNSET
 
 
 class GenerationBody(Body, kw_only=True):
@@ -95,21 +95,21 @@ class GenerationBody(Body, kw_only=True):
     # OpenAI
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
-    temperature: Annotated[float, _documented(minimum=0, maximum=2)] | None = None
-    top_p: Annotated[float, _documented(exclusiveMinimum=0, maximum=1)] | None = None
-    n: Annotated[int, _documented(minimum=1, maximum=MAX_N)] | None = None
+    temperature: Annotated[float, documented(minimum=0, maximum=2)] | None = None
+    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
+    n: Annotated[int, documented(minimum=1, maximum=MAX_N)] | None = None
     stop: _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, _documented(minimum=-(1 << 63), maximum=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, documented(minimum=-(1 << 63), maximum=(1 << 63) - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     # extensions (names as vLLM and SGLang have them, `cache_prompt` as llama.cpp)
-    top_k: Annotated[int, _documented(minimum=-1)] | None = None
+    top_k: Annotated[int, documented(minimum=-1)] | None = None
     min_p: _Share | None = None
-    repetition_penalty: Annotated[float, _documented(exclusiveMinimum=0, maximum=10)] | None = None
-    min_tokens: Annotated[int, _documented(minimum=0)] | None = None
+    repetition_penalty: Annotated[float, documented(exclusiveMinimum=0, maximum=10)] | None = None
+    min_tokens: Annotated[int, documented(minimum=0)] | None = None
     stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: (
@@ -120,10 +120,10 @@ class GenerationBody(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, _documented(minimum=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, documented(minimum=-1)] | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    prompt_logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
+    prompt_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     cache_prompt: bool | None = None
 
@@ -138,43 +138,43 @@ _PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[msgspec.Raw, _documented(anyOf=_PROMPTS)] = msgspec.field(default_factory=msgspec.Raw)
+    prompt: Annotated[msgspec.Raw, documented(anyOf=_PROMPTS)] = msgspec.field(default_factory=msgspec.Raw)
     """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`. As JSON, because it can be
     as large as the body, and what it is made into depends on how it begins."""
     echo: bool | None = None
-    logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
+    logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
     """So many most likely tokens with each token; `false`: none, as a body for chat has it."""
     best_of: int | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, _documented(enum=["text"])]
+    type: Annotated[str, documented(enum=["text"])]
     text: str | None = None
     # without effect
-    cache_control: _Unread = msgspec.UNSET
-    prompt_cache_breakpoint: _Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
+    prompt_cache_breakpoint: Unread = msgspec.UNSET
 
 
-_ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
-_CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
+CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: _ToolName
+    name: ToolName
     arguments: str | None = None
     """JSON, as the model wrote it."""
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
     function: CalledFunction
-    id: _CallId | None = None
-    type: Annotated[str, _documented(enum=["function"])] | None = None
+    id: CallId | None = None
+    type: Annotated[str, documented(enum=["function"])] | None = None
     # without effect
-    index: _Unread = msgspec.UNSET
+    index: Unread = msgspec.UNSET
 
 
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: _ToolName
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
@@ -182,7 +182,7 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, _documented(enum=["function"])]
+    type: Annotated[str, documented(enum=["function"])]
     function: ToolFunction
 
 
@@ -191,7 +191,7 @@ class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, _documented(enum=["function"])]
+    type: Annotated[str, documented(enum=["function"])]
     function: ChosenFunction
 
 
@@ -200,32 +200,32 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_call_id: _CallId | None = None
+    tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     # refused unless empty
-    function_call: _Unread = msgspec.UNSET
-    audio: _Unread = msgspec.UNSET
+    function_call: Unread = msgspec.UNSET
+    audio: Unread = msgspec.UNSET
     # without effect
-    refusal: _Unread = msgspec.UNSET
-    annotations: _Unread = msgspec.UNSET
-    type: _Unread = msgspec.UNSET
+    refusal: Unread = msgspec.UNSET
+    annotations: Unread = msgspec.UNSET
+    type: Unread = msgspec.UNSET
 
 
 _Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
 _Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
-_TemplateKwargs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)]
+TemplateKwargs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)]
 
 
 class ChatBody(GenerationBody, kw_only=True):
     messages: _Messages | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, _documented(minimum=0, maximum=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: _TemplateKwargs | None = None
+    top_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: _Tools | None = None
-    tool_choice: ChosenTool | Annotated[str, _documented(enum=list(TOOL_CHOICES))] | None = None
+    tool_choice: ChosenTool | Annotated[str, documented(enum=list(TOOL_CHOICES))] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, _documented(enum=list(EFFORTS))] | None = None
+    reasoning_effort: Annotated[str, documented(enum=list(EFFORTS))] | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
 
@@ -233,7 +233,7 @@ class ChatBody(GenerationBody, kw_only=True):
 class TokenizeBody(Body, kw_only=True):
     prompt: str | None = None
     messages: _Messages | None = None
-    chat_template_kwargs: _TemplateKwargs | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     tools: _Tools | None = None
     add_generation_prompt: bool | None = None
     """Default true: of messages, what the model's answer begins behind."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 ABORT = "/abort_request"
+RESPONSES = "/v1/responses"
 GENERATION = (COMPLETIONS, CHAT)
 
 SERVED: Literal["served"] = "served"
@@ -37,7 +38,7 @@ def _of(routes: tuple[str, ...], effect: Literal["served", "refused", "without e
 
 FIELDS: tuple[Field, ...] = (
     *_of(
-        (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE),
+        (COMPLETIONS, CHAT, RESPONSES, TOKENIZE, DETOKENIZE),
         SERVED,
         ("model", "the served name or the checkpoint's path; default: the one model that there is"),
     ),
@@ -191,6 +192,95 @@ FIELDS: tuple[Field, ...] = (
         SERVED,
         ("add_generation_prompt", "of messages; default true: with what the model's answer begins behind"),
         ("return_token_strs", "`token_strs`: each token's text"),
+    ),
+    *_of(
+        (RESPONSES,),
+        SERVED,
+        ("input", "text, or 1 to 2048 items: all turns, since nothing is stored"),
+        ("input[].type", "`message` (default), `function_call`, `function_call_output`, `reasoning`"),
+        ("input[].role", "of a message"),
+        ("input[].content", "of a message or reasoning: text, or to 1024 parts"),
+        ("input[].content[].type", "`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
+        ("input[].content[].text", ""),
+        ("input[].call_id", "of a call and its output"),
+        ("input[].name", "of a call"),
+        ("input[].arguments", "of a call, JSON"),
+        ("input[].output", "of a call's output: text, or parts"),
+        ("input[].output[].type", "as of content"),
+        ("input[].output[].text", ""),
+        ("instructions", "a system message ahead of `input`"),
+        ("max_output_tokens", "1 to what the context leaves; default: the rest of the context"),
+        ("temperature", "0 (greedy) to 2; default 1"),
+        ("top_p", "above 0, to 1; default 1"),
+        ("stream", "server-sent events, each with a `sequence_number`"),
+        ("tools", "to 128 functions"),
+        ("tools[].type", "`function`"),
+        ("tools[].name", "1 to 128 characters, each once"),
+        ("tools[].description", ""),
+        ("tools[].parameters", "a JSON schema"),
+        ("tool_choice", "as of a chat"),
+        ("tool_choice.type", "`function`"),
+        ("tool_choice.name", "of one of `tools`"),
+        ("parallel_tool_calls", "false: the answer ends behind its first call; default true"),
+        ("reasoning", ""),
+        ("reasoning.effort", "as `reasoning_effort` of a chat"),
+        ("text", ""),
+        ("text.format", ""),
+        ("text.format.type", "`text`"),
+        ("metadata", "to 16 texts; repeated in the answer"),
+        ("chat_template_kwargs", "as of a chat"),
+    ),
+    *_of(
+        (RESPONSES,),
+        NO_EFFECT,
+        *(
+            (f"input[].{name}", "of an answer that is sent back")
+            for name in ("id", "status", "phase", "caller", "namespace", "summary", "encrypted_content")
+        ),
+        *(
+            (f"input[].{parts}[].{name}", "")
+            for parts in ("content", "output")
+            for name in ("annotations", "logprobs", "prompt_cache_breakpoint")
+        ),
+        ("reasoning.summary", "reasoning is given as it is"),
+        ("reasoning.generate_summary", "the same"),
+        ("text.verbosity", ""),
+        ("tools[].strict", "arguments follow the schema where a call is enforced, and only there"),
+        ("user", ""),
+        ("safety_identifier", ""),
+        ("service_tier", "there is one"),
+        ("prompt_cache_key", "prompts are cached by their tokens"),
+        ("prompt_cache_retention", ""),
+        ("prompt_cache_options", ""),
+        ("stream_options", "nothing is padded"),
+    ),
+    *_of(
+        (RESPONSES,),
+        REFUSED,
+        ("store", "nothing is stored", (False,)),
+        ("previous_response_id", "nothing is stored: send the turns as `input`"),
+        ("conversation", "nothing is stored: send the turns as `input`"),
+        ("background", "", (False,)),
+        ("prompt", ""),
+        ("include", "", ([],)),
+        ("truncation", "", ("disabled",)),
+        ("max_tool_calls", ""),
+        ("top_logprobs", "chat has them", (0,)),
+        ("moderation", ""),
+        ("image", ""),
+        ("access_programs", ""),
+        ("context_management", "", ([],)),
+        ("input[].async", ""),
+        ("input[].content[].image_url", ""),
+        ("input[].content[].file_id", ""),
+        ("input[].content[].detail", ""),
+        ("input[].content[].refusal", ""),
+        ("tools[].allowed_callers", ""),
+        ("tools[].async", ""),
+        ("tools[].defer_loading", ""),
+        ("tools[].output_schema", ""),
+        ("reasoning.context", ""),
+        ("reasoning.mode", ""),
     ),
     *_of(
         (ABORT,), SERVED, ("rid", "the X-Request-Id, or the `id` of the answer; not where `router.workers` is above 1")

@@ -45,7 +45,11 @@ class FinishedChoice(NamedTuple):
 
 
 class ResponseFormat(Protocol):
-    """One response's bodies: `CompletionFormat` or `ChatFormat`. `logprobs`: JSON."""
+    """One response's bodies: `CompletionFormat`, `ChatFormat` or `ResponsesFormat`. `logprobs`: JSON."""
+
+    @property
+    def done(self) -> bytes:
+        """Behind the last event."""
 
     def opening(self, index: int) -> bytes: ...
 
@@ -61,15 +65,14 @@ class ResponseFormat(Protocol):
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes: ...
 
+    def error(self, error: ChituError) -> bytes:
+        """The last event of a stream that began."""
+
     def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes: ...
 
 
-ID_PREFIXES = ("cmpl-", "chatcmpl-")
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
 """Of an answer's id, ahead of the request's."""
-
-
-def error_event(error: ChituError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def _ids(token_ids: list[int] | None) -> bytes:
@@ -98,6 +101,7 @@ def _parts(delta: MessageDelta) -> bytes:
 class _Format(abc.ABC):
     """Id, model and time of one response; the events that both routes share."""
 
+    done = DONE
     object_name = ""
     chunk_name = ""
     id_prefix = ""
@@ -121,6 +125,9 @@ class _Format(abc.ABC):
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         """One of the events of a choice, which then says so itself."""
         return event.removesuffix(self._close) + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
+
+    def error(self, error: ChituError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
     @abc.abstractmethod
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:

@@ -78,7 +78,11 @@ class ApiEndpoint:
         self._threads = BodyThreads()
         access = Access(config, secrets, clock)
         self._routes = GenerationRoutes(model, self.router, self._threads, config, access.cache_salt)
-        hot = {"/v1/completions": self._routes.answer_completion, "/v1/chat/completions": self._routes.answer_chat}
+        hot = {
+            "/v1/completions": self._routes.answer_completion,
+            "/v1/chat/completions": self._routes.answer_chat,
+            "/v1/responses": self._routes.answer_responses,
+        }
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         cold = make_cold_app(
             model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__, self._routes.abort

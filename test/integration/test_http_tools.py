@@ -172,6 +172,86 @@ def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI) -> None
         assert raised.value.param == param
 
 
+OWN_TOOLS: list[Any] = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+
+
+def test_responses_whole_and_streamed_have_the_items_that_the_model_wrote(client: openai.OpenAI) -> None:
+    text = f"<think>\nTwo calls.\n</think>\n\nLet me look.\n{CALL}\n{TIME}"
+    body: dict[str, Any] = {"model": "tiny", "input": text, "tools": OWN_TOOLS, "instructions": "Be brief."}
+    whole = client.responses.create(**body)
+    with client.responses.stream(**body) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    for answer in (whole, final):
+        assert answer.status == "completed" and answer.id.startswith("resp_") and answer.instructions == "Be brief."
+        assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+        reasoning, message, *calls = answer.output
+        assert reasoning.content[0].text == "Two calls."
+        assert answer.output_text == message.content[0].text == "Let me look."
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", WEATHER), ("time", {})]
+        assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert final.usage == whole.usage
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+        assert kinds.count(f"response.{kind}.delta") > 2
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    streamed_text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert streamed_text == "Let me look."
+
+
+def test_a_turn_of_responses_is_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tiny", input=f"<think>Hm.</think>{CALL}", tools=OWN_TOOLS)
+    call = first.output[-1]
+    turns: list[Any] = [
+        {"role": "user", "content": "How is it?"},
+        *first.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "It is cold."}]},
+    ]
+    second = client.responses.create(model="tiny", input=turns, tools=OWN_TOOLS, store=False)
+    assert second.output_text == "It is cold."
+
+
+def test_a_response_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "input": "one two three four five six", "max_output_tokens": 3}
+    whole = client.responses.create(**body)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = list(client.responses.create(**body, stream=True))
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == 3
+
+
+def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.OpenAI) -> None:
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b"}]}
+    for more, param in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"input": [image]}, "input[0].content[0].image_url"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
+        ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.responses.create(**{"model": "tiny", "input": "a", **more})
+        assert raised.value.param == param
+
+
+def test_a_response_that_is_aborted_fails_in_its_stream(client: openai.OpenAI) -> None:
+    stream = client.responses.create(
+        model="tiny", input="x " * 400, stream=True, extra_headers={"X-Request-Id": "mine-3"}
+    )
+    first = next(iter(stream))
+    abort = str(client.base_url).replace("/v1/", "/abort_request")
+    assert httpx.post(abort, json={"rid": first.response.id}).json() == {"aborted": 1}
+    last = list(stream)[-1]
+    assert last.type == "response.failed" and last.response.error.code == "cancelled"
+
+
 @pytest.mark.parametrize("by_answers_id", [False, True])
 def test_an_aborted_request_ends_for_its_client_and_the_cluster(
     client: openai.OpenAI, router: RouterUnderTest, by_answers_id: bool

@@ -13,10 +13,11 @@ import openai.types.chat as chat_types
 import pytest
 from fastapi import FastAPI
 from openai.types import completion_create_params as completion_params
-from openai.types import shared_params
+from openai.types import responses, shared_params
 from openai.types.chat import chat_completion_message_function_tool_call_param as tool_call_params
 from openai.types.chat import chat_completion_named_tool_choice_param as tool_choice_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from chitu.errors import InvalidRequest
 from chitu.http.body_decoder import (
@@ -25,6 +26,7 @@ from chitu.http.body_decoder import (
     chat_decoder,
     completion_decoder,
     detokenize_decoder,
+    responses_decoder,
     tokenize_decoder,
     warning_header,
 )
@@ -39,6 +41,7 @@ from chitu.http.request_fields import (
     FIELDS,
     NO_EFFECT,
     REFUSED,
+    RESPONSES,
     SERVED,
     TOKENIZE,
     Field,
@@ -53,6 +56,7 @@ DECODERS: dict[str, BodyDecoder[Any]] = {
     TOKENIZE: tokenize_decoder,
     DETOKENIZE: detokenize_decoder,
     ABORT: abort_decoder,
+    RESPONSES: responses_decoder,
 }
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
@@ -60,6 +64,7 @@ LEAST: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "a"},
     DETOKENIZE: {"tokens": [1]},
     ABORT: {"rid": "a"},
+    RESPONSES: {"input": "a"},
 }
 ASKING = ["something", 7, [1], {"a": 1}]
 """Values of which each refused field has one that is not neutral."""
@@ -109,6 +114,7 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
     known = {
         COMPLETIONS: completion_params.CompletionCreateParamsBase,
         CHAT: chat_params.CompletionCreateParamsBase,
+        RESPONSES: response_params.ResponseCreateParamsBase,
     }
     for route, params in known.items():
         assert {*params.__annotations__, "stream"} <= set(fields_of(route)), route
@@ -129,6 +135,23 @@ def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
     ]
     for prefix, param in nested:
         assert {prefix + name for name in param.__annotations__} <= set(table)
+    table = fields_of(RESPONSES)
+    for prefix, param in (
+        ("input[].", responses.EasyInputMessageParam),
+        ("input[].", responses.ResponseOutputMessageParam),
+        ("input[].", responses.ResponseFunctionToolCallParam),
+        ("input[].", responses.response_input_item_param.FunctionCallOutput),
+        ("input[].", responses.ResponseReasoningItemParam),
+        ("input[].content[].", responses.ResponseInputTextParam),
+        ("input[].content[].", responses.ResponseInputImageParam),
+        ("input[].content[].", responses.ResponseOutputTextParam),
+        ("input[].content[].", responses.ResponseOutputRefusalParam),
+        ("tools[].", responses.FunctionToolParam),
+        ("tool_choice.", responses.ToolChoiceFunctionParam),
+        ("reasoning.", shared_params.Reasoning),
+        ("text.", responses.ResponseTextConfigParam),
+    ):
+        assert {prefix + name for name in param.__annotations__} <= set(table), param
 
 
 def test_the_page_of_all_fields_is_that_of_the_table() -> None:

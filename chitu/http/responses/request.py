@@ -1,0 +1,143 @@
+"""A body of `/v1/responses` as that of a chat. Pure; on the loop or in a thread.
+
+Nothing is stored, so all turns come with `input`: messages, calls, their outputs and reasoning, as an answer's `output`
+has them. Items of the model that stand together are one message of its.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from chitu.errors import InvalidRequest
+from chitu.http.request_bodies import (
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    MessageToolCall,
+    Tool,
+    ToolFunction,
+)
+from chitu.http.responses.body import ITEM_TYPES, PART_TYPES, InputItem, InputPart, ResponsesBody, ResponsesToolChoice
+
+_NAMES = (
+    (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
+    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
+    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+)
+"""Fields of a chat, and what they were made of."""
+
+
+def own_error(error: InvalidRequest) -> InvalidRequest:
+    """An error of the chat, with the field of this route that it is about."""
+    param, message = error.param, error.message
+    if param is not None:
+        for pattern, name in _NAMES:
+            if pattern.fullmatch(param) or pattern.match(param):
+                own = pattern.sub(name, param)
+                message, param = message.replace(param, own), own
+                break
+    return InvalidRequest(message, param)
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """InvalidRequest for items and parts that are no text and no call."""
+    if body.input is None or body.input == []:
+        raise InvalidRequest("input is required: text, or a list of items", "input")
+    messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
+    if isinstance(body.input, str):
+        messages.append(ChatMessage("user", body.input))
+    else:
+        messages += _messages(body.input)
+    chosen = body.tool_choice
+    choice = ChosenTool(chosen.type, ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        raise InvalidRequest("text.format.type: only 'text' is supported yet", "text.format.type")
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=body.stream,
+        tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    own: ChatMessage | None = None
+    """The model's, to which more of its items may come."""
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = item.type or "message"
+        if kind not in ITEM_TYPES:
+            raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
+        is_own = kind in ("function_call", "reasoning") or (kind == "message" and item.role == "assistant")
+        if not is_own:
+            own = None
+        elif own is None or (kind == "message" and own.content is not None) or (kind == "reasoning" and own.tool_calls):
+            own = ChatMessage("assistant")
+            messages.append(own)
+        if kind == "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest(f"{where}: a message has a role and content", where)
+            text = _text(item.content, f"{where}.content")
+            if own is not None:
+                own.content = text
+            else:
+                messages.append(ChatMessage(item.role, text))
+        elif kind == "function_call":
+            if item.name is None or item.call_id is None:
+                raise InvalidRequest(f"{where}: a function_call has a name and a call_id", where)
+            assert own is not None
+            call = MessageToolCall(CalledFunction(item.name, item.arguments), item.call_id)
+            own.tool_calls = [*(own.tool_calls or ()), call]
+        elif kind == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest(f"{where}: a function_call_output has a call_id and an output", where)
+            text = _text(item.output, f"{where}.output")
+            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+        else:
+            assert own is not None
+            own.reasoning_content = _text(item.content or "", f"{where}.content")
+    # Reasoning alone is no message that a template knows.
+    return [message for message in messages if message.content is not None or message.tool_calls]
+
+
+def _text(given: str | list[InputPart], where: str) -> str:
+    if isinstance(given, str):
+        return given
+    for i, part in enumerate(given):
+        if part.type not in PART_TYPES or part.text is None:
+            raise InvalidRequest(
+                f"{where}[{i}]: only parts of text are supported, not {part.type[:40]!r}", f"{where}[{i}]"
+            )
+    return "".join(part.text or "" for part in given)
+
+
+def echo_of(body: ResponsesBody) -> dict[str, Any]:
+    """What the answer repeats of its request."""
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "max_output_tokens": body.max_output_tokens,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+    }
