@@ -49,6 +49,9 @@ class PagedKVCacheManager:
         self._rooms: dict[bytes, _Room] = {}
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
+        self.on_cached: Callable[[Sequence[bytes], int, Sequence[int]], None] | None = None
+        """Hears of pages that can be found from now on: keys of the first pages of a sequence, from which of them on
+        they are new, and where these are."""
         self.hit_tokens = 0
         """Of prompts, that rooms began with since the start."""
         self.evictions = 0
@@ -201,13 +204,20 @@ class PagedKVCacheManager:
         pinned, num_full = found.pinned, num_tokens // self.page_size
         if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new; or it was flushed
             return
-        names = keys.upto(num_full, token_ids)
-        for position in range(len(pinned), num_full):
+        names, num_known = keys.upto(num_full, token_ids), len(pinned)
+        for position in range(num_known, num_full):
             own = found.table[position]
             known = self._index.add(names[position], own)
             if known != own:
                 self._pin([known])
             pinned.append(known)
+        if self.on_cached is not None:
+            self.on_cached(names, num_known, pinned[num_known:])
+
+    def generation(self, page: int) -> int:
+        """Another number once what this page holds cannot be found any more; from then on others may write to it. Any
+        thread."""
+        return self._index.generation(page)
 
     def flush(self) -> None:
         """What is cached is forgotten. Rooms keep what they use, and nobody finds it."""

@@ -65,7 +65,7 @@ class PDScheduler:
         self._resources.settle = self._settle
         self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
         admission = None if role is Role.PREFILL else self._open_admission
-        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, admission)
+        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, admission, parts.tiers)
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)

@@ -1,9 +1,10 @@
 """`PDSchedulerService`: composition root of a P, D or unified process. Sockets and threads, no policy.
 
-Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `heartbeat`
-(lease and load) and `bootstrap` (its HTTP calls, which may block). The main thread builds everything, then waits for a
-signal. Ports are bound before the model loads, so a clash is found in a second; the router is joined after the warm-up,
-so no request comes before it can be served.
+Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
+(copies from pool to host memory and back, where `cache.host_bytes` is set), `heartbeat` (lease and load) and
+`bootstrap` (its HTTP calls, which may block). The main thread builds everything, then waits for a signal. Ports are
+bound before the model loads, so a clash is found in a second; the router is joined after the warm-up, so no request
+comes before it can be served.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from chitu.errors import ChituError, Internal, RankTaken
 from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
 from chitu.instance.token_manager import TokenManager, TokenPort
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -82,6 +84,7 @@ class EngineParts:
     close: Callable[[], None]
     follower_pids: tuple[int, ...] = ()
     """Of the other TP ranks."""
+    tiers: PrefixTiers | None = None
 
 
 class SilenceWatch:
@@ -170,6 +173,7 @@ class PDSchedulerService:
                 num_aux_slots=engine.aux.num_slots if engine.aux is not None else 0,
                 sender=kv.sender if kv is not None else None,
                 receiver=kv.receiver if kv is not None else None,
+                tiers=engine.tiers,
                 overlap=overlaps_steps(topology.scheduler, identity.instance),
             )
         )
@@ -208,6 +212,8 @@ class PDSchedulerService:
             ServiceThread("comm", self._comm_loop),
             ServiceThread("heartbeat", self._heartbeat_loop),
         ]
+        if self._engine.tiers is not None:
+            self._engine.tiers.start(ServiceThread)
         if self._engine.kv is not None:
             self._engine.kv.start()
             threads.append(ServiceThread("bootstrap", self._bootstrap_loop))
@@ -229,6 +235,8 @@ class PDSchedulerService:
             logger.warning("shutting down without waiting for the step that still computes")
             logging.shutdown()
             os._exit(self._exit_code)
+        if self._engine.tiers is not None:
+            self._engine.tiers.close()
         self._engine.close()
         return self._exit_code
 

@@ -55,6 +55,11 @@ class CacheConfig(Section, frozen=True):
     prefix_cache: bool = True
     """Full pages of prompts and outputs stay on the instances that have them until their room is wanted; a later prompt
     that begins alike is computed, and moved from P to D, from there on."""
+    host_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Host memory (pinned beside a GPU) of each P and unified instance, in bytes: the prefix cache goes on there when
+    the pool has no room. 0: none."""
+    load_timeout_s: Seconds = 1.0
+    """The longest that a prompt waits for pages from outside the pool; what is missing then is computed."""
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 

@@ -231,10 +231,28 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
     yield from _size_problems(topology)
+    yield from _tier_problems(topology)
     yield from _log_problems(topology)
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _split_problems(topology)
+
+
+def _tier_problems(topology: Topology) -> Iterator[str]:
+    if not topology.cache.host_bytes:
+        return
+    if not topology.cache.prefix_cache:
+        yield "cache.host_bytes is memory for the prefix cache, which cache.prefix_cache turns off"
+    for instance in instances(topology):
+        if has_tiers(topology, instance) and instance.config.tp_size > 1:
+            yield (
+                f"cache.host_bytes is for instances of one rank: {instance.key}.tp_size is {instance.config.tp_size}"
+            )
+
+
+def has_tiers(topology: Topology, instance: Instance) -> bool:
+    """Whether its prefix cache goes on in host memory: only where prompts are computed."""
+    return topology.cache.host_bytes > 0 and instance.role is not Role.DECODE
 
 
 def _log_problems(topology: Topology) -> Iterator[str]:

@@ -6,7 +6,10 @@ layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeMa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
@@ -16,8 +19,17 @@ from chitu.instance.decode_manager import admission
 from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
 from chitu.protocol.states import SequenceState
+
+
+class Tiers(Protocol):
+    """What of `PrefixTiers` (`kv_cache/tiers/`) the step thread uses."""
+
+    def load(self, chain: Items[bytes], first: int, pages: Items[int]) -> PageLoad | None: ...
+    def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
+    def flush(self) -> None: ...
 
 
 class PrefillManager:
@@ -31,6 +43,7 @@ class PrefillManager:
         clock: Clock,
         sender: PrefillSenderLike | None = None,
         open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._config = config
         self._resources = resources
@@ -39,6 +52,10 @@ class PrefillManager:
         self._clock = clock
         self._sender = sender
         self._open_admission = open_admission or (lambda: self._fits)
+        self._tiers = tiers
+        self._planned_s = 0.0
+        self._unread_s: deque[float] = deque()
+        """When the launched steps with chunks were planned that were not read yet."""
         self.waiting: dict[bytes, Sequence] = {}
         self.computing: dict[bytes, Sequence] = {}
         self.inflight: dict[bytes, Sequence] = {}
@@ -59,11 +76,13 @@ class PrefillManager:
 
     def schedule(self, plan: StepPlan) -> list[Chunk]:
         """Admit what fits and put the step's chunks into the plan."""
+        self._take_loaded(plan)
         self._admit(plan)
         chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
+        self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:
             if start == sequence.cached_tokens:
-                sequence.computing_since_s = self._clock.monotonic()
+                sequence.computing_since_s = self._planned_s
             last = start + length == sequence.prompt_len
             plan.prefill.append(
                 PrefillChunk(
@@ -88,6 +107,8 @@ class PrefillManager:
         """Account for the chunks of a launched step. Prompts that are whole with it: on a unified instance they are
         returned and go on elsewhere; on P they wait for their KV to leave, without a slot."""
         done = []
+        if chunks:
+            self._unread_s.append(self._planned_s)
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.kv_len += chunk.length
@@ -107,6 +128,10 @@ class PrefillManager:
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
         """The step is done: what it computed is there for later prompts, unless the request is over. On P the logits
         rows of the prompts that ended in it are complete, and may leave. `slots`: of the chunks at its launch."""
+        if chunks:
+            seconds = self._clock.monotonic() - self._unread_s.popleft()
+            if self._tiers is not None:
+                self._tiers.note_prefill(sum(chunk.length for chunk in chunks), seconds)
         for chunk, slot in zip(chunks, slots, strict=True):
             sequence = chunk.sequence
             if sequence.state is SequenceState.CLOSING:
@@ -133,9 +158,47 @@ class PrefillManager:
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             sequence.state = SequenceState.COMPUTING
-            sequence.admitted = True
             self.computing[sequence.room] = sequence
-            plan.admit.append(admission(sequence, self._cache))
+            sequence.load = self._load(sequence)
+            if sequence.load is None:
+                self._begin(sequence, plan)
+
+    def _begin(self, sequence: Sequence, plan: StepPlan) -> None:
+        sequence.admitted = True
+        plan.admit.append(admission(sequence, self._cache))
+
+    # ---------------------------------------------------------------------------------------------------------- tiers
+
+    def _load(self, sequence: Sequence) -> PageLoad | None:
+        """What the tiers have of its prompt, beyond what is cached here; the last token is computed in any case."""
+        if self._tiers is None or sequence.keys is None:
+            return None
+        num_full = (sequence.prompt_len - 1) // self._cache.page_size
+        first = sequence.cached_tokens // self._cache.page_size
+        pages = self._cache.get_page_indices(sequence.room)
+        return self._tiers.load(sequence.keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
+
+    def _take_loaded(self, plan: StepPlan) -> None:
+        """Those whose pages are there, or late, go on with what has come."""
+        if self._tiers is None:
+            return
+        now_s = self._clock.monotonic()
+        for sequence in self.computing.values():
+            if sequence.load is not None and (sequence.load.is_done or now_s >= sequence.load.end_s):
+                sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
+                sequence.kv_len, sequence.load = sequence.cached_tokens, None
+                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
+                self._begin(sequence, plan)
+
+    def flush(self) -> None:
+        """What is on its way from the tiers was forgotten: it is computed."""
+        if self._tiers is None:
+            return
+        self._tiers.flush()
+        for sequence in self.computing.values():
+            if sequence.load is not None:
+                sequence.load.stop()
+                sequence.load = PageLoad.none()
 
     def _fits(self, sequence: Sequence) -> bool:
         """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""
@@ -161,6 +224,7 @@ class PrefillManager:
                 continue  # announced in this very moment: it is urgent itself now
             self.computing.pop(sequence.room, None)
             self.inflight.pop(sequence.room, None)
+            self._stop_load(sequence)
             self._resources.vacate(sequence, is_offloaded=False)
             sequence.kv_len, sequence.prompt_lines = 0, None
             sequence.state = SequenceState.WAITING
@@ -197,10 +261,17 @@ class PrefillManager:
     def _close(self, sequence: Sequence) -> None:
         for queue in (self.waiting, self.computing, self.inflight):
             queue.pop(sequence.room, None)
+        self._stop_load(sequence)
         self._resources.free_slot(sequence)
         if sequence.state is not SequenceState.CLOSING:
             sequence.state = SequenceState.CLOSING
             self.closing[sequence.room] = sequence
+
+    def _stop_load(self, sequence: Sequence) -> None:
+        """Its pages go to others."""
+        if sequence.load is not None:
+            sequence.load.stop()
+            sequence.load = None
 
     def _free(self, sequence: Sequence) -> None:
         self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

@@ -72,6 +72,7 @@ class RequestArrivals:
                 self._ends.cancel_worker(word.incarnation)
             case CacheFlush():
                 self._parts.cache.flush()
+                self._prefill.flush()
             case _:
                 self._take_request(word)
 

@@ -13,6 +13,7 @@ from chitu.engine.executor import Executor
 from chitu.errors import ChituError
 from chitu.instance.scheduling.resources import AuxSlots
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
 from chitu.types import Role
 
@@ -36,6 +37,8 @@ class PDSchedulerParts:
     num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
     receiver: DecodeReceiverLike | None = None
+    tiers: PrefixTiers | None = None
+    """Behind the prefix cache, of P and unified instances."""
     overlap: bool = False
     """Launch a step before the tokens of the one before are read."""
 

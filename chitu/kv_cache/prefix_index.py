@@ -28,6 +28,7 @@ class PrefixIndex:
         self._next = array("i", [-1]) * (num_pages + 1)
         self._prev = array("i", [-1]) * (num_pages + 1)
         self._next[self._head] = self._prev[self._head] = self._head
+        self._generations = array("Q", bytes(8 * num_pages))
         self.num_idle = 0
         self.num_shared_pins = 0
         """Pins beyond the first of each page."""
@@ -38,6 +39,11 @@ class PrefixIndex:
 
     def num_pins(self, page: int) -> int:
         return self._pins[page]
+
+    def generation(self, page: int) -> int:
+        """Of what the page holds: another number as soon as it cannot be found any more, which is before anybody may
+        write to it again. Any thread."""
+        return self._generations[page]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest beginning of this chain that is here."""
@@ -105,9 +111,8 @@ class PrefixIndex:
 
     def flush(self) -> list[int]:
         """Nothing can be found any more. The pages that were idle: nobody's now. What is pinned stays so."""
-        for page in self._pages.values():
-            self._keys[page] = None
-        self._pages.clear()
+        for page in list(self._pages.values()):
+            self._forget(page)
         return self.evict(self.num_idle)
 
     def check_unused(self, num_pages: int) -> None:
@@ -132,6 +137,7 @@ class PrefixIndex:
         if key is not None:
             del self._pages[key]
             self._keys[page] = None
+            self._generations[page] += 1
 
     def _link(self, page: int) -> None:
         newest = self._prev[self._head]

@@ -28,15 +28,18 @@ from chitu.config.topology import (
     Instance,
     check,
     find_instance,
+    has_tiers,
     is_loopback,
     warn_of_faults,
     warn_without_key,
 )
 from chitu.engine.executor import Executor
+from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.page_keys import layout_fingerprint
+from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -57,6 +60,7 @@ from chitu.types import Role, instance_name, new_incarnation
 if TYPE_CHECKING:
     from chitu.instance.ranks import Greeting
     from chitu.kv_cache.pool import KVPool
+    from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +176,10 @@ def build_engine(
     wake = Waker()
     fingerprint = layout_fingerprint(engine.pool.layout) if topology.cache.prefix_cache else None
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
+    tiers: PrefixTiers | None = None
+    if has_tiers(topology, instance):
+        kind = instance.config.devices[MAIN_RANK].partition(":")[0]
+        tiers = build_tiers(topology.cache, engine.pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []
@@ -217,6 +225,7 @@ def build_engine(
         prepare_step_thread=engine.prepare_thread,
         close=close,
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
+        tiers=tiers,
     )
 
 

@@ -32,6 +32,7 @@ SETTINGS = [
     "scheduler.threads=1",
     "cache.num_pages=40",
 ]
+HOST_MEMORY = "cache.host_bytes=4000000"
 
 
 def sizes(prefill: int, decode: int) -> list[str]:
@@ -46,11 +47,11 @@ def sizes(prefill: int, decode: int) -> list[str]:
 
 
 CASES = {
-    "unified": ("unified_local.yaml", "qwen3", ["scheduler.overlap=on"]),
-    "shm, staged, overlap, checked": (
+    "unified, host memory": ("unified_local.yaml", "qwen3", ["scheduler.overlap=on", HOST_MEMORY]),
+    "shm, staged, overlap, checked, host memory": (
         "pd_disagg_1p1d_local.yaml",
         "deepseek_v3",
-        [f"{PD}.transport=shm", f"{PD}.transfer=staged", f"{PD}.verify_kv=all", "scheduler.overlap=on"],
+        [f"{PD}.transport=shm", f"{PD}.transfer=staged", f"{PD}.verify_kv=all", "scheduler.overlap=on", HOST_MEMORY],
     ),
     "mooncake, 2 ranks to 1": ("pd_disagg_1p1d_local.yaml", "llama", [f"{PD}.transport=mooncake", *sizes(2, 1)]),
     "shm, 1 rank to 2, fp8": (
@@ -159,7 +160,7 @@ def wire_sizes(cluster: LocalCluster) -> tuple[int, int]:
     return tokens * 2 * spec["num_key_value_heads"] * head_bytes, row_bytes
 
 
-@pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked"], indirect=True)
+@pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked, host memory"], indirect=True)
 def test_a_flush_forgets_and_a_salt_is_a_text(cluster: LocalCluster) -> None:
     prompt = list(range(100, 180))
     for cached in (0, 64):

@@ -179,6 +179,16 @@ def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
     assert only.startswith("cache.num_pages is 4")
 
 
+def test_host_memory_for_a_prefix_cache_that_cannot_be_is_refused() -> None:
+    memory = "cache.host_bytes=1000000"
+    (only,) = found(load_topology(None, [memory, "cache.prefix_cache=false"]))
+    assert "cache.host_bytes" in only and "cache.prefix_cache" in only
+    for role, is_wrong in (("prefill", True), ("decode", False)):
+        section = f"dp_config.router.{role}_schedulers.0"
+        sentences = found(load_topology(None, [memory, f"{section}.tp_size=2", f"{section}.devices=[cpu,cpu]"]))
+        assert [f"{section}.tp_size is 2" in sentence for sentence in sentences] == [True] * is_wrong
+
+
 def test_the_model_folder_is_checked_first_thing(tmp_path: Path) -> None:
     def sentence(path: str) -> str:
         with pytest.raises(ConfigError) as caught:

@@ -18,6 +18,7 @@ from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.instance.request_arrivals import wrong_sampling
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (
@@ -113,9 +114,14 @@ class Instance:
                 num_aux_slots=aux_slots,
                 sender=sender,
                 receiver=receiver,
+                tiers=self.make_tiers(),
                 overlap=overlap,
             )
         )
+
+    def make_tiers(self) -> PrefixTiers | None:
+        """Behind the prefix cache."""
+        return None
 
     def _open_port(self, port: int) -> Port:
         if not 0 < port < 65536:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import chitu
-from chitu.kv_transfer.job_thread import JobThread
+from chitu.net.job_thread import JobThread
 from chitu.net.threads import ServiceThread
 
 

@@ -37,6 +37,8 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
     for sequence in by_urgency(computing):
         if budget == 0:
             break
+        if sequence.load is not None:
+            continue
         length = min(sequence.remaining_prompt, chunk_size, budget)
         chunks.append(Chunk(sequence, sequence.kv_len, length))
         budget -= length

@@ -86,7 +86,8 @@ class Resources:
         if self.num_unread:
             raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
         if sequence.slot >= 0:
-            self.slots.free(sequence, admitted=not is_offloaded)
+            self.slots.free(sequence, admitted=sequence.admitted and not is_offloaded)
+            sequence.admitted = False
         self._free_aux(sequence)
         self.cache.remove_task(sequence.room)
 

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
 from chitu.protocol.states import SequenceState
 
@@ -54,6 +55,9 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     keys: PageKeys | None = None
     """Of its pages in the prefix cache; None where it takes and leaves none."""
+    load: PageLoad | None = None
+    """Pages of its prompt that come from the tiers. Until that is over it computes nothing, and the executor has not
+    been told of it."""
     logits_ready: bool = False
     """D: the aux row is complete."""
     kv_ready: bool = False

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from chitu.errors import BadFrame, ChituError, Integrity, ProtocolError, from_code
 from chitu.kv_transfer.checksums import read_sums
 from chitu.kv_transfer.events import TransferEvent
-from chitu.kv_transfer.job_thread import JobThread
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver.kv_verifier import Arrival, KVVerifier
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receiver.receive_rooms import ReceiveEntry, ReceiveRoom, ReceiveRooms
 from chitu.kv_transfer.staging.receiving import Receiver, StagedReceiving
+from chitu.net.job_thread import JobThread
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     AbortAck,

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu.errors import ChituError
-from chitu.kv_transfer.job_thread import JobThread
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receiver.receive_rooms import ReceiveRoom, ReceiveRooms
 from chitu.kv_transfer.staging.arrivals import Scatter, StagedArrivals, StagedGroup
 from chitu.kv_transfer.staging.scatterer import Scatterer
+from chitu.net.job_thread import JobThread
 from chitu.protocol import Staged
 
 

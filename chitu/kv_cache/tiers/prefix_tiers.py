@@ -1,0 +1,184 @@
+"""`PrefixTiers`: the prefix cache behind the pool. What is evicted there is in host memory still, and comes back.
+
+The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which return at once; `load`'s outcome is a
+`PageLoad`. All copies are made by the thread `tiers`, loads before write-backs.
+
+* **Write-back holds no page.** A page is copied when it has entered the index, while it stays what it is there: cached
+  pages are never written to. It may be evicted in the middle of the copy, and then the copy is thrown away: the index
+  counts how often it has let go of each page (`PrefixIndex.generation`), before anybody can write there.
+* **Loading must pay.** A page is loaded where its bytes by the speed of loads, as measured here, take less time than
+  its tokens by the speed of prefills. What was not measured for a while counts as fast.
+* **A loss is a miss**: what cannot be copied in time, or finds no room, is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from chitu.clock import Clock
+from chitu.kv_cache.tiers.host_pages import HostPages
+from chitu.kv_cache.tiers.page_copies import PageCopies
+from chitu.kv_cache.tiers.page_load import PageLoad
+from chitu.kv_cache.tiers.record import HEADER_BYTES, seal
+from chitu.kv_cache.tiers.speed import MeasuredSpeed
+from chitu.net.job_thread import JobThread
+
+MAX_WRITE_BACKS = 1024
+"""Batches of pages (of one request and step) that wait to be copied; beyond it the oldest are not."""
+PIECE_PAGES = 8
+"""As many are copied to host memory before a load may go ahead."""
+
+
+class _WriteBack(NamedTuple):
+    chain: Sequence[bytes]
+    """Keys of the first pages of a sequence."""
+    first: int
+    """The last `len(pages)` of them are new."""
+    pages: Sequence[int]
+    generations: Sequence[int]
+
+
+class PrefixTiers:
+    """`generation(page)`: of the index, see above. `wake`: the step thread, when a load is done. `page_tokens`: tokens
+    a page. `load_timeout_s`: the longest that a prompt waits for its pages."""
+
+    def __init__(
+        self,
+        host: HostPages,
+        copies: PageCopies,
+        generation: Callable[[int], int],
+        page_tokens: int,
+        load_timeout_s: float,
+        clock: Clock,
+        wake: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._copies = copies
+        self._generation = generation
+        self._page_tokens = page_tokens
+        self._load_timeout_s = load_timeout_s
+        self._clock = clock
+        self._wake = wake
+        self._thread: JobThread[Callable[[], None]] = JobThread("tiers", lambda job: job())
+        self._lock = threading.Lock()
+        self._write_backs: deque[_WriteBack] = deque(maxlen=MAX_WRITE_BACKS)
+        self._is_writing_back = False
+        """A job for the next of them is queued; behind the loads that came before it, and ahead of none."""
+        self._restore_speed = MeasuredSpeed(clock)
+        self._prefill_speed = MeasuredSpeed(clock)
+        self.hit_pages = 0
+        """Of prompts, that came from host memory since the start."""
+
+    # ----------------------------------------------------------------------------------------------------- step thread
+
+    def write_back(self, chain: Sequence[bytes], first: int, pages: Sequence[int]) -> None:
+        """The pages of `chain[first:]` have just entered the index."""
+        work = _WriteBack(chain, first, pages, [self._generation(page) for page in pages])
+        with self._lock:
+            self._write_backs.append(work)
+            is_queued, self._is_writing_back = self._is_writing_back, True
+        if not is_queued:
+            self._thread.put(self._write_back_next)
+
+    def load(self, chain: Sequence[bytes], first: int, pages: Sequence[int]) -> PageLoad | None:
+        """Bring what there is of the pages of `chain[first:]` into `pages`, in order, up to the first that is nowhere.
+        None where nothing would come. What comes before `first` is in the pool, and counts as used here, too."""
+        if first:
+            self._thread.put(partial(self._host.touch, chain[first - 1 :: -1]))
+        keys = chain[first:]
+        if not keys or keys[0] not in self._host or not self._pays(self._restore_speed):
+            return None
+        load = PageLoad(keys, pages, self._clock.monotonic() + self._load_timeout_s)
+        self._thread.put(partial(self._restore, load))
+        return load
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts in this time."""
+        self._prefill_speed.note(num_tokens, seconds)
+
+    def flush(self) -> None:
+        """Forget all pages; the index has done so before."""
+        self._host.clear()
+
+    def _pays(self, speed: MeasuredSpeed) -> bool:
+        bytes_per_s, tokens_per_s = speed.per_s(), self._prefill_speed.per_s()
+        if bytes_per_s is None or tokens_per_s is None:
+            return True
+        return self._host.record_bytes / bytes_per_s < self._page_tokens / tokens_per_s
+
+    # ------------------------------------------------------------------------------------------------------ main thread
+
+    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
+        """`spawn(name, target)` makes a thread whose death must end the process."""
+        self._thread.start(spawn)
+
+    def run_one(self) -> bool:
+        """Without `start`: do one job in this thread; False where none waits."""
+        return self._thread.run_one()
+
+    def close(self) -> None:
+        """No step runs any more. The pool may go when this returns."""
+        with self._lock:
+            self._write_backs.clear()
+        self._thread.close()
+
+    # --------------------------------------------------------------------------------------------------- thread `tiers`
+
+    def _write_back_next(self) -> None:
+        with self._lock:
+            if not self._write_backs:
+                self._is_writing_back = False
+                return
+            work = self._write_backs.popleft()
+        if self._write_back_piece(work) and len(work.pages) > PIECE_PAGES:
+            chain, first, pages, generations = work
+            rest = _WriteBack(chain, first + PIECE_PAGES, pages[PIECE_PAGES:], generations[PIECE_PAGES:])
+            with self._lock:
+                self._write_backs.appendleft(rest)
+        else:
+            self._host.touch(work.chain[::-1])
+        self._thread.put(self._write_back_next)
+
+    def _write_back_piece(self, work: _WriteBack) -> bool:
+        """False where a page could not be copied: what comes behind it would never be found."""
+        keys = work.chain[work.first : work.first + PIECE_PAGES]
+        pieces = zip(keys, work.pages, work.generations, strict=False)
+        return all(key in self._host or self._extract(key, page, generation) for key, page, generation in pieces)
+
+    def _extract(self, key: bytes, page: int, generation: int) -> bool:
+        """Whether it is in host memory now."""
+        if self._generation(page) != generation:
+            return False  # it was evicted before its turn came
+        taken = self._host.take()
+        if taken is None:
+            return False
+        record = self._host.record(taken[0])
+        self._copies.extract_from_kvpool(page, record[HEADER_BYTES:])
+        seal(record, key)
+        return self._host.publish(key, taken, lambda: self._generation(page) == generation)
+
+    def _restore(self, load: PageLoad) -> None:
+        begin_s, begin = self._clock.monotonic(), load.position
+        for key in load.keys[begin:]:
+            slot = self._host.pin(key)
+            if slot is None:
+                break
+            content = self._host.record(slot)[HEADER_BYTES:]
+            is_wanted = load.restore(partial(self._to_pool, content))
+            self._host.unpin(slot)
+            if not is_wanted:
+                break
+        restored = load.position - begin
+        self.hit_pages += restored
+        if restored:
+            self._restore_speed.note(restored * self._host.record_bytes, self._clock.monotonic() - begin_s)
+        self._host.touch(load.keys[::-1])
+        load.is_done = True
+        self._wake()
+
+    def _to_pool(self, content: memoryview, page: int) -> None:
+        self._copies.restore_to_kvpool(page, content)
