@@ -70,7 +70,7 @@ class PDScheduler:
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
         sources = LoadSources(
-            role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots
+            role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers
         )
         self._arrivals = RequestArrivals(parts, self._prefill, self._decode, self._ends)
         self._load = InstanceLoad(sources, parts.clock.monotonic())

@@ -41,6 +41,30 @@ class ModelConfig(Section, frozen=True):
     by torch's library; the rest by FlashInfer where it is installed and fits, else by our own."""
 
 
+class DiskConfig(Section, frozen=True):
+    """Where pages are kept that host memory has no room for, and that a restart survives."""
+
+    path: str | None = None
+    """Folder; each instance has its own in it, by its name. Unset: none."""
+    max_bytes: Positive = 64 << 30
+    """Of the files of each instance; the least recently used go first."""
+
+
+class StoreConfig(Section, frozen=True):
+    """A Mooncake Store, by which instances share pages that they have computed. Nothing in it is authenticated: trusted
+    networks only."""
+
+    master: str | None = None
+    """`host:port` of `mooncake_master`. Unset: none."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """What pages move over."""
+    device: str = ""
+    """RDMA device names, comma separated."""
+    segment_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Memory that each P and unified instance gives to the store, and takes along when it ends. 0: others have it, such
+    as `mooncake_client` processes."""
+
+
 class CacheConfig(Section, frozen=True):
     page_size: Positive = 16
     """Tokens a page."""
@@ -59,7 +83,10 @@ class CacheConfig(Section, frozen=True):
     """Host memory (pinned beside a GPU) of each P and unified instance, in bytes: the prefix cache goes on there when
     the pool has no room. 0: none."""
     load_timeout_s: Seconds = 1.0
-    """The longest that a prompt waits for pages from outside the pool; what is missing then is computed."""
+    """The longest that a prompt waits for pages from outside the pool; what is missing then is computed. A disk or
+    store of which a call takes longer is left out for a while."""
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     num_aux_slots: Positive | None = None
     """Logits rows for requests between P and D; unset: 2 x max_running_requests."""
 

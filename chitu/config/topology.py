@@ -240,6 +240,9 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
 
 def _tier_problems(topology: Topology) -> Iterator[str]:
     if not topology.cache.host_bytes:
+        for key, value in (("disk.path", topology.cache.disk.path), ("store.master", topology.cache.store.master)):
+            if value is not None:
+                yield f"cache.{key}: pages go through host memory, and cache.host_bytes is 0"
         return
     if not topology.cache.prefix_cache:
         yield "cache.host_bytes is memory for the prefix cache, which cache.prefix_cache turns off"

@@ -41,7 +41,7 @@ from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_cache.pool import KVPool
-from chitu.models.config import model_hash, read_model_spec
+from chitu.models.config import model_hash, read_model_spec, weights_digest
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,11 @@ class RankEngine:
     pool: KVPool
     runner: ModelRunner
     threads: int
+    model_path: str
+
+    def weights_digest(self) -> bytes:
+        """Of what the checkpoint's weights are; reads them all."""
+        return weights_digest(self.model_path)
 
     def prepare_thread(self) -> None:
         """Settings of the math library are per thread; call first thing on the one that runs steps."""
@@ -146,7 +151,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         logger.warning("%s", warning)
     prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
-    return RankEngine(group, pool, runner, threads)
+    return RankEngine(group, pool, runner, threads, path)
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:

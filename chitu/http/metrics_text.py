@@ -192,6 +192,9 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
             ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
         ]
         yield gauge(name, text, samples, (*PER_INSTANCE, label))
+    tiers = [((*labels, tier), number) for labels, load in loads for tier, number in _tier_tokens(load).items()]
+    text = "Prompt tokens whose pages came from outside the pool, and were not computed"
+    yield counter("chitu_instance_tier_tokens", text, tiers, (*PER_INSTANCE, "tier"))
     waiting = [(labels, load.waiting_tokens) for labels, load in loads]
     yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
     quarantined = [(labels, load.segments_quarantined) for labels, load in loads]
@@ -213,11 +216,17 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ),
         ("chitu_instance_saved_bytes", "KV that P did not send, as D had it in cached pages", "bytes_saved"),
         ("chitu_instance_evicted_pages", "Cached pages that were given to other requests", "evictions"),
+        ("chitu_instance_host_evicted_pages", "Pages that host memory gave up for others", "host_evictions"),
+        ("chitu_instance_bad_pages", "Pages from disk or store that were not what they should be", "bad_pages"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
     ):
         yield counter(name, text, [(labels, getattr(load, field)) for labels, load in loads], PER_INSTANCE)
+
+
+def _tier_tokens(load: LoadReport) -> dict[str, int]:
+    return {"host": load.host_tokens, "disk": load.disk_tokens, "store": load.store_tokens}
 
 
 def _queues(role: str, load: LoadReport) -> dict[str, int]:

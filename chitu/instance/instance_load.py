@@ -14,6 +14,7 @@ from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduling.backlog import BacklogMeter
 from chitu.instance.scheduling.resources import AuxSlots
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.protocol import LoadReport
 from chitu.types import Role
 
@@ -29,6 +30,7 @@ class LoadSources:
     tokens: TokenManager
     aux: AuxSlots | None
     num_aux_slots: int
+    tiers: PrefixTiers | None = None
 
 
 class InstanceLoad:
@@ -58,6 +60,8 @@ class InstanceLoad:
     def _report(self) -> LoadReport:
         sources = self._sources
         prefill, decode, cache, tokens = sources.prefill, sources.decode, sources.cache, sources.tokens
+        tiers = sources.tiers
+        hits = tiers.hit_tokens if tiers is not None else {}
         return LoadReport(
             waiting=len(prefill.waiting) + len(decode.waiting),
             unannounced=sum(not s.announced for s in prefill.waiting.values()),
@@ -74,6 +78,11 @@ class InstanceLoad:
             pages_cached=cache.num_cached_pages,
             cached_tokens=cache.hit_tokens,
             evictions=cache.evictions,
+            host_tokens=hits.get("host", 0),
+            disk_tokens=hits.get("disk", 0),
+            store_tokens=hits.get("store", 0),
+            host_evictions=tiers.host_evictions if tiers is not None else 0,
+            bad_pages=tiers.bad_pages if tiers is not None else 0,
             aux_total=sources.num_aux_slots,
             aux_free=sources.aux.num_free if sources.aux is not None else 0,
             steps=self.steps,

@@ -10,6 +10,7 @@ needs as many hashes for two prompts of his own choice, and 2**128 for one that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -24,6 +25,13 @@ TOKEN_BYTES = 4
 def layout_fingerprint(layout: KVLayout) -> bytes:
     """Of model, weights, KV layout, dtype and page size. `tp_size` is not of it: all ranks together hold the same."""
     return blake2b(encode(msgspec.structs.replace(layout, tp_size=1)), digest_size=KEY_BYTES).digest()
+
+
+def lasting_fingerprint(fingerprint: bytes, weights_digest: bytes, version: str, settings: Sequence[object]) -> bytes:
+    """For pages that outlive a process, or that others read: the layout knows weights by their shapes alone, and what
+    another version or other `settings` of the model compute may differ."""
+    text = repr((version, *settings)).encode()
+    return blake2b(fingerprint + weights_digest + text, digest_size=KEY_BYTES).digest()
 
 
 @dataclass(slots=True)

@@ -57,6 +57,14 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """D, since start: KV bytes of prompts that were in cached pages, and not moved."""
     evictions: int = 0
     """Since start: cached pages that were given to others."""
+    host_tokens: int = 0
+    """Since start: prompt tokens whose pages came from host memory, and from the tiers behind it."""
+    disk_tokens: int = 0
+    store_tokens: int = 0
+    host_evictions: int = 0
+    """Since start: pages that host memory gave up for others."""
+    bad_pages: int = 0
+    """Since start: pages from disk or store that were not what they should be."""
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0

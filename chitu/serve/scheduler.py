@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
@@ -38,7 +39,7 @@ from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_cache.checksum import page_sums_of
-from chitu.kv_cache.page_keys import layout_fingerprint
+from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
@@ -54,7 +55,7 @@ from chitu.net.curve import derive
 from chitu.net.threads import Waker
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
-from chitu.serve.makers import Makers, RankPool
+from chitu.serve.makers import BuiltRank, Makers, RankPool
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
@@ -174,12 +175,14 @@ def build_engine(
     """Load the model and everything that touches its memory."""
     engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
-    fingerprint = layout_fingerprint(engine.pool.layout) if topology.cache.prefix_cache else None
+    fingerprint = _fingerprint(topology, instance, engine)
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
     tiers: PrefixTiers | None = None
     if has_tiers(topology, instance):
         kind = instance.config.devices[MAIN_RANK].partition(":")[0]
-        tiers = build_tiers(topology.cache, engine.pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
+        name, host = instance.name, instance.config.host
+        free_bytes = available_cpu_bytes()
+        tiers = build_tiers(topology.cache, name, host, engine.pool, kind, cache, free_bytes, RealClock(), wake.wake)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []
@@ -227,6 +230,17 @@ def build_engine(
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
         tiers=tiers,
     )
+
+
+def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
+    """What the keys of cached pages begin with; None where nothing is cached."""
+    if not topology.cache.prefix_cache:
+        return None
+    fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
+    if not (has_tiers(topology, instance) and (topology.cache.disk.path or topology.cache.store.master)):
+        return fingerprint
+    settings = (model.dtype, model.max_model_len)
+    return lasting_fingerprint(fingerprint, engine.weights_digest(), __version__, settings)
 
 
 def _build_transfer(

@@ -75,6 +75,10 @@ class ChecksumRank:
     def prepare_thread(self) -> None:
         """There is no math library."""
 
+    def weights_digest(self) -> bytes:
+        """There are no weights."""
+        return b""
+
 
 def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
     """One rank, whose pool has `num_pages` (1024 where unset) pages."""

@@ -180,6 +180,9 @@ def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
 
 
 def test_host_memory_for_a_prefix_cache_that_cannot_be_is_refused() -> None:
+    for key in ("cache.disk.path", "cache.store.master"):
+        (only,) = found(load_topology(None, [f"{key}=somewhere:1"]))
+        assert only.startswith(key) and "cache.host_bytes is 0" in only
     memory = "cache.host_bytes=1000000"
     (only,) = found(load_topology(None, [memory, "cache.prefix_cache=false"]))
     assert "cache.host_bytes" in only and "cache.prefix_cache" in only

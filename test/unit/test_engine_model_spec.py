@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config import RopeSpec, model_hash, read_model_spec, weight_files
+from chitu.models.config import RopeSpec, model_hash, read_model_spec, weight_files, weights_digest
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -265,3 +265,13 @@ def test_weights_are_those_that_transformers_reads(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="adapter_config"):
         weight_files(tmp_path)
+
+
+def test_other_weights_of_the_same_shapes_have_another_digest(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for part in (b"1", b"2"):
+            (tmp_path / name / f"model-{part.decode()}.safetensors").write_bytes(part * 1000)
+    assert weights_digest(tmp_path / "a") == weights_digest(tmp_path / "b")
+    (tmp_path / "b" / "model-2.safetensors").write_bytes(b"2" * 999 + b"3")
+    assert weights_digest(tmp_path / "a") != weights_digest(tmp_path / "b")

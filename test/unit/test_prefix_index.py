@@ -184,6 +184,13 @@ def test_keys_agree_exactly_as_far_as_the_tokens_do() -> None:
     assert all(len(key) == KEY_BYTES for key in first)
 
 
+def test_what_outlives_a_process_is_of_these_weights_this_version_and_these_settings() -> None:
+    known = (b"layout", b"weights", "1.0", ("auto", None))
+    others = [(b"other", *known[1:]), (b"layout", b"other", *known[2:]), (*known[:2], "1.1", known[3])]
+    prints = {lasting_fingerprint(*each) for each in (known, *others, (*known[:3], ("auto", 1024)))}
+    assert len(prints) == 5 and lasting_fingerprint(*known) in prints and b"layout" not in prints
+
+
 def test_keys_grow_with_the_output_and_do_not_change() -> None:
     keys = PageKeys.of(b"fingerprint", 2)
     tokens = pack_i32(range(8))

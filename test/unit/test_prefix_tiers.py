@@ -520,7 +520,11 @@ def test_memory_for_less_than_a_page_and_for_more_than_there_is_are_refused() ->
 
     def build(host_bytes: int, free_bytes: int) -> Sequence[object]:
         config = CacheConfig(host_bytes=host_bytes)
-        return [build_tiers(config, pool, "cpu", instance.cache, free_bytes, instance.clock, lambda: None)]
+        return [
+            build_tiers(
+                config, "P0", "127.0.0.1", pool, "cpu", instance.cache, free_bytes, instance.clock, lambda: None
+            )
+        ]
 
     build(page, page)
     with pytest.raises(ConfigError, match=f"cache.host_bytes is {page - 1}, less than one page of {page}"):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
+from chitu.kv_cache.tiers.disk_pages import DiskPages
 from chitu.kv_cache.tiers.host_pages import HostPages
+from chitu.kv_cache.tiers.mooncake_pages import MooncakePages
 from chitu.kv_cache.tiers.page_copies import PagedRegions, host_memory, page_content_bytes, page_copies_of
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_cache.tiers.record import HEADER_BYTES
+from chitu.kv_cache.tiers.slow_tier import SlowTier
 
 
 class Index(Protocol):
@@ -25,6 +29,8 @@ class Index(Protocol):
 
 def build_tiers(
     config: CacheConfig,
+    name: str,
+    address: str,
     pool: PagedRegions,
     device: str,
     cache: Index,
@@ -32,8 +38,8 @@ def build_tiers(
     clock: Clock,
     wake: Callable[[], None],
 ) -> PrefixTiers:
-    """With `cache.host_bytes` set; `cache` tells it of its pages from now on. `device`: the kind of the pool's.
-    `free_bytes`: of host memory. Raises ConfigError."""
+    """With `cache.host_bytes` set; `cache` tells it of its pages from now on. `name`, `address`: the
+    instance's. `device`: the kind of the pool's. `free_bytes`: of host memory. Raises ConfigError."""
     page_bytes = page_content_bytes(pool)
     if config.host_bytes < HEADER_BYTES + page_bytes:
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, less than one page of {HEADER_BYTES + page_bytes}")
@@ -41,6 +47,13 @@ def build_tiers(
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, but {free_bytes} bytes of host memory are free")
     host = HostPages(host_memory(config.host_bytes, device), page_bytes)
     copies = page_copies_of(pool, device)
-    tiers = PrefixTiers(host, copies, cache.generation, cache.page_size, config.load_timeout_s, clock, wake)
+    timeout_s, slow = config.load_timeout_s, list[SlowTier]()
+    if config.disk.path is not None:
+        disk = DiskPages(Path(config.disk.path) / name, config.disk.max_bytes)
+        slow.append(SlowTier("disk", disk, host, timeout_s, clock))
+    if config.store.master is not None:
+        store = MooncakePages(config.store, address, host.record_bytes)
+        slow.append(SlowTier("store", store, host, timeout_s, clock))
+    tiers = PrefixTiers(host, copies, cache.generation, cache.page_size, timeout_s, clock, wake, slow)
     cache.on_cached = tiers.write_back
     return tiers

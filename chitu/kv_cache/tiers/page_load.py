@@ -22,6 +22,9 @@ class PageLoad:
         self._num_restored = 0
         self.is_done = False
         """Nothing more will come. Any thread may read it."""
+        self._tried: dict[str, int] = {}
+        """At which page a tier was asked last, by its name."""
+        self._source = ("", 0, 0)
 
     @classmethod
     def none(cls) -> PageLoad:
@@ -38,6 +41,22 @@ class PageLoad:
     @property
     def is_stopped(self) -> bool:
         return self._is_stopped
+
+    def tries(self, tier: str) -> bool:
+        """Whether to ask this tier for the next page: once for each."""
+        if self._tried.get(tier) == self._num_restored:
+            return False
+        self._tried[tier] = self._num_restored
+        return True
+
+    def note_source(self, tier: str, begin: int, end: int) -> None:
+        """These pages were brought to host memory by a tier."""
+        self._source = (tier, begin, end)
+
+    def num_from_source(self, begin: int, end: int) -> tuple[str, int]:
+        """How many of these pages a tier brought, and which."""
+        tier, source_begin, source_end = self._source
+        return tier, max(0, min(end, source_end) - max(begin, source_begin))
 
     def restore(self, copy: Callable[[int], None]) -> bool:
         """`copy` the next page into its place in the pool, which it is given. False, and nothing done, after `stop`."""

@@ -1,7 +1,8 @@
-"""`PrefixTiers`: the prefix cache behind the pool. What is evicted there is in host memory still, and comes back.
+"""`PrefixTiers`: the prefix cache behind the pool. What is evicted there is in host memory still, or in a slower store
+behind it, and comes back.
 
 The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which return at once; `load`'s outcome is a
-`PageLoad`. All copies are made by the thread `tiers`, loads before write-backs.
+`PageLoad`. All copies to and from the pool are made by the thread `tiers`, loads before write-backs.
 
 * **Write-back holds no page.** A page is copied when it has entered the index, while it stays what it is there: cached
   pages are never written to. It may be evicted in the middle of the copy, and then the copy is thrown away: the index
@@ -24,6 +25,7 @@ from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import PageCopies
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.kv_cache.tiers.record import HEADER_BYTES, seal
+from chitu.kv_cache.tiers.slow_tier import SlowTier
 from chitu.kv_cache.tiers.speed import MeasuredSpeed
 from chitu.net.job_thread import JobThread
 
@@ -55,6 +57,7 @@ class PrefixTiers:
         load_timeout_s: float,
         clock: Clock,
         wake: Callable[[], None],
+        slow: Sequence[SlowTier] = (),
     ) -> None:
         self._host = host
         self._copies = copies
@@ -63,6 +66,7 @@ class PrefixTiers:
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._wake = wake
+        self._slow = {tier.name: tier for tier in slow}
         self._thread: JobThread[Callable[[], None]] = JobThread("tiers", lambda job: job())
         self._lock = threading.Lock()
         self._write_backs: deque[_WriteBack] = deque(maxlen=MAX_WRITE_BACKS)
@@ -72,6 +76,22 @@ class PrefixTiers:
         self._prefill_speed = MeasuredSpeed(clock)
         self.hit_pages = 0
         """Of prompts, that came from host memory since the start."""
+
+    # ------------------------------------------------------------------------------------------------------ any thread
+
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        """Of prompts, that came from `host`, and from each slow tier by its name, since the start."""
+        pages = {"host": self.hit_pages} | {name: tier.hit_pages for name, tier in self._slow.items()}
+        return {name: count * self._page_tokens for name, count in pages.items()}
+
+    @property
+    def host_evictions(self) -> int:
+        return self._host.evictions
+
+    @property
+    def bad_pages(self) -> int:
+        return sum(tier.bad_pages for tier in self._slow.values())
 
     # ----------------------------------------------------------------------------------------------------- step thread
 
@@ -90,7 +110,9 @@ class PrefixTiers:
         if first:
             self._thread.put(partial(self._host.touch, chain[first - 1 :: -1]))
         keys = chain[first:]
-        if not keys or keys[0] not in self._host or not self._pays(self._restore_speed):
+        if not keys or not (keys[0] in self._host or any(tier.may_have(keys[0]) for tier in self._slow.values())):
+            return None
+        if not self._pays(self._restore_speed):
             return None
         load = PageLoad(keys, pages, self._clock.monotonic() + self._load_timeout_s)
         self._thread.put(partial(self._restore, load))
@@ -103,6 +125,8 @@ class PrefixTiers:
     def flush(self) -> None:
         """Forget all pages; the index has done so before."""
         self._host.clear()
+        for tier in self._slow.values():
+            tier.clear_later()
 
     def _pays(self, speed: MeasuredSpeed) -> bool:
         bytes_per_s, tokens_per_s = speed.per_s(), self._prefill_speed.per_s()
@@ -115,16 +139,20 @@ class PrefixTiers:
     def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
         """`spawn(name, target)` makes a thread whose death must end the process."""
         self._thread.start(spawn)
+        for tier in self._slow.values():
+            tier.start(spawn)
 
     def run_one(self) -> bool:
         """Without `start`: do one job in this thread; False where none waits."""
-        return self._thread.run_one()
+        return any([self._thread.run_one(), *[tier.run_one() for tier in self._slow.values()]])
 
     def close(self) -> None:
         """No step runs any more. The pool may go when this returns."""
         with self._lock:
             self._write_backs.clear()
         self._thread.close()
+        for tier in self._slow.values():
+            tier.close()
 
     # --------------------------------------------------------------------------------------------------- thread `tiers`
 
@@ -159,7 +187,11 @@ class PrefixTiers:
         record = self._host.record(taken[0])
         self._copies.extract_from_kvpool(page, record[HEADER_BYTES:])
         seal(record, key)
-        return self._host.publish(key, taken, lambda: self._generation(page) == generation)
+        if not self._host.publish(key, taken, lambda: self._generation(page) == generation):
+            return False
+        for tier in self._slow.values():
+            tier.put_later([key])
+        return True
 
     def _restore(self, load: PageLoad) -> None:
         begin_s, begin = self._clock.monotonic(), load.position
@@ -173,10 +205,19 @@ class PrefixTiers:
             if not is_wanted:
                 break
         restored = load.position - begin
-        self.hit_pages += restored
         if restored:
             self._restore_speed.note(restored * self._host.record_bytes, self._clock.monotonic() - begin_s)
-        self._host.touch(load.keys[::-1])
+        source, from_source = load.num_from_source(begin, load.position)
+        self.hit_pages += restored - from_source
+        if from_source:
+            self._slow[source].hit_pages += from_source
+        self._host.touch(load.keys[: load.position][::-1])
+        if not load.is_stopped and load.position < len(load.keys):
+            key = load.keys[load.position]
+            for tier in self._slow.values():
+                if tier.may_have(key) and self._pays(tier.speed) and load.tries(tier.name):
+                    tier.fetch_later(load, partial(self._thread.put, partial(self._restore, load)))
+                    return
         load.is_done = True
         self._wake()
 

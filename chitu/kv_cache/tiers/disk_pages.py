@@ -1,0 +1,133 @@
+"""`DiskPages`: records in files of one folder, the least recently used deleted first.
+
+Called by the thread `tier-disk` alone, but for `may_have`. A file's name is its page's key. It is written under another
+name and then renamed, so a process that is killed leaves no half of a record under a key. After a power cut a file may
+have lost its content: whoever reads it verifies. What other processes delete is missed, and files that are not of this
+kind are left alone. After a restart files count as used when they were written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from chitu.errors import ConfigError
+from chitu.kv_cache.page_keys import KEY_BYTES
+
+_NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.kv")
+_UNFINISHED = ".kv.tmp"
+
+
+class DiskPages:
+    """Makes `folder`, and finds what an earlier process left there. At most `max_bytes` of files. ConfigError where the
+    folder cannot be written to."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        """Bytes by key, the least recently used first."""
+        self.num_bytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._find()
+        except OSError as error:
+            raise ConfigError(f"cache.disk.path: {folder} cannot be used: {error.strerror}") from error
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"cache.disk.path: {folder} cannot be written to")
+        self._make_room(0)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def may_have(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
+        for key, record in zip(keys, records, strict=True):
+            if key in self._sizes or len(record) > self._max_bytes:
+                continue
+            self._make_room(len(record))
+            unfinished = self._folder / (key.hex() + _UNFINISHED)
+            try:
+                with open(unfinished, "wb", buffering=0) as file:
+                    written = file.write(record)
+                    while written < len(record):
+                        written += file.write(record[written:])
+                unfinished.replace(self._path(key))
+            except OSError:
+                with suppress(OSError):
+                    unfinished.unlink()
+                raise
+            self._sizes[key] = len(record)
+            self.num_bytes += len(record)
+
+    def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
+        for count, (key, record) in enumerate(zip(keys, records, strict=True)):
+            if key not in self._sizes:
+                return count
+            try:
+                with open(self._path(key), "rb", buffering=0) as file:
+                    is_read = _read_whole(file.fileno(), record)
+            except FileNotFoundError:
+                is_read = False
+            if not is_read:
+                self.forget(key)
+                return count
+        return len(keys)
+
+    def forget(self, key: bytes) -> None:
+        size = self._sizes.pop(key, None)
+        if size is not None:
+            self.num_bytes -= size
+            with suppress(FileNotFoundError):
+                self._path(key).unlink()
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        for key in reversed(chain):
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+
+    def clear(self) -> None:
+        for key in list(self._sizes):
+            self.forget(key)
+
+    def close(self) -> None:
+        """What is there stays for the next process."""
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / f"{key.hex()}.kv"
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._sizes and self.num_bytes + nbytes > self._max_bytes:
+            self.forget(next(iter(self._sizes)))
+
+    def _find(self) -> None:
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(_UNFINISHED):
+                    os.unlink(entry.path)
+                elif match := _NAME.fullmatch(entry.name):
+                    status = entry.stat()
+                    found.append((status.st_mtime_ns, bytes.fromhex(match[1]), status.st_size))
+        for _, key, size in sorted(found):
+            self._sizes[key] = size
+            self.num_bytes += size
+
+
+def _read_whole(file: int, record: memoryview) -> bool:
+    """False where the file has another length."""
+    if os.fstat(file).st_size != len(record):
+        return False
+    filled = 0
+    while filled < len(record):
+        count = os.readv(file, [record[filled:]])
+        if not count:
+            return False
+        filled += count
+    return True
