@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import Internal
-from chitu.kv_cache.page_keys import KEY_BYTES, PageKeys, layout_fingerprint
+from chitu.kv_cache.page_keys import KEY_BYTES, PageKeys, lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.prefix_index import PrefixIndex
 from chitu.protocol import KVLayout, pack_i32
 
