@@ -45,7 +45,7 @@ class PagedKVCacheManager:
         self.page_size = page_size
         self._fingerprint = fingerprint
         self._allocator = PageAllocator(num_pages)
-        self._index = PrefixIndex(num_pages if fingerprint is not None else 0)
+        self._index = PrefixIndex(num_pages)
         self._rooms: dict[bytes, _Room] = {}
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
@@ -188,6 +188,22 @@ class PagedKVCacheManager:
         self._rooms[room] = _Room(pages, list(pages))
         self.hit_tokens += len(pages) * self.page_size
         return len(pages) * self.page_size
+
+    def fork(self, room: bytes, source: bytes, num_tokens: int) -> None:
+        """The room begins with the full pages of the first `num_tokens` of another, which are settled: both use them
+        from now on. Pages that it has already lie behind them."""
+        origin, count = self._rooms[source], num_tokens // self.page_size
+        if source in self._in_transfer or source in self._quarantined:
+            raise Internal("a room is forked that a peer may still write to")
+        for page in origin.table[len(origin.pinned) : count]:  # nobody else may find them
+            self._index.share(page)
+            origin.pinned.append(page)
+        found = self._rooms.setdefault(room, _Room())
+        if found.pinned:
+            raise Internal("a room with shared pages begins again")
+        found.pinned = origin.pinned[:count]
+        found.table[:0] = found.pinned
+        self._pin(found.pinned)
 
     def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """How many of the available pages a room with this prompt would take: all, except those that others use."""

@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -146,18 +146,26 @@ class PDRequestRouter:
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
         at most once per turn. TooManyRequests, NoInstance."""
-        self.require_room_for(1, request.num_tokens)
+        return self.add_choices([request], wake)[0]
+
+    def add_choices(self, requests: Sequence[GenerateRequest], wake: Callable[[], None]) -> list[Generation]:
+        """The same of requests that differ in their seeds alone: where they can, they go out as one, whose prompt is
+        computed once and moved once. All of them, or none."""
+        first = requests[0]
+        self.require_room_for(len(requests), sum([request.num_tokens for request in requests]))
         now_s = self._clock.monotonic()
-        timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
-        generation = Generation(request, wake, now_s + timeout_s, now_s)
+        timeout_s = min(self._timeout_s, first.timeout_s or self._timeout_s)
+        generations = [Generation(request, wake, now_s + timeout_s, now_s) for request in requests]
         try:
-            self._attempts.start(generation)
+            self._attempts.start(generations)
+            for generation in generations:
+                if generation.error is not None:
+                    raise generation.error
         except Exception:
-            self.cancel(generation)  # where it got as far as an attempt, nobody else would ever end that
+            for generation in generations:  # where one got as far as an attempt, nobody else would ever end that
+                self.cancel(generation)
             raise
-        if generation.error is not None:
-            raise generation.error
-        return generation
+        return generations
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""
@@ -223,8 +231,7 @@ class PDRequestRouter:
             if not generation.noted:
                 self._note(attempt, generation)
         for room, lines in batch.prompt_logprobs:
-            attempt = attempt_of(room)
-            if attempt is not None:
+            for attempt in self._attempts.of(room):
                 attempt.generation.prompt_logprobs = lines
         for place, packed in batch.logprobs:
             attempt = attempt_of(rooms[place])
@@ -258,13 +265,10 @@ class PDRequestRouter:
 
     def on_request_failed(self, failed: RequestFailed) -> None:
         """P (or D before it could emit) gave a room up: try another pair or fail it, and tell the other side."""
-        attempt = self._attempts.rooms.get(failed.room)
-        if attempt is None:
-            return
         reporter = InstanceKey(failed.role, failed.engine_rank, failed.incarnation)
-        if reporter not in (attempt.prefill, attempt.decode):
-            return  # of an older incarnation, or of an instance that does not serve this room
-        self._attempts.on_failure(attempt, from_code(failed.code, failed.message), reporter)
+        for attempt in self._attempts.of(failed.room):
+            if reporter in (attempt.prefill, attempt.decode):  # else of an older incarnation, or of no one of this room
+                self._attempts.on_failure(attempt, from_code(failed.code, failed.message), reporter)
         self.flush()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:

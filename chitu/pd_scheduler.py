@@ -65,7 +65,9 @@ class PDScheduler:
         self._resources.settle = self._settle
         self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
         admission = None if role is Role.PREFILL else self._open_admission
-        self._prefill = PrefillManager(parts.config, self._resources, parts.clock, parts.sender, admission, parts.tiers)
+        self._prefill = PrefillManager(
+            parts.config, self._resources, parts.clock, parts.sender, admission, parts.tiers, self._decode.fork
+        )
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
@@ -171,9 +173,12 @@ class PDScheduler:
         """A unified instance's: like D's, with the prompts that are being computed counted in."""
         if self._decode.retracted:
             return lambda sequence: False
-        may_start = self._decode.open_admission(self._prefill.computing.values())
+        may_start = self._decode.open_admission([*self._prefill.computing.values(), *self._prefill.inflight.values()])
+        aux = self._resources.aux
 
         def may_start_here(sequence: Sequence) -> bool:
+            if sequence.forks and (aux is None or not aux.num_free):
+                return False
             pages = self._cache.pages_for(sequence.prompt_len)
             return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
 
@@ -193,7 +198,8 @@ class PDScheduler:
         except Exception as error:
             step, handle = self._faults.repeat(step, error)
         chunks = step.chunks
-        sampled = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
+        ended = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
+        sampled = [sequence for sequence in ended if not sequence.forks]
         sequences = [*step.first_tokens, *sampled, *step.decoding]
         slots = [sequence.slot for sequence in sequences]
         launched = _LaunchedStep(handle, chunks, [chunk.sequence.slot for chunk in chunks], slots, sequences)
@@ -247,9 +253,10 @@ class PDScheduler:
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:
             self._note_first_token(sequence)
-            if sequence.prompt_lines is not None:
-                self._tokens.push_prompt(sequence.room, sequence.prompt_lines, sequence.router_worker)
-                sequence.prompt_lines = None
+            source = sequence.source or sequence
+            if source.prompt_lines is not None:
+                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router_worker)
+                source.prompt_lines = None
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)

@@ -76,7 +76,7 @@ class EngineParts:
     executor: Executor
     layout: KVLayout
     cache: PagedKVCacheManager
-    aux: MetadataBuffers | None
+    aux: MetadataBuffers
     kv: KVManager | None
     """None on a unified instance."""
     prepare_step_thread: Callable[[], None]
@@ -170,7 +170,7 @@ class PDSchedulerService:
                 name=identity.name,
                 request_timeout_s=router.request_timeout_s,
                 aux=engine.aux,
-                num_aux_slots=engine.aux.num_slots if engine.aux is not None else 0,
+                num_aux_slots=engine.aux.num_slots,
                 sender=kv.sender if kv is not None else None,
                 receiver=kv.receiver if kv is not None else None,
                 tiers=engine.tiers,
@@ -188,6 +188,8 @@ class PDSchedulerService:
             control_port=comm.control_port if kv is not None else 0,
             layout=engine.layout,
             max_model_len=engine.executor.info.max_model_len,
+            num_slots=engine.executor.info.num_slots,
+            num_pages=engine.cache.num_pages,
             pid=os.getpid(),
             follower_pids=engine.follower_pids,
             pid_namespace=pid_namespace(),

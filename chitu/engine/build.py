@@ -39,7 +39,7 @@ from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.errors import ConfigError
-from chitu.kv_cache.aux_row import aux_row_bytes
+from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec, weights_digest
 from chitu.types import Role
@@ -102,8 +102,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     model = load_model(path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group)
     num_slots = topology.scheduler.max_running_requests
     is_main = tp_rank == MAIN_RANK
-    has_aux = is_main and role is not Role.UNIFIED
-    num_aux_slots = (topology.cache.num_aux_slots or 2 * num_slots) if has_aux else 0
+    num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0
     staging = plan_staging(topology.dp_config.router, role, config)
     staging_bytes = staging.pool_bytes if staging is not None else 0
     if num_pages is None:

@@ -55,6 +55,14 @@ class Offload(PlanPart, frozen=True):
     key: int
 
 
+class CopyPage(PlanPart, frozen=True):
+    """Copy what lies in page `source` to `target`, a page of this slot, ahead of what the step computes."""
+
+    slot: int
+    source: int
+    target: int
+
+
 class Restore(PlanPart, frozen=True):
     """Copy the KV saved under `key` into the pages of this freshly admitted slot, and drop the saved copy."""
 
@@ -71,14 +79,15 @@ class PrefillChunk(PlanPart, frozen=True):
     sample: bool = False
     """Last chunk on a unified instance: sample a token from the last position's logits."""
     aux_slot: int = -1
-    """Last chunk on P: write the last position's logits (float32, vocab_size) to this aux row."""
+    """Last chunk on P, or of a prompt with forks: write the last position's logits (float32, vocab_size) to this aux
+    row."""
     logprobs: int = -1
     """Not -1: logprobs of the tokens behind each position of the chunk, with so many most likely ones. Of a prompt's
     last position nothing: its token is not there."""
 
 
 class FirstToken(PlanPart, frozen=True):
-    """D: sample token 1 of this slot from the logits in an aux row. Needs no KV."""
+    """D, or a fork: sample token 1 of this slot from the logits in an aux row. Needs no KV."""
 
     slot: int
     aux_slot: int
@@ -94,6 +103,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Saved host copies to forget (a retracted request was cancelled)."""
     admit: list[Admit] = []
     append: list[AppendPages] = []
+    copy: list[CopyPage] = []
     restore: list[Restore] = []
     first_tokens: list[FirstToken] = []
     prefill: list[PrefillChunk] = []

@@ -35,6 +35,8 @@ def run_follower(runner: ModelRunner, group: StepListener, watch: ProcessWatch) 
             group.close()
             return
         runner.append_tokens(order.slots, order.tokens)
-        runner.launch(order.plan)  # it samples nothing: there is nothing to read
-        if order.plan.offload:
+        step = runner.launch(order.plan)  # it samples nothing: there is nothing to read
+        if order.plan.copy:
+            step.result()
+        if order.plan.offload or order.plan.copy:
             group.barrier()  # as the main rank: see `TensorParallelExecutor.execute`

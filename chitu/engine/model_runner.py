@@ -15,6 +15,7 @@ import torch
 from chitu.engine.batch import SlotTable
 from chitu.engine.executor import (
     Admit,
+    CopyPage,
     ExecutorInfo,
     LayerCallback,
     PrefillChunk,
@@ -164,6 +165,8 @@ class ModelRunner:
         for admit in plan.admit:
             self._admit(admit)
         self._slots.append_pages(plan.append)
+        if plan.copy:
+            self._copy_pages(plan.copy)
         for restore in plan.restore:
             self._restore(restore.slot, restore.key)
 
@@ -305,6 +308,11 @@ class ModelRunner:
         regions = [region[pages] for region in self._pool.regions]
         self._saved[key] = kv_len, torch.stack(regions).cpu()
         self._release(slot)
+
+    def _copy_pages(self, copies: Sequence[CopyPage]) -> None:
+        sources, targets = upload([[c.source for c in copies], [c.target for c in copies]], self._device)
+        for region in self._pool.regions:
+            region[targets] = region[sources]
 
     def _restore(self, slot: int, key: int) -> None:
         if key not in self._saved:

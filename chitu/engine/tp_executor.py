@@ -71,7 +71,7 @@ class TensorParallelExecutor:
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
         self._group.send(_encoder.encode(StepOrder(self._last.slots, self._last.tokens, for_followers(plan))))
         self._last = self._runner.execute(plan, on_layer)
-        if plan.offload:
+        if plan.offload or plan.copy:
             # The pages may be announced next, and a peer would write over what a slower rank has not copied yet.
             self._group.barrier()
         return self._last

@@ -82,6 +82,8 @@ class Choice:
     """Tokens that its events stand for, where these say so."""
     is_open: bool = False
     """Its first event was written."""
+    has_prompt: bool = False
+    """The prompt's logprobs were written. Another attempt may bring them again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -220,24 +222,21 @@ class GenerationRoutes:
         ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
         per_token = options.stream or ends_early or options.logprobs is not None
         skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
+        num_new = 0
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
             stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
             ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
-            for i in range(options.n):
-                label = request_id if total == 1 else f"{request_id}-{len(choices)}"
-                if len(choices) % CHOICES_A_TURN == CHOICES_A_TURN - 1:
-                    await asyncio.sleep(0)
-                    if exchange.is_client_gone:
-                        raise ClientGone
-                    if running.is_aborted:
-                        raise RequestCancelled(ABORTED)
-                request = GenerateRequest(
-                    *(label, prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
+            requests = [
+                GenerateRequest(
+                    request_id if total == 1 else f"{request_id}-{len(choices) + i}",
+                    *(prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=job.timeout_s,
                     cache_salt=job.cache_salt,
                     priority=job.priority,
                 )
-                generation = self._router.add_request(request, running.wakeup.set)
+                for i in range(options.n)
+            ]
+            for generation in self._router.add_choices(requests, running.wakeup.set):
                 decoder = ChoiceDecoder(
                     model.tokenizer.detokenizer(skips_special),
                     StopScanner(options.stops, options.include_stop) if options.stops else None,
@@ -251,6 +250,14 @@ class GenerationRoutes:
                 if options.prompt_logprobs is not None:
                     of_prompt = model.prompt_logprobs(options.prompt_logprobs)
                 choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
+            num_new += options.n
+            if num_new >= CHOICES_A_TURN:
+                num_new = 0
+                await asyncio.sleep(0)
+                if exchange.is_client_gone:
+                    raise ClientGone
+                if running.is_aborted:
+                    raise RequestCancelled(ABORTED)
 
     def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
@@ -340,8 +347,9 @@ class GenerationRoutes:
         long."""
         generation, prompt, logprobs = choice.generation, choice.prompt, choice.logprobs
         data, generation.prompt_logprobs = generation.prompt_logprobs, None
-        if data is None:
+        if data is None or choice.has_prompt:
             return
+        choice.has_prompt = True
         echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None
         token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
         for start in range(0, len(token_ids), PROMPT_TOKENS_A_TURN):

@@ -102,7 +102,11 @@ FIELDS: tuple[Field, ...] = (
         ("max_completion_tokens", "the same, and overrides it"),
         ("temperature", "0 (greedy) to 2; default 1"),
         ("top_p", "above 0, to 1; default 1"),
-        ("n", "1 to 128, and 1024 choices over all prompts; choice i has the seed `seed` + i"),
+        (
+            "n",
+            "1 to 128, and 1024 choices over all prompts; choice i has the seed `seed` + i, and is what a request with "
+            "that seed gets. The prompt is computed once and moved once",
+        ),
         ("stop", "text or to 16 texts of 1 to 256 characters"),
         ("seed", "64 bits; default random"),
         ("stream", "server-sent events"),

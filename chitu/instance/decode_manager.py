@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
-from chitu.engine.executor import Admit, AppendPages, FirstToken, Offload, Restore, StepPlan
+from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.instance.scheduling.resources import Resources
@@ -59,6 +59,8 @@ class DecodeManager:
         self.retractions = 0
         self.admissions = 0
         """Requests that D announced since the start."""
+        self.forks: dict[bytes, Sequence] = {}
+        """That wait for their prompt."""
         self.waiting: dict[bytes, Sequence] = {}
         self.transfer: dict[bytes, Sequence] = {}
         self.running: dict[bytes, Sequence] = {}
@@ -66,14 +68,26 @@ class DecodeManager:
         self.closing: dict[bytes, Sequence] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, (self.waiting, self.transfer, self.running, self.retracted, self.closing)))
+        queues = (self.forks, self.waiting, self.transfer, self.running, self.retracted, self.closing)
+        return sum(map(len, queues))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests, forks counted one by one."""
+        return sum(len(sequence.forks) or 1 for sequence in self.waiting.values())
 
     def find(self, room: bytes) -> Sequence | None:
-        return self.running.get(room) or self.transfer.get(room) or self.waiting.get(room) or self.retracted.get(room)
+        queues = (self.running, self.transfer, self.waiting, self.retracted, self.forks)
+        return next((queue[room] for queue in queues if room in queue), None)
 
     def add(self, sequence: Sequence) -> None:
         """D: wait for pages, an aux slot and an executor slot."""
         self.waiting[sequence.room] = sequence
+        self.add_forks(sequence)
+
+    def add_forks(self, source: Sequence) -> None:
+        """They wait for this prompt, wherever it is."""
+        self.forks.update({fork.room: fork for fork in source.forks})
 
     def start(self, sequence: Sequence) -> None:
         """KV of the prompt is in the pages and token 1 is launched: decode from the next step on."""
@@ -102,15 +116,21 @@ class DecodeManager:
         reserve = GrowthReserve(
             self._cache.page_size, self._config.reserved_decode_tokens, self._cache.num_shared_pages
         )
-        for active in (*self.transfer.values(), *self.running.values(), *others):
+        held = [fork for fork in self.forks.values() if fork.state is SequenceState.TRANSFER]
+        for active in (*held, *self.transfer.values(), *self.running.values(), *others):
             reserve.add(active, len(self._cache.get_page_indices(active.room)))
 
         def may_start(sequence: Sequence, pages: int, num_shared: int) -> bool:
-            available = self._cache.num_available_pages
-            wanted = pages - num_shared
-            if not self._slots.num_free or not may_admit(available, wanted, reserve.pages, reserve.is_empty):
+            available, num_forks = self._cache.num_available_pages, len(sequence.forks)
+            num_own = self._cache.pages_for(sequence.prompt_len % self._cache.page_size)  # of each fork
+            wanted = pages - num_shared + num_forks * num_own
+            if max(1, num_forks) > self._slots.num_free:
+                return False
+            if not may_admit(available, wanted, reserve.pages, reserve.is_empty):
                 return False
             reserve.add(sequence, pages, num_shared)
+            for fork in sequence.forks:
+                reserve.add(fork, num_own)
             return True
 
         return may_start
@@ -179,15 +199,17 @@ class DecodeManager:
             if not aux.num_free or not may_start(sequence, num_pages, num_shared):
                 return
             del self.waiting[sequence.room]
-            self._slots.take(sequence)
+            if not sequence.forks:
+                self._slots.take(sequence)
             sequence.aux_slot = self._resources.take_aux()
             known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
             self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+            self._resources.hold_forks(sequence)
             sequence.capacity_tokens = num_pages * self._cache.page_size
             sequence.state = SequenceState.TRANSFER
             sequence.announced_s = self._clock.monotonic()
             self.transfer[sequence.room] = sequence
-            self.admissions += 1
+            self.admissions += len(sequence.choices)
             self._receiver.announce(
                 sequence.room,
                 sequence.request_id,
@@ -205,13 +227,48 @@ class DecodeManager:
         ready = [
             s
             for s in self.transfer.values()
-            if s.logits_ready and not s.admitted and (s.kv_ready or (s.needs_kv and s.prompt_logprobs is None))
+            if s.logits_ready
+            and not s.admitted
+            and not s.forks
+            and (s.kv_ready or (s.needs_kv and s.prompt_logprobs is None))
         ]
         for sequence in ready:
+            source = sequence.source or sequence
             sequence.kv_len = sequence.prompt_len
             self._admit(sequence, plan)
-            plan.first_tokens.append(FirstToken(sequence.slot, sequence.aux_slot))
+            if source is not sequence and sequence.needs_kv and sequence.prompt_len % self._cache.page_size:
+                last = sequence.prompt_len // self._cache.page_size
+                pages = [self._cache.get_page_indices(each.room)[last] for each in (source, sequence)]
+                plan.copy.append(CopyPage(sequence.slot, *pages))
+            plan.first_tokens.append(FirstToken(sequence.slot, source.aux_slot))
         return ready
+
+    def fork(self, source: Sequence) -> None:
+        """KV and logits of a prompt are here: its forks go on by themselves. What it holds stays until the step is read
+        in which they begin."""
+        self._close(source)
+        for fork in source.forks:
+            if fork.slot < 0:
+                self._slots.take(fork)
+            self._cache.fork(fork.room, source.room, source.prompt_len)
+            fork.capacity_tokens = len(self._cache.get_page_indices(fork.room)) * self._cache.page_size
+            fork.keys = None if source.keys is None else source.keys.copy()
+            fork.cached_tokens, fork.prefill_times = source.cached_tokens, source.prefill_times
+            fork.computing_since_s, fork.announced_s = source.computing_since_s, source.announced_s
+            fork.kv_landed_s = source.kv_landed_s
+            fork.logits_ready = fork.kv_ready = True
+            fork.state = SequenceState.TRANSFER
+            del self.forks[fork.room]
+            self.transfer[fork.room] = fork
+        source.forks[0].kv_bytes = source.kv_bytes
+
+    def _leave_source(self, fork: Sequence) -> None:
+        """It has begun, or is over."""
+        source = fork.source
+        if source is not None and fork in source.forks:
+            source.forks.remove(fork)
+            if not source.forks and source.state is SequenceState.CLOSING:
+                self._free(source)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         self._cache.reserve(sequence.room, num_tokens)
@@ -244,6 +301,8 @@ class DecodeManager:
         elif event.kind is TransferEventKind.SUCCESS:
             self._landed(sequence, event)
         elif event.kind is TransferEventKind.FAILED:
+            for fork in list(sequence.forks):
+                self._end_fork(fork)
             self._close(sequence)
             self._cache.quarantine(sequence.room)
         elif event.kind is TransferEventKind.RELEASED:
@@ -259,6 +318,8 @@ class DecodeManager:
         self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len)
         if sequence.state is SequenceState.CLOSING:
             self._free(sequence)
+        elif sequence.forks:
+            self.fork(sequence)
         elif sequence.launched:
             self._join(sequence)
 
@@ -266,6 +327,7 @@ class DecodeManager:
         del self.transfer[sequence.room]
         self._resources.free_aux(sequence)
         self.start(sequence)
+        self._leave_source(sequence)
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
@@ -285,8 +347,11 @@ class DecodeManager:
             self._free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """It is over before its time; P is told to stop and the pages are quarantined until it has."""
-        if sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
+        """It is over before its time; P is told to stop and the pages are quarantined until it has. With the last fork
+        that waits for it a prompt is over, too, which is for the caller to say."""
+        if sequence.source is not None and sequence in sequence.source.forks:
+            self._end_fork(sequence)
+        elif sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
             assert self._receiver is not None
             self._close(sequence)
             self._cache.quarantine(sequence.room)
@@ -294,10 +359,16 @@ class DecodeManager:
         else:
             self._end(sequence)
 
+    def _end_fork(self, fork: Sequence) -> None:
+        """One that has not begun: no peer knows of its page."""
+        self._close(fork)
+        self._free(fork)
+        self._leave_source(fork)
+
     def _close(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.CLOSING:
             return
-        for queue in (self.waiting, self.transfer, self.running, self.retracted):
+        for queue in (self.forks, self.waiting, self.transfer, self.running, self.retracted):
             queue.pop(sequence.room, None)
         if sequence.state is SequenceState.RETRACTED:
             self._dropped_keys.append(sequence.offload_key)

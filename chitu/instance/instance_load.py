@@ -13,6 +13,7 @@ from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduling.backlog import BacklogMeter
 from chitu.instance.scheduling.resources import AuxSlots
+from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.protocol import LoadReport
@@ -63,11 +64,11 @@ class InstanceLoad:
         tiers = sources.tiers
         hits = tiers.hit_tokens if tiers is not None else {}
         return LoadReport(
-            waiting=len(prefill.waiting) + len(decode.waiting),
+            waiting=prefill.num_waiting + decode.num_waiting,
             unannounced=sum(not s.announced for s in prefill.waiting.values()),
-            transferring=len(prefill.inflight) + len(decode.transfer),
+            transferring=_choices(prefill.inflight) + _choices(decode.transfer),
             landed=sum(s.kv_ready for s in decode.transfer.values()),
-            running=len(prefill.computing) + len(decode.running),
+            running=_choices(prefill.computing) + len(decode.running),
             retracted=len(decode.retracted),
             closing=len(prefill.closing) + len(decode.closing),
             waiting_tokens=sum(s.remaining_prompt for q in (prefill.waiting, prefill.computing) for s in q.values()),
@@ -94,3 +95,7 @@ class InstanceLoad:
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,
         )
+
+
+def _choices(queue: dict[bytes, Sequence]) -> int:
+    return sum(len(sequence.forks) or 1 for sequence in queue.values())

@@ -1,7 +1,8 @@
 """The prompt half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
 
 Owned by `PDScheduler`, step thread only. On P a sequence ends here: its pages and aux slot come back with the transfer
-layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeManager` after its last chunk.
+layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeManager` after its last chunk, or if it
+has forks, when that was read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Tiers(Protocol):
 
 class PrefillManager:
     """`sender` is P's; None on a unified instance, for which `open_admission` gives each turn's rule: whether a
-    sequence may start now; the one that may does."""
+    sequence may start now; the one that may does. `on_prompt` is told there that a prompt with forks is computed."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class PrefillManager:
         sender: PrefillSenderLike | None = None,
         open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
         tiers: Tiers | None = None,
+        on_prompt: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self._config = config
         self._resources = resources
@@ -51,6 +53,7 @@ class PrefillManager:
         self._slots = resources.slots
         self._clock = clock
         self._sender = sender
+        self._on_prompt = on_prompt
         self._open_admission = open_admission or (lambda: self._fits)
         self._tiers = tiers
         self._planned_s = 0.0
@@ -63,6 +66,11 @@ class PrefillManager:
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.computing) + len(self.inflight) + len(self.closing)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests, forks counted one by one."""
+        return sum(len(sequence.forks) or 1 for sequence in self.waiting.values())
 
     def find(self, room: bytes) -> Sequence | None:
         return self.waiting.get(room) or self.computing.get(room) or self.inflight.get(room)
@@ -84,13 +92,14 @@ class PrefillManager:
             if start == sequence.cached_tokens:
                 sequence.computing_since_s = self._planned_s
             last = start + length == sequence.prompt_len
+            leaves_row = self._sender is not None or bool(sequence.forks)
             plan.prefill.append(
                 PrefillChunk(
                     sequence.slot,
                     start,
                     length,
-                    sample=last and self._sender is None,
-                    aux_slot=sequence.aux_slot if last and self._sender is not None else -1,
+                    sample=last and not leaves_row,
+                    aux_slot=sequence.aux_slot if last and leaves_row else -1,
                     logprobs=-1 if sequence.prompt_logprobs is None else sequence.prompt_logprobs,
                 )
             )
@@ -105,7 +114,8 @@ class PrefillManager:
 
     def after_launch(self, chunks: list[Chunk]) -> list[Sequence]:
         """Account for the chunks of a launched step. Prompts that are whole with it: on a unified instance they are
-        returned and go on elsewhere; on P they wait for their KV to leave, without a slot."""
+        returned and go on elsewhere; on P they wait for their KV to leave, without a slot, and with forks for the end
+        of the step."""
         done = []
         if chunks:
             self._unread_s.append(self._planned_s)
@@ -115,7 +125,7 @@ class PrefillManager:
             if sequence.remaining_prompt:
                 continue
             del self.computing[sequence.room]
-            if self._sender is None:
+            if self._sender is None and not sequence.forks:
                 done.append(sequence)
             else:
                 self._resources.free_slot(sequence)
@@ -139,8 +149,13 @@ class PrefillManager:
             self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
-            if self._sender is not None and chunk.is_last and sequence.state is SequenceState.INFLIGHT:
+            if not chunk.is_last or sequence.state is not SequenceState.INFLIGHT:
+                continue
+            if self._sender is not None:
                 self._sender.send_kv_cache(sequence.room, sequence.aux_slot, sequence.prompt_lines)
+            else:
+                del self.inflight[sequence.room]
+                self._on_prompt(sequence)
 
     def _admit(self, plan: StepPlan) -> None:
         if not self.waiting:
@@ -151,10 +166,11 @@ class PrefillManager:
                 return  # strictly in order: a large request is not overtaken for ever by small ones
             del self.waiting[sequence.room]
             self._slots.take(sequence)
-            if self._resources.aux is not None:
+            if self._sender is not None or sequence.forks:
                 sequence.aux_slot = self._resources.take_aux()
             sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
             self._cache.reserve(sequence.room, sequence.prompt_len)
+            self._resources.hold_forks(sequence)
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             sequence.state = SequenceState.COMPUTING

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -25,11 +26,13 @@ from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_FORKS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     CancelRequest,
     DecodeRequest,
+    Fork,
     PrefillRequest,
     SamplingParams,
     UnifiedRequest,
@@ -77,7 +80,12 @@ class RequestArrivals:
                 self._take_request(word)
 
     def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
-        if self._ends.is_here(message.room):  # a refusal would end the first one at the router, which knows rooms only
+        rooms = [message.room]
+        if not isinstance(message, PrefillRequest):
+            rooms += [fork.room for fork in message.forks]
+        if len(set(rooms)) < len(rooms) or any(
+            map(self._ends.is_here, rooms)
+        ):  # a refusal would end the first one at the router, which knows rooms only
             logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
             logger.warning(
@@ -138,6 +146,7 @@ class RequestArrivals:
         if sequence is not None:
             sequence.announced = True
             self._prefill.add(sequence)
+            self._decode.add_forks(sequence)
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
@@ -161,7 +170,7 @@ class RequestArrivals:
         prompt_logprobs = None if num_emitted else asks.prompt_logprobs
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        return Sequence(
+        sequence = Sequence(
             message.room,
             message.request_id,
             message.priority * ARRIVALS_A_PRIORITY + self._count,
@@ -173,6 +182,22 @@ class RequestArrivals:
             prompt_logprobs=prompt_logprobs,
             stop_ids=stop_ids,
             keys=self._parts.cache.page_keys(message.cache_salt) if message.cache_salt is not None else None,
+        )
+        if not isinstance(message, PrefillRequest):
+            sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
+        return sequence
+
+    def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork) -> Sequence:
+        return Sequence(
+            fork.room,
+            fork.request_id,
+            source.order,
+            source.arrival_s,
+            source.prompt,
+            msgspec.structs.replace(sampling, seed=fork.seed),
+            router_worker=source.router_worker,
+            stop_ids=source.stop_ids,
+            source=source,
         )
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
@@ -189,14 +214,27 @@ class RequestArrivals:
             return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
         if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
             return InvalidRequest(f"{sequence.num_continued} tokens are out already, all that were asked for")
-        total = sequence.final_len
+        total, choices = sequence.choices[0].final_len, len(sequence.choices)
+        if sequence.forks and (sequence.num_continued or choices > MAX_FORKS):
+            return InvalidRequest(
+                f"{choices} forks behind {sequence.num_continued} tokens; at most {MAX_FORKS} behind 0"
+            )
         if total > self._max_model_len:
             return InvalidRequest(f"{total} tokens wanted, the context holds {self._max_model_len}")
         cache = self._parts.cache
         if cache.pages_for(total) > cache.num_pages:
             return Capacity(f"{total} tokens need {cache.pages_for(total)} pages, this instance has {cache.num_pages}")
-        num_waiting = len(self._prefill.waiting) + len(self._decode.waiting)
-        if num_waiting >= self._parts.config.max_waiting_requests:
+        if sequence.forks:
+            num_slots = self._parts.executor.info.num_slots
+            num_pages = cache.pages_for(sequence.prompt_len)
+            num_pages += choices * cache.pages_for(sequence.prompt_len % cache.page_size)
+            if choices > num_slots or num_pages > cache.num_pages:
+                return Capacity(
+                    f"{choices} choices at once need {choices} slots and {num_pages} pages, this instance has "
+                    f"{num_slots} and {cache.num_pages}"
+                )
+        num_waiting = self._prefill.num_waiting + self._decode.num_waiting
+        if num_waiting and num_waiting + choices > self._parts.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
 

@@ -28,7 +28,7 @@ from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import TransferEvent
 from chitu.log import about
 from chitu.protocol import Finish
-from chitu.protocol.states import SEQUENCE_AWAITS, waited_text
+from chitu.protocol.states import SEQUENCE_AWAITS, SequenceState, waited_text
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class RequestEnds:
         self._next_expire_s = 0.0
 
     def open(self) -> list[Sequence]:
-        """Every request that is not over for its client."""
+        """Every request that is not over for its client; of a prompt with forks these."""
         prefill, decode = self._prefill, self._decode
-        queues = [prefill.waiting, prefill.computing, prefill.inflight]
+        queues = [prefill.waiting, prefill.computing, prefill.inflight, decode.forks]
         queues += [decode.waiting, decode.transfer, decode.running, decode.retracted]
-        return [sequence for queue in queues for sequence in queue.values()]
+        return [sequence for queue in queues for sequence in queue.values() if not sequence.forks]
 
     def is_here(self, room: bytes) -> bool:
         """Also where it is over, but a peer may still touch its pages."""
@@ -84,8 +84,9 @@ class RequestEnds:
         """It ends before it took anything."""
         if sequence.sampling is None:  # P's half of it
             self._report_failure(sequence.room, error)
-        else:
-            self._tell(sequence, "error", error)
+            return
+        for each in sequence.choices:
+            self._tell(each, "error", error)
 
     def transfer_failed(self, event: TransferEvent) -> None:
         """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
@@ -97,7 +98,8 @@ class RequestEnds:
         sequence = self._decode.find(event.room)
         if sequence is not None:
             logger.warning("request %s failed: %s", sequence.request_id, event.error, extra=about(sequence.request_id))
-            self._tell(sequence, "error", event.error)
+            for each in sequence.choices:
+                self._tell(each, "error", event.error)
 
     def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
         self._tokens.finish(
@@ -119,18 +121,25 @@ class RequestEnds:
             self._report_failure(sequence.room, error)
             self._prefill.cancel(sequence, error)
         else:
-            self._tell(sequence, "error", error)
-            (self._prefill if self._prefill.find(sequence.room) else self._decode).cancel(sequence, error)
+            for each in sequence.choices:
+                self._tell(each, "error", error)
+                self._drop(each, error)
+
+    def _drop(self, sequence: Sequence, error: ChituError) -> None:
+        """It ends, and with the last fork that waits for it a prompt."""
+        (self._prefill if self._prefill.find(sequence.room) else self._decode).cancel(sequence, error)
+        source = sequence.source
+        if source is not None and not source.forks and source.state is not SequenceState.CLOSING:
+            self._drop(source, error)
 
     # ---------------------------------------------------------------------------------------------- ends by the router
 
     def cancel(self, room: bytes) -> None:
         """Whoever asked knows: nothing is said."""
         gone = RequestCancelled("the router cancelled the request")
-        if (sequence := self._prefill.find(room)) is not None:
-            self._prefill.cancel(sequence, gone)
-        elif (sequence := self._decode.find(room)) is not None:
-            self._decode.cancel(sequence, gone)
+        sequence = self._prefill.find(room) or self._decode.find(room)
+        for each in sequence.choices if sequence is not None else ():
+            self._drop(each, gone)
 
     def cancel_all(self) -> None:
         for sequence in self.open():

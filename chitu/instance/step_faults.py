@@ -132,6 +132,8 @@ class StepFaults:
 
         for admit in plan.admit:
             part_of(admit.slot)
+        for copy in plan.copy:
+            part_of(copy.slot).copy.append(copy)
         for restore in plan.restore:
             if restore.key in saved:  # else it is in the pages again
                 part_of(restore.slot).restore.append(restore)
@@ -148,6 +150,7 @@ class StepFaults:
         for part in parts:
             plan.admit.append(admission(part.sequence, self._resources.cache))
             plan.restore.extend([restore for restore in part.plan.restore if restore.key in saved])
+            plan.copy.extend(part.plan.copy)
             plan.first_tokens.extend(part.plan.first_tokens)
             plan.prefill.extend(part.plan.prefill)
             plan.decode.extend(part.plan.decode)

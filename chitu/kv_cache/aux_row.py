@@ -7,8 +7,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from chitu.types import Role
+
 AUX_HEADER_BYTES = 64
 """A cache line of header (see `kv_transfer.metadata_buffers`) ahead of the logits."""
+
+
+UNIFIED_AUX_ROWS = 8
+"""A prompt with forks has a row on a unified instance for as long as it is computed; the ninth of them waits."""
 
 
 def aux_row_bytes(vocab_size: int) -> int:
@@ -53,3 +59,11 @@ class HostRows:
 
     def write(self, row: int, data: bytes) -> None:
         self._rows[row, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+def num_aux_rows(configured: int | None, num_slots: int, role: Role) -> int:
+    """Of the main rank of an instance: for requests between P and D, and on a unified one for prompts with forks.
+    `configured`: `cache.num_aux_slots`."""
+    if role is Role.UNIFIED:
+        return min(num_slots, UNIFIED_AUX_ROWS)
+    return configured or 2 * num_slots

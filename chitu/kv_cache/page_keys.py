@@ -48,6 +48,10 @@ class PageKeys:
         root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint).digest()
         return cls(root, page_size)
 
+    def copy(self) -> PageKeys:
+        """For a sequence that begins with the same tokens."""
+        return PageKeys(self.root, self.page_size, list(self._keys))
+
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
         """Of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are the sequence's, and have only
         grown since the last call."""

@@ -78,6 +78,13 @@ class PrefixIndex:
         self._pins[page] = 1
         return page
 
+    def share(self, page: int) -> None:
+        """`page`, used by one request that has the pages before it in the chain pinned, can be pinned by others. It is
+        not found by a key, and belongs to nobody once they let go of it."""
+        if self._keys[page] is not None or self._pins[page]:
+            raise Internal(f"page {page} is in the prefix index already")
+        self._pins[page] = 1
+
     def holds(self, page: int) -> bool:
         """Whether it can be found; a pinned page may have been dropped."""
         return self._keys[page] is not None

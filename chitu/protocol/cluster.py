@@ -214,6 +214,10 @@ class InstanceInfo(Wire, frozen=True):
     ways: tuple[str, ...] = ()
     """Of KV: P and D must have one in common (`kv_transfer/register_memory.py`). Behind an `@` is the machine that a
     way does not leave."""
+    num_slots: int = 0
+    """Requests that run here at once; with `num_pages` this says how many choices of a prompt one message may ask for.
+    0, as the next: it does not say, and gets a message for each."""
+    num_pages: int = 0
     yields: bool = False
     """It came for a rank that nobody has (`chitu join`), and takes nobody's place."""
 

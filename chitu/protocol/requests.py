@@ -15,6 +15,8 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 """Sequences of tokens; one word of a client is two of them, with and without a space ahead."""
 MAX_BAD_WORD_TOKENS = 16
+MAX_FORKS = 128
+"""Choices of one prompt that one message asks for."""
 
 
 class SamplingParams(Wire, frozen=True):
@@ -86,6 +88,16 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """As in SamplingParams; they travel with Success."""
 
 
+class Fork(Wire, frozen=True, array_like=True):
+    """One of several choices of a prompt that is computed once and moved once."""
+
+    room: bytes
+    """The choice's own: its tokens, its end and its cancellation go by it."""
+    request_id: str
+    seed: int
+    """In place of that in `sampling`; all else is the same."""
+
+
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """D's half: reserve, announce to the named P, sample and stream."""
 
@@ -108,6 +120,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     cache_salt: str | None = ""
     """As in PrefillRequest."""
     priority: int = 0
+    forks: tuple[Fork, ...] = ()
+    """Not empty: `room` is the prompt's alone, and each of these begins with it. At most MAX_FORKS."""
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -125,6 +139,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     cache_salt: str | None = ""
     """As in PrefillRequest."""
     priority: int = 0
+    forks: tuple[Fork, ...] = ()
+    """As in DecodeRequest."""
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):
@@ -208,7 +224,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     """Of rooms whose first token is in here: how many tokens of the prompt were in cached pages, and not computed. Not
     where it is none."""
     prompt_logprobs: list[tuple[bytes, bytes]] = []
-    """Of rooms whose first token is in this message: one line after the other, without the prompt's first token."""
+    """Of rooms whose first token is in this message: one line after the other, without the prompt's first token. Once
+    for all forks of a prompt, by the prompt's room, with the first token of any of them."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

@@ -35,9 +35,9 @@ from chitu.protocol import Finish, Heartbeat, StageTimes
 from chitu.protocol.snapshot import RequestState
 from chitu.protocol.states import ATTEMPT_AWAITS, AttemptState, waited_text
 from chitu.router.deadline_wheel import DeadlineWheel
-from chitu.router.generation import Attempt, Generation
+from chitu.router.generation import Attempt, Generation, PromptGroup
 from chitu.router.metrics import Counts, RouterMetrics
-from chitu.router.request_dispatch import Dispatcher
+from chitu.router.request_dispatch import Dispatcher, most_choices
 from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import MAX_DEATHS, Failure, failure_of, may_retry
 from chitu.router.routing import Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
@@ -75,9 +75,11 @@ class Attempts:
         self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self._first_tokens: DeadlineWheel[bytes] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self.rooms: dict[bytes, Attempt] = {}
+        """Those that run, in order of creation."""
+        self.groups: dict[bytes, PromptGroup] = {}
+        """Of those in `rooms`, by the prompt's room."""
         self.num_tokens = 0
         """Of the prompts in `rooms`."""
-        """Those that run, in order of creation."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
@@ -91,16 +93,28 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------- what came from outside
 
-    def start(self, generation: Generation) -> None:
-        """Send a new request to a pair, or a unified instance. It may have ended with an error then, where nobody takes
-        it. NoInstance where nobody is there."""
-        request = generation.request
-        blocked = self._breakers.blocked(self._clock.monotonic())
-        target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
-        self.counters.requests += 1
-        self.counters.prompt_tokens += request.num_tokens
-        self._deadlines.add(generation, generation.deadline_s)
-        self._begin(generation, target, request.token_ids)
+    def start(self, generations: list[Generation]) -> None:
+        """Send a new request, or several that differ in their seeds alone, to a pair, or a unified instance. They may
+        have ended with an error then, where nobody takes them. NoInstance where nobody is there."""
+        request = generations[0].request
+        while generations:
+            blocked = self._breakers.blocked(self._clock.monotonic())
+            target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
+            count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
+            together, generations = generations[:count], generations[count:]
+            for generation in together:
+                self.counters.requests += 1
+                self.counters.prompt_tokens += request.num_tokens
+                self._deadlines.add(generation, generation.deadline_s)
+            self._begin(together, target, request.token_ids)
+
+    def of(self, room: bytes) -> list[Attempt]:
+        """Those that an instance means by this room: an attempt's own, or a prompt's."""
+        attempt = self.rooms.get(room)
+        if attempt is not None:
+            return [attempt]
+        group = self.groups.get(room)
+        return list(group.attempts) if group is not None else []
 
     def cancel(self, attempt: Attempt, is_complete: bool) -> None:
         """Its client is gone, or has its whole answer: a stop string was found."""
@@ -136,9 +150,9 @@ class Attempts:
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> None:
         """An instance says how far it has read. Requests that a connection took with it go on elsewhere."""
         for missed in self._dispatcher.on_heartbeat(key, heartbeat):
-            attempt = self.rooms.get(missed.room)
-            if attempt is not None and attempt.first_token_s is None:  # a token needs both halves
-                self.on_failure(attempt, missed.error, key)
+            for attempt in self.of(missed.room):
+                if attempt.first_token_s is None:  # a token needs both halves
+                    self.on_failure(attempt, missed.error, key)
         self._on_silent(key, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
@@ -159,7 +173,7 @@ class Attempts:
             generation.first_token_s = generation.woken_s = attempt.first_token_s
             self.counters.ttft.observe(generation.first_token_s - generation.created_s)
         self.journal.note_change()
-        if attempt.prefill is not None:
+        if attempt.prefill is not None and attempt.leads:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
@@ -197,9 +211,22 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------------- internal
 
-    def _begin(self, generation: Generation, target: Target, token_ids: bytes) -> None:
-        """Send the next attempt to these instances; to others, where one of them does not read. The generation ends
-        with an error where nobody does."""
+    def _begin(self, generations: list[Generation], target: Target, token_ids: bytes) -> None:
+        """Send the next attempt of these, which are choices of one prompt, to these instances; to others, where one of
+        them does not read. The generations end with an error where nobody does."""
+        group = PromptGroup(new_room()) if len(generations) > 1 else None
+        attempts = [self._attempt(generation, target, token_ids, group) for generation in generations]
+        if group is not None:
+            self.groups[group.room] = group
+        self.journal.note_change()
+        full = self._dispatcher.send(attempts[0])
+        if full is not None:
+            name = instance_name(full.role, full.engine_rank)
+            for attempt in attempts:
+                self.on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
+
+    def _attempt(self, generation: Generation, target: Target, token_ids: bytes, group: PromptGroup | None) -> Attempt:
+        """The next one of a generation, which is to be sent."""
         now_s = self._clock.monotonic()
         generation.num_attempts += 1
         attempt = Attempt(
@@ -213,6 +240,9 @@ class Attempts:
             token_ids=token_ids,
             num_continued=generation.num_emitted,
         )
+        if group is not None:
+            attempt.group, attempt.leads = group, not group.attempts
+            group.attempts.append(attempt)
         generation.attempt, generation.noted = attempt, False
         self.rooms[attempt.room] = attempt
         self.num_tokens += attempt.num_tokens
@@ -220,19 +250,15 @@ class Attempts:
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
-            if key is not None:
+            if key is not None and (attempt.leads or key is attempt.decode):
                 self._selector.count(key, 1, attempt.num_tokens)
-                self._admission.on_sent(key, attempt.num_tokens)
+                self._admission.on_sent(key, attempt.num_tokens if attempt.leads else 0)
                 self._breakers.on_sent(key, now_s)
         if target.prefill is not None:
             request_id = generation.request.request_id
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
-        self.journal.note_change()
-        full = self._dispatcher.send(attempt)
-        if full is not None:
-            name = instance_name(full.role, full.engine_rank)
-            self.on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
+        return attempt
 
     def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
         """A D does not hear these P. What waits there goes on elsewhere, where it can; else it stays: they may come to
@@ -265,7 +291,7 @@ class Attempts:
         return decode if isinstance(error, DecodeLost) and reporter == prefill and is_open(decode) else None
 
     def _fail(self, attempt: Attempt, failure: Failure) -> None:
-        if failure.is_fault:
+        if failure.is_fault and attempt.leads:
             now_s = self._clock.monotonic()
             for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
                 if self._breakers.on_failure(key, now_s):
@@ -329,7 +355,7 @@ class Attempts:
             failure.error.message,
             extra=about(generation.request.request_id),
         )
-        self._begin(generation, target, token_ids)
+        self._begin([generation], target, token_ids)
         return True
 
     def _on_served(self, attempt: Attempt, reason: str) -> None:
@@ -371,8 +397,12 @@ class Attempts:
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
-        if attempt.prefill is not None and attempt.first_token_s is None:
+        if attempt.prefill is not None and attempt.leads and attempt.first_token_s is None:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
+        if (group := attempt.group) is not None:
+            group.attempts.remove(attempt)
+            if not group.attempts:
+                del self.groups[group.room]
         self._selector.count(attempt.decode, -1, -attempt.num_tokens)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chitu.errors import ChituError
-from chitu.protocol import Finish, SamplingParams
+from chitu.protocol import Finish, Fork, SamplingParams
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 from chitu.router.retry import Record
 from chitu.router.routing import InstanceKey, Target
@@ -40,7 +40,17 @@ class GenerateRequest:
     """The lowest is first, wherever requests wait on P and D."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """Choices of one prompt that went out as one request: it is computed once and moved once."""
+
+    room: bytes
+    """The prompt's: P knows no other, and D says of the prompt by it."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Those that are not over."""
+
+
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One try of a generation on one pair."""
 
@@ -64,6 +74,10 @@ class Attempt:
     """P died behind the first token: D knows whether all KV had landed, and says so if not."""
     error: ChituError | None = None
     """Why it failed; its generation may go on with another attempt."""
+    group: PromptGroup | None = None
+    """None where it went out by itself."""
+    leads: bool = True
+    """It stands for its group, where prompts and failures of instances are counted."""
 
     @property
     def has_progressed(self) -> bool:
@@ -73,6 +87,13 @@ class Attempt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
+
+    @property
+    def forks(self) -> tuple[Fork, ...]:
+        """What D is told of its group; empty where it went out by itself."""
+        attempts = self.group.attempts if self.group is not None else ()
+        requests = [(attempt.room, attempt.generation.request) for attempt in attempts]
+        return tuple(Fork(room, request.request_id, request.sampling.seed) for room, request in requests)
 
     @property
     def pair(self) -> str:

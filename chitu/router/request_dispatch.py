@@ -17,9 +17,11 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestLost, Unreachable
 from chitu.net.aio import Outbox
 from chitu.protocol import (
+    MAX_FORKS,
     CancelRequest,
     DecodeRequest,
     Heartbeat,
+    InstanceInfo,
     PrefillRequest,
     RequestMark,
     SchedulerMessage,
@@ -53,6 +55,15 @@ class Missed(NamedTuple):
     error: RequestLost
 
 
+def most_choices(instance: InstanceInfo, num_tokens: int) -> int:
+    """Of a prompt of so many tokens, that one message may ask of this D (or unified instance): it starts all of them
+    together, so it must have a slot for each, and beside the prompt's pages one for each in which the prompt ends."""
+    page_size = instance.layout.page_size
+    num_free = instance.num_pages - -(-num_tokens // page_size)
+    most = min(MAX_FORKS, instance.num_slots, num_free if num_tokens % page_size else MAX_FORKS)
+    return max(1, most)
+
+
 class Dispatcher:
     def __init__(
         self, outbox: Outbox[InstanceKey], reply: ReplyAddress, clock: Clock, deadlines: DeadlineConfig
@@ -80,8 +91,9 @@ class Dispatcher:
         return key in self._sent
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
-        """D first, so that it can announce while P's half is on the way; neither is waited for. None, or the instance
-        whose queue is full."""
+        """An attempt, or all of its group. D first, so that it can announce while P's half is on the way; neither is
+        waited for. None, or the instance whose queue is full."""
+        room, forks = attempt.room if attempt.group is None else attempt.group.room, attempt.forks
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
         to_decode = self._sent.get(attempt.decode)
@@ -89,7 +101,7 @@ class Dispatcher:
             return attempt.decode
         if prefill is None or attempt.prefill is None:
             whole = UnifiedRequest(
-                room=attempt.room,
+                room=room,
                 request_id=request.request_id,
                 token_ids=attempt.token_ids,
                 sampling=request.sampling,
@@ -100,13 +112,14 @@ class Dispatcher:
                 number=to_decode.next_number,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                forks=forks,
             )
             return None if self._post(attempt.decode, to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._sent.get(attempt.prefill)
         if to_prefill is None:
             return attempt.prefill
         decode_half = DecodeRequest(
-            room=attempt.room,
+            room=room,
             request_id=request.request_id,
             token_ids=attempt.token_ids,
             sampling=request.sampling,
@@ -119,9 +132,10 @@ class Dispatcher:
             number=to_decode.next_number,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            forks=forks,
         )
         prefill_half = PrefillRequest(
-            room=attempt.room,
+            room=room,
             request_id=request.request_id,
             token_ids=attempt.token_ids,
             decode_rank=decode.engine_rank,
@@ -138,10 +152,12 @@ class Dispatcher:
         return None if self._post(attempt.prefill, to_prefill, prefill_half, attempt.created_s) else attempt.prefill
 
     def cancel(self, attempt: Attempt) -> None:
-        """Idempotent on the instances; one that is gone or does not read is not told."""
-        for key in (attempt.decode, attempt.prefill):
-            if key is not None:
-                self._cancel(key, attempt.room)
+        """Idempotent on the instances; one that is gone or does not read is not told. P hears of the last of a group:
+        others still want the prompt."""
+        group = attempt.group
+        self._cancel(attempt.decode, attempt.room)
+        if attempt.prefill is not None and (group is None or group.attempts == [attempt]):
+            self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
         """What of the requests for this instance did not get there. Cancellations that did not are sent again."""

@@ -203,13 +203,13 @@ def build_engine(
         assert isinstance(engine.runner, ModelRunner)
         executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
-    aux: MetadataBuffers | None = None
+    aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
     kv: KVManager | None = None
     staging: StagingParts | None = None
     if instance.role is not Role.UNIFIED:
         staging = makers.build_staging(topology.dp_config.router, instance.role, instance.config, engine.pool)
-        aux, kv = _build_transfer(
-            topology, identity, comm, bootstrap, engine.pool, wake, memories, fan_out, makers, staging
+        kv = _build_transfer(
+            topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers, staging
         )
 
     def close() -> None:
@@ -249,13 +249,14 @@ def _build_transfer(
     comm: CommLoop,
     bootstrap: BootstrapClient,
     pool: RankPool,
+    aux: MetadataBuffers,
     wake: Waker,
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
     makers: Makers,
     staging: StagingParts | None,
-) -> tuple[MetadataBuffers, KVManager]:
-    """Aux slots and the transfer layer over the pool; from here on the pool never moves."""
+) -> KVManager:
+    """The transfer layer over the pool; from here on the pool never moves."""
     pd = topology.dp_config.router.pd_disaggregation
     transports = makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK])
     is_staging_required = False
@@ -263,7 +264,6 @@ def _build_transfer(
         sessions = register_memory(pool, transports, staging.staging.area)
         staging.pin(sessions)
         is_staging_required = staging.is_required(sessions)
-    aux = MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size)
     config = KVManagerConfig(
         engine_rank=identity.engine_rank,
         incarnation=identity.incarnation,
@@ -276,7 +276,7 @@ def _build_transfer(
         staging_prefills=staging.prefills if staging is not None else (),
         is_staging_required=is_staging_required,
     )
-    kv = KVManager(
+    return KVManager(
         identity.role,
         config,
         memory=pool,
@@ -292,7 +292,6 @@ def _build_transfer(
         page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if pd.verify_kv != "off" else None,
         staging=staging.staging if staging is not None else None,
     )
-    return aux, kv
 
 
 def end_process(code: int) -> NoReturn:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from chitu.engine.executor import (
     Admit,
+    CopyPage,
     ExecutorInfo,
     FirstToken,
     LayerCallback,
@@ -184,6 +185,12 @@ class ChecksumExecutor(FakeExecutor):
         self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
         state.state = self._attention(state, length + 1)
         super()._decode(slot, result)
+
+    def _copy(self, copy: CopyPage) -> None:
+        super()._copy(copy)
+        rows = np.arange(self.page_size)
+        kv, source = self._pool.kv, copy.source * self.page_size + rows
+        kv[:, copy.target * self.page_size + rows] = kv[:, source]
 
     def _offload(self, offload: Offload) -> None:
         state = self._live(offload.slot, "offload")

@@ -24,6 +24,7 @@ from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.staging import plan_staging
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
+from chitu.kv_cache.aux_row import num_aux_rows
 from chitu.kv_transfer.transports import select
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
@@ -33,7 +34,6 @@ from chitu.models.config import read_model_spec
 from chitu.serve.makers import Makers
 from chitu.serve.scheduler import end_process, main
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
-from chitu.types import Role
 
 ENTRIES = Entries(scheduler="chitu.testing.checksum_scheduler", torchrun=False)
 """For `LocalCluster`."""
@@ -88,7 +88,7 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     config = read_engine_config(folder)
     progress.state("loading")
     num_slots = topology.scheduler.max_running_requests
-    num_aux_slots = 0 if instance.role is Role.UNIFIED else topology.cache.num_aux_slots or 2 * num_slots
+    num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, instance.role)
     layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
     num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
     staging = plan_staging(topology.dp_config.router, instance.role, instance.config)

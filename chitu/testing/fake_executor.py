@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from chitu.engine.executor import (
     Admit,
     AppendPages,
+    CopyPage,
     DoneStep,
     ExecutorInfo,
     FirstToken,
@@ -185,6 +186,8 @@ class FakeExecutor:
             self._admit(admit)
         for append in plan.append:
             self._append(append)
+        for copy in plan.copy:
+            self._copy(copy)
         for restore in plan.restore:
             self._restore(restore)
         for first in plan.first_tokens:
@@ -277,6 +280,15 @@ class FakeExecutor:
                 raise InvariantViolation(f"slot {slot} writes to page {page}, which slots {self._users[page]} use")
         self._fill(state, state.kv_len, end)
         state.kv_len = end
+
+    def _copy(self, copy: CopyPage) -> None:
+        state, users = self._live(copy.slot, "copy"), self._users.get(copy.target)
+        _check(users == [copy.slot], f"slot {copy.slot}: a copy to page {copy.target}, which slots {users} use")
+        last = state.kv_len // self.page_size
+        _check(
+            copy.source != copy.target and state.pages[last] == copy.target and state.kv_len % self.page_size > 0,
+            f"slot {copy.slot}: page {copy.source} is copied to {copy.target}, with KV of {state.kv_len} tokens",
+        )
 
     def _require_pages(self, slot: int, state: _FakeSlot, tokens: int) -> None:
         if tokens > len(state.pages) * self.page_size:

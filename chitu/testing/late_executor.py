@@ -108,6 +108,7 @@ class LateExecutor:
         slots |= {chunk.slot for chunk in plan.prefill} | set(plan.decode)
         aux_slots = {first.aux_slot for first in plan.first_tokens} | {chunk.aux_slot for chunk in plan.prefill}
         pages = frozenset(page for slot in slots for page in self._tables.get(slot, ()))
+        pages |= {copy.source for copy in plan.copy}
         return LateStep(self, plan, frozenset(slots), pages, frozenset(aux_slots - {-1}))
 
     def forget(self, slots: Collection[int]) -> None:

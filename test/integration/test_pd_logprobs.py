@@ -208,3 +208,37 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(client: openai.Op
     wait_until(
         lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, lambda: instance_loads(cluster.url)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [93, 96], ids=["a page is shared in part", "full pages"])
+def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer(
+    client: openai.OpenAI, cluster: LocalCluster, length: int
+) -> None:
+    prompt, count = [(7 * at + length) % VOCAB for at in range(length)], 4
+    layout = httpx.get(f"{cluster.url}/cluster").json()["instances"][-1]["layout"]
+    mixtures = ({"top_p": 0.9}, {"presence_penalty": 1.0, "echo": True}, {"max_tokens": 1})
+    for options, cached in zip(mixtures, (True, False, False), strict=True):
+        extra = {"return_token_ids": True, "cache_prompt": cached, "ignore_eos": True, "min_tokens": 1}
+        asked: dict[str, Any] = {"model": "m", "prompt": prompt, "logprobs": 2, "max_tokens": 24, "extra_body": extra}
+        asked |= options
+        single = [client.completions.create(**asked, seed=50 + i).choices[0] for i in range(count)]
+        reply = client.completions.with_raw_response.create(**asked, seed=50, n=count)
+        answer = reply.parse()
+        assert [choice.token_ids for choice in answer.choices] == [choice.token_ids for choice in single], options
+        assert [choice.logprobs for choice in answer.choices] == [choice.logprobs for choice in single], options
+        assert [choice.text for choice in answer.choices] == [choice.text for choice in single], options
+        texts = [""] * count
+        for chunk in client.completions.create(**asked, seed=50, n=count, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [choice.text for choice in single], options
+        snapshot = msgspec.json.decode(httpx.get(f"{cluster.url}/cluster").content, type=ClusterSnapshot)
+        name = reply.headers["x-request-id"]
+        moved = [r.kv_bytes for r in snapshot.requests if r.request_id.startswith(f"{name}-") and r.prefill]
+        if moved and not cached:  # a unified instance moves nothing
+            num_pages = -(-length // 16) if asked["max_tokens"] > 1 else 0
+            page_bytes = 2 * layout["num_layers"] * layout["num_kv_heads"] * 16 * layout["head_dim"] * 4
+            assert sum(moved) == num_pages * page_bytes + aux_row_bytes(VOCAB), (options, moved)
+    wait_until(
+        lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, lambda: instance_loads(cluster.url)
+    )

@@ -21,6 +21,7 @@ from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import (
+    CopyPage,
     ExecutorInfo,
     LayerCallback,
     Offload,
@@ -134,6 +135,10 @@ class KVExecutor(FakeExecutor):
         self._check(slot, length)
         self._write(slot, length, length + 1)
         super()._decode(slot, result)
+
+    def _copy(self, copy: CopyPage) -> None:
+        super()._copy(copy)
+        self._kv[:, copy.target] = self._kv[:, copy.source]
 
     def _offload(self, offload: Offload) -> None:
         self._check(offload.slot, self._slots[offload.slot].kv_len)
@@ -280,6 +285,8 @@ class Process:
             *(self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid),
             pid_namespace=namespace,
             start_ticks=self.start_ticks,
+            num_slots=INFO.num_slots,
+            num_pages=NUM_PAGES,
             returns=self.returns,
         )
 
@@ -324,7 +331,7 @@ class Process:
     def sequences(self) -> dict[bytes, Sequence]:
         prefill, decode = self.scheduler._prefill, self.scheduler._decode
         queues = [prefill.waiting, prefill.computing, prefill.inflight, prefill.closing]
-        queues += [decode.waiting, decode.transfer, decode.running, decode.retracted, decode.closing]
+        queues += [decode.forks, decode.waiting, decode.transfer, decode.running, decode.retracted, decode.closing]
         found: dict[bytes, Sequence] = {}
         for queue in queues:
             assert not found.keys() & queue.keys(), "a request stands in two queues"

@@ -124,7 +124,7 @@ class ClusterWorld(Cluster):
 
     def end(self, asked: Asked, end: str, message: str = "") -> None:
         """As `Attempts`: each end that D did not bring about itself is told to both sides."""
-        is_explained = end not in ("integrity", "internal", "bad_frame", "protocol")
+        is_explained = end not in ("integrity", "internal", "bad_frame", "protocol", "step_failed")
         assert is_explained or (end == "integrity" and self.num_flips), f"no fault explains {end}: {message}"
         if not asked.end:
             asked.end, asked.message = end, message

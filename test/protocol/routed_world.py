@@ -66,7 +66,8 @@ class Client:
     """Its router died."""
 
     def wake(self) -> None:
-        assert self.generation is not None
+        if self.generation is None:
+            return  # its request is just being sent
         self.tokens += self.generation.take()
         assert self.tokens == self.expected[: len(self.tokens)], "a token is wrong, missing or there twice"
 
@@ -207,23 +208,34 @@ class RoutedWorld(Cluster):
 
     def op_ask(self, a: int, b: int) -> None:
         if sum(not client.end for client in self.clients) < MAX_LIVE_REQUESTS and self.router is not None:
-            self.request(1 + b % 22, 1 + b // 22 % 14 * 2)
+            self.request(1 + b % 22, 1 + b // 22 % 14 * 2, (1, 1, 2, 3)[a // 4 % 4])
 
-    def request(self, num_tokens: int, max_tokens: int) -> Client | None:
-        """None where the router sees nobody who could serve."""
+    def request(self, num_tokens: int, max_tokens: int, num_choices: int = 1) -> Client | None:
+        """The first choice; None where the router sees nobody who could serve."""
         assert self.router is not None
         self._num_requests += 1
         family = self._num_requests % 3  # their prompts begin alike, each up to its end
         prompt = [(family * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        client = Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling))
-        asked = GenerateRequest(f"r{self._num_requests}", pack_i32(array("i", prompt)), num_tokens, sampling)
+        clients: list[Client] = []
+        requests: list[GenerateRequest] = []
+        for choice in range(num_choices):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=float(num_choices > 1), seed=choice)
+            clients.append(Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)))
+            name = f"r{self._num_requests}-{choice}"
+            requests.append(GenerateRequest(name, pack_i32(array("i", prompt)), num_tokens, sampling))
+
+        def wake() -> None:
+            for client in clients:
+                client.wake()
+
         try:
-            client.generation = self.router.add_request(asked, client.wake)
+            generations = self.router.add_choices(requests, wake)
         except NoInstance:
             return None
-        self.clients.append(client)
-        return client
+        for client, generation in zip(clients, generations, strict=True):
+            client.generation = generation
+        self.clients += clients
+        return clients[0]
 
     def op_cancel(self, a: int, b: int) -> None:
         live = [client for client in self.clients if not client.end]
@@ -286,6 +298,7 @@ class RoutedWorld(Cluster):
     def check(self) -> None:
         super().check()
         for client in self.clients:
+            assert client.end != "step_failed", "KV of another request, or torn"  # which stops the step of it alone
             if client.end == "finished":
                 assert client.tokens == client.expected, "an answer that is not whole"
 

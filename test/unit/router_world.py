@@ -85,7 +85,7 @@ class World:
         self.router = PDRequestRouter(make_selector(config), self.outbox, self.clock, config)  # type: ignore[arg-type]
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
-            InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512)
+            InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)
             for place, (role, rank) in enumerate(zip(roles, ranks, strict=True))
         ]
         self._gone: list[InstanceInfo] = []
@@ -101,6 +101,12 @@ class World:
         request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), **fields)
         generation = self.router.add_request(request, self.wake)
         return generation, self.room(generation)
+
+    def add_choices(self, count: int, num_tokens: int = 3, **fields: Any) -> list[Generation]:
+        prompt = pack_i32(range(num_tokens))
+        samplings = [SamplingParams(max_tokens=4, seed=7 + choice) for choice in range(count)]
+        requests = [GenerateRequest(f"id-{i}", prompt, num_tokens, s, **fields) for i, s in enumerate(samplings)]
+        return self.router.add_choices(requests, self.wake)
 
     def add_client(self, **fields: Any) -> Client:
         client = Client()

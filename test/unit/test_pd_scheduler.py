@@ -80,6 +80,7 @@ class Instance:
         overlap: bool = False,
         executor: type[FakeExecutor] = FakeExecutor,
         late: type[LateExecutor] = LateExecutor,
+        with_aux: bool = False,
     ) -> None:
         """`overlap`: on a device that is late."""
         self.clock = clock or FakeClock()
@@ -110,7 +111,7 @@ class Instance:
                 tokens=TokenManager(1, self._take, self._open_port),
                 report_failure=self.failures.__setitem__,
                 clock=self.clock,
-                aux=self.aux if sender or receiver else None,
+                aux=self.aux if sender or receiver or with_aux else None,
                 num_aux_slots=aux_slots,
                 sender=sender,
                 receiver=receiver,

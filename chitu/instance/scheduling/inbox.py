@@ -58,4 +58,5 @@ class Inbox:
     def waiting(self) -> tuple[int, int]:
         """Requests that nobody took yet, and the prompt tokens in them that are to be computed here. Any thread."""
         new = [m for m in tuple(self._words) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
-        return len(new), sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))
+        count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
+        return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))

@@ -17,6 +17,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.slots import SlotPool
+from chitu.protocol.states import SequenceState
 
 
 class AuxSlots(Protocol):
@@ -31,7 +32,7 @@ class AuxSlots(Protocol):
 
 
 class Resources:
-    """`aux`: P's or D's; None on a unified instance. `settle` reads what is in flight, so that nothing is: requests may
+    """`aux`: None where the tests do without. `settle` reads what is in flight, so that nothing is: requests may
     end in it, and what they held comes back. The scheduler sets it."""
 
     def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots | None) -> None:
@@ -64,6 +65,15 @@ class Resources:
         if slot is None:
             raise Internal("an aux slot was counted as free but none is")
         return slot
+
+    def hold_forks(self, source: Sequence) -> None:
+        """A slot for each fork (the first one gets that of the prompt, where it has one) and the page in which the
+        prompt ends. The caller has just seen that they are free."""
+        for fork in source.forks:
+            fork.state = SequenceState.TRANSFER
+            self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
+        for fork in source.forks[source.slot >= 0 :]:
+            self.slots.take(fork)
 
     def free_slot(self, sequence: Sequence) -> None:
         """It keeps its pages. As all of these: nothing happens where it has none (any more)."""

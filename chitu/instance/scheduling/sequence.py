@@ -71,6 +71,11 @@ class Sequence:
     announced_s: float = 0.0
     kv_landed_s: float = 0.0
     first_token_s: float = 0.0
+    forks: list[Sequence] = field(default_factory=list)
+    """Not empty: this is only a prompt, of which nothing is sampled. These begin with it; those that have begun are not
+    in the list any more."""
+    source: Sequence | None = None
+    """The prompt that this one is, or was, a fork of."""
     is_leaving: bool = False
     """All that it holds is given back, or is as soon as a step in flight has been read."""
 
@@ -93,8 +98,15 @@ class Sequence:
 
     @property
     def final_len(self) -> int:
-        """Prompt and output tokens in the end, at most. On P, which emits nothing, what is prefilled."""
-        return self.prompt_len if self.sampling is None else self.client_prompt_len + self.sampling.max_tokens
+        """Prompt and output tokens in the end, at most. On P, and of a prompt with forks, what is prefilled."""
+        if self.sampling is None or self.forks:
+            return self.prompt_len
+        return self.client_prompt_len + self.sampling.max_tokens
+
+    @property
+    def choices(self) -> list[Sequence]:
+        """What the router knows of it: its forks, or itself."""
+        return list(self.forks) or [self]
 
     @property
     def remaining_prompt(self) -> int:
