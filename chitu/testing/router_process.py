@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 POLL_S = 0.02
+START_S = 120.0
+"""Until a process is there, on a machine that has much else to do."""
 
 
 def wait_until(condition: object, timeout_s: float, what: str) -> None:
@@ -85,7 +87,7 @@ class RouterUnderTest:
         with (self.folder / "router.log").open("ab") as log:
             self.process = subprocess.Popen(argv, stderr=log, env=self._environment())
         process = self.process
-        wait_until(lambda: ready.exists() or process.poll() is not None, 30, "the router's ready file")
+        wait_until(lambda: ready.exists() or process.poll() is not None, START_S, "the router's ready file")
         if not ready.exists():
             raise RuntimeError(f"the router ended with {process.returncode}: {self.log[-2000:]}")
         self.ports = json.loads(ready.read_text())
@@ -107,7 +109,7 @@ class RouterUnderTest:
         self.workers.append(worker)
         if wait:
             wanted = set(instances.split(","))
-            wait_until(lambda: wanted <= self.members(), 20, f"{instances} to join")
+            wait_until(lambda: wanted <= self.members(), START_S, f"{instances} to join")
         return worker
 
     def _environment(self) -> dict[str, str]:
