@@ -79,7 +79,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     master = [
         str(bin_folder / "mooncake_master"),
         *("--rpc_address=127.0.0.1", f"--rpc_port={master_port}"),
-        *("--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--default_kv_lease_ttl=100"),
+        *("--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--default_kv_lease_ttl=60000"),
     ]
     memory = [
         str(bin_folder / "mooncake_client"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from chitu.errors import ConfigError
 from chitu.kv_cache.pool import KVPool
 from chitu.ops.cuda_device import on_stream
 
@@ -40,5 +42,11 @@ class DevicePageCopies:
 
 
 def pinned_memory(nbytes: int) -> memoryview:
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    return array.data
+    """Zeros. Registered, not taken from torch, whose allocator of pinned memory rounds up to a power of two.
+    ConfigError where the driver refuses."""
+    memory: NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(memory.ctypes.data, nbytes, 0))
+    if code:
+        raise ConfigError(f"cache.host_bytes: CUDA does not pin {nbytes} bytes of host memory (error {code})")
+    return memory.data
