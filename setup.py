@@ -33,6 +33,7 @@ setup(
         "safetensors>=0.6",
         "tokenizers>=0.22",
         "jinja2>=3.1",
+        "llguidance>=1.9,<2",
         "numpy>=2.0",
         "pyzmq>=26",
         "msgspec>=0.19",

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import msgspec
 
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan
-from chitu.errors import Internal
+from chitu.errors import Internal, InvalidRequest
 from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.instance_load import InstanceLoad, LoadSources
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_arrivals import RequestArrivals
 from chitu.instance.request_ends import EndRules, RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
-from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, WorkerGone
+from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, Word, WorkerGone
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -74,7 +74,7 @@ class PDScheduler:
         sources = LoadSources(
             role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers
         )
-        self._arrivals = RequestArrivals(parts, self._prefill, self._decode, self._ends)
+        self._arrivals = RequestArrivals(parts, self._prefill, self._decode, self._ends, self._tell)
         self._load = InstanceLoad(sources, parts.clock.monotonic())
         self._inbox = Inbox()
         self._pending: _LaunchedStep | None = None
@@ -103,6 +103,11 @@ class PDScheduler:
     def end_all(self, silence_s: float) -> None:
         """The router was silent beyond its limit: end every request with an error."""
         self._inbox.put(RouterSilent(silence_s))
+
+    def _tell(self, word: Word) -> None:
+        """Of a thread that works for the step thread."""
+        self._inbox.put(word)
+        self._parts.wake()
 
     @property
     def load(self) -> LoadReport:
@@ -149,7 +154,7 @@ class PDScheduler:
     @property
     def is_idle(self) -> bool:
         """No request is left, not even one that only waits for a peer to let go of its pages."""
-        is_empty = not self._inbox and not len(self._prefill) and not len(self._decode)
+        is_empty = not (self._inbox or len(self._arrivals) or len(self._prefill) or len(self._decode))
         return is_empty and self._pending is None
 
     def _check_idle(self) -> None:
@@ -245,9 +250,13 @@ class PDScheduler:
         self._resources.read()
         self._load.steps += 1
         self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
-        logprobs = result.logprobs
+        logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
-            if sequence.state is not SequenceState.CLOSING:  # else it ended after the launch: a surplus row
+            if sequence.state is SequenceState.CLOSING:
+                continue  # it ended after the launch: a surplus row
+            if failures and step.slots[place] in failures:
+                self._ends.fail(sequence, InvalidRequest(failures[step.slots[place]]))
+            else:
                 self._emit(sequence, token, logprobs.get(place) if logprobs else None)
 
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:

@@ -26,6 +26,7 @@ from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, Internal, RankTaken
+from chitu.grammars import GrammarStore
 from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
 from chitu.instance.token_manager import TokenManager, TokenPort
@@ -85,6 +86,8 @@ class EngineParts:
     follower_pids: tuple[int, ...] = ()
     """Of the other TP ranks."""
     tiers: PrefixTiers | None = None
+    grammars: GrammarStore | None = None
+    """As `PDSchedulerParts` has it."""
 
 
 class SilenceWatch:
@@ -174,6 +177,8 @@ class PDSchedulerService:
                 sender=kv.sender if kv is not None else None,
                 receiver=kv.receiver if kv is not None else None,
                 tiers=engine.tiers,
+                grammars=engine.grammars,
+                wake=engine.wake.wake,
                 overlap=overlaps_steps(topology.scheduler, identity.instance),
             )
         )

@@ -39,9 +39,11 @@ from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.errors import ConfigError
+from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec, weights_digest
+from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class RankEngine:
     runner: ModelRunner
     threads: int
     model_path: str
+    grammars: GrammarStore | None
+    """Of the rank that samples."""
 
     def weights_digest(self) -> bytes:
         """Of what the checkpoint's weights are; reads them all."""
@@ -137,7 +141,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         threads,
     )
     samples = is_main and role is not Role.PREFILL
-    sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids) if samples else None
+    grammars = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size)) if samples else None
+    sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=grammars) if samples else None
     # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
     longest = min(spec.max_model_len, num_pages * layout.page_size)
     if topology.model.max_model_len is not None and longest < topology.model.max_model_len:
@@ -150,7 +155,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         logger.warning("%s", warning)
     prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
-    return RankEngine(group, pool, runner, threads, path)
+    return RankEngine(group, pool, runner, threads, path, grammars)
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:

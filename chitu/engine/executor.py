@@ -120,6 +120,8 @@ class StepResult(msgspec.Struct, array_like=True):
     """By place in `tokens`, ascending: of slots admitted with `SamplingParams.logprobs` (`protocol/logprobs.py`)."""
     prompt_logprobs: dict[int, bytes] = {}
     """By slot, of the chunks that ask: lines of equal length as in `logprobs`, in order of position."""
+    failures: dict[int, str] = {}
+    """By slot, why no token of the request can follow its grammar: its token here is none."""
 
 
 class LayerCallback(Protocol):

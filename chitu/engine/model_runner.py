@@ -51,6 +51,10 @@ class TokenSampler(Protocol):
         """float32 `[R, V]` -> int64 `[R]` on the same device."""
         ...
 
+    def take_failures(self) -> dict[int, str]:
+        """Of what was sampled since the last call: `StepResult.failures`."""
+        ...
+
 
 class ModelRunner:
     """Implements `Executor` on one device.
@@ -115,7 +119,9 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
-            return self._tokens.launched(*self._launch(plan, on_layer), self._prompt_lines)
+            slots, tokens_N, lines = self._launch(plan, on_layer)
+            failures = {} if self._sampler is None else self._sampler.take_failures()
+            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, failures)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and read it."""

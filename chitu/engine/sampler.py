@@ -1,13 +1,14 @@
 """Logits to tokens, batched on the device. Owns what each slot's sampling depends on; called by the step thread.
 
 Order of operations of a row: repetition, frequency and presence penalty; logit bias; eos and stop ids masked until
-min_tokens; tokens that are not allowed, or end a bad word; then argmax (temperature 0), or temperature, min-p, top-k,
-top-p and one draw. The draw depends on the seed and the number of tokens emitted so far alone: the same request gets
-the same tokens in any batch, before and after a retraction (`admit` with the emitted tokens takes up where it stopped),
-on D or on a unified instance.
+min_tokens; tokens that are not allowed, end a bad word or do not follow a grammar; then argmax (temperature 0), or
+temperature, min-p, top-k, top-p and one draw. The draw depends on the seed and the number of tokens emitted so far
+alone: the same request gets the same tokens in any batch, before and after a retraction (`admit` with the emitted
+tokens takes up where it stopped), on D or on a unified instance.
 
 Invariants: slots that are plain greedy cost one argmax; a row pays only for what its own request asked for; nothing
-here waits for the device. Whether a token ends its request is the scheduler's business.
+here waits for the device, unless a row has a grammar (`grammar_masks.py`). Whether a token ends its request is the
+scheduler's business.
 
 On CUDA the rows are drawn by kernels (`ops/kernels/sampling.py`), elsewhere by `sampling_ops.py`: the same tokens.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
+from chitu.engine.grammar_masks import GrammarCourse, GrammarRows, OwedTokens
 from chitu.engine.restrictions import HISTORY, NONE, restriction_of, restrictions_of
 from chitu.engine.sampling_layout import (
     NO_ENTRIES,
@@ -37,6 +39,7 @@ from chitu.engine.sampling_layout import (
 )
 from chitu.engine.upload import upload
 from chitu.errors import Internal
+from chitu.grammars import GrammarStore
 from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, UNIT
 from chitu.protocol import SamplingParams
 
@@ -54,7 +57,7 @@ _PENALTY_ROW, _LENGTH = range(3, 5)
 class Sampler:
     """`num_slots` slots, each free or admitted. `eos_token_ids` are masked with the stop ids until min_tokens.
 
-    `kernels`: what draws; on CUDA made here where it is not given.
+    `kernels`: what draws; on CUDA made here where it is not given. `grammars`: where the compiled ones are.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Sampler:
         device: torch.device,
         eos_token_ids: tuple[int, ...] = (),
         kernels: SamplingKernels | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
@@ -78,6 +82,9 @@ class Sampler:
         self._seen = torch.zeros(0, 0, dtype=torch.int64, device=device)
         # The newest tokens that slots with bad words emitted.
         self._history = torch.full((num_slots, HISTORY), NONE, dtype=torch.int64, device=device)
+        self._grammars = grammars
+        self._owed = OwedTokens(device)
+        self._failures: dict[int, str] = {}
         self._penalty_row: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._layout_of: list[int] = []
@@ -106,6 +113,14 @@ class Sampler:
         bias = {t: v for t, v in params.logit_bias.items() if 0 <= t < self.vocab_size and v != 0.0}
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
         masked = sorted(t for t in stops if 0 <= t < self.vocab_size) if params.min_tokens > emitted else []
+        course = None
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise Internal("a request with a grammar came to where none is compiled")
+            matcher = self._grammars.compiled(params.grammar).matcher()
+            course = GrammarCourse.of(matcher, params, masked, self.vocab_size)
+            if emitted:
+                matcher.consume(token_ids[prompt_len:].tolist())
         random = params.temperature >= GREEDY_BELOW
         state = SamplingSlot(
             random=random,
@@ -115,9 +130,10 @@ class Sampler:
             penalised=(params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0),
             num_tokens=token_ids.shape[0],
             bias=entries_of(bias),
-            masked=entries_of(dict.fromkeys(masked, -torch.inf)),
+            masked=NO_ENTRIES if course is not None else entries_of(dict.fromkeys(masked, -torch.inf)),
             masked_steps=params.min_tokens - emitted if masked else 0,
             restriction=restriction_of(params, self.vocab_size),
+            course=course,
         )
         self._states[slot] = state
         self._layout = None
@@ -146,6 +162,7 @@ class Sampler:
         if self._states[slot] is None:
             return
         self._states[slot] = None
+        self._failures.pop(slot, None)
         self._special.discard(slot)
         self._layout = None
         if slot in self._penalty_row:
@@ -178,9 +195,16 @@ class Sampler:
             )
         if layout.restrictions is not None and layout.restrictions.words is not None:
             self._follow(layout, layout.restrictions.words.followed, tokens)
+        if layout.courses is not None:
+            self._owed.note(layout.courses, layout.rows, tokens)
         if layout.masked:
             self._count_down(layout.masked)
         return tokens
+
+    def take_failures(self) -> dict[int, str]:
+        """By slot, why the newest token is none: nothing that its grammar allows could be said. Each is told once."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def _sample_by_kernels(self, kernels: SamplingKernels, logits: Tensor, layout: BatchLayout) -> Tensor:
         edited = None
@@ -223,6 +247,9 @@ class Sampler:
                 edits.add_to_(work)
         if layout.restrictions is not None:
             layout.restrictions.apply_(work, self._history)
+        if layout.courses is not None:
+            self._owed.settle()
+            self._failures.update(layout.courses.apply_(work))
 
     def _draw(self, work: Tensor, segment: LayoutSegment, slots: Tensor) -> Tensor:
         """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
@@ -270,6 +297,9 @@ class Sampler:
                 self.vocab_size,
                 self.device,
             ),
+            courses=GrammarRows.of(
+                [state.course for state in ordered[:num_edited]], [slots[row] for row in rows[:num_edited]], self.device
+            ),
             penalised=self._indices(penalised) if penalised else None,
             penalised_slots=[slots[rows[i]] for i in penalised],
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),
@@ -288,6 +318,8 @@ class Sampler:
             state.masked_steps -= 1
             if state.masked_steps == 0:
                 state.masked = NO_ENTRIES
+                if state.course is not None:
+                    state.course.held_back = None
                 self._layout = None
                 if not state.special:
                     self._special.discard(slot)

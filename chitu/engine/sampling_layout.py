@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chitu.engine.grammar_masks import GrammarCourse, GrammarRows
 from chitu.engine.restrictions import Restriction, Restrictions
 from chitu.engine.sampling_ops import FilterNeeds
 from chitu.engine.upload import upload_tensor
@@ -76,10 +77,12 @@ class SamplingSlot:
     restriction: Restriction | None
     masked_steps: int
     """Tokens still to emit before eos and stop ids (`masked`) are allowed."""
+    course: GrammarCourse | None = None
 
     @property
     def edited(self) -> bool:
-        return self.penalised or len(self.bias[0]) > 0 or self.masked_steps > 0 or self.restriction is not None
+        is_limited = self.restriction is not None or self.course is not None
+        return self.penalised or len(self.bias[0]) > 0 or self.masked_steps > 0 or is_limited
 
     @property
     def special(self) -> bool:
@@ -111,6 +114,7 @@ class BatchLayout:
     bias: Edits | None
     mask: Edits | None
     restrictions: Restrictions | None
+    courses: GrammarRows | None
     penalised: Tensor | None
     """Work rows with penalties."""
     penalised_slots: list[int]

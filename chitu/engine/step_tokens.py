@@ -43,6 +43,7 @@ class _UnreadStep:
     buffer: _Buffer | None
     lines: Lines | None
     prompt_lines: dict[int, torch.Tensor]
+    failures: dict[int, str]
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -50,20 +51,25 @@ class _UnreadStep:
     def result(self) -> StepResult:
         self.mark.synchronize()
         if self.buffer is None:
-            return _result([], None, None, self.prompt_lines)
+            return _result([], None, None, self.prompt_lines, {})
         self.buffer.is_unread = False
-        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines)
+        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines, self.failures)
 
 
 def _result(
-    slots: list[int], numbers: torch.Tensor | None, lines: Lines | None, prompt_lines: dict[int, torch.Tensor]
+    slots: list[int],
+    numbers: torch.Tensor | None,
+    lines: Lines | None,
+    prompt_lines: dict[int, torch.Tensor],
+    failures: dict[int, str],
 ) -> StepResult:
     prompts = {slot: packed_matrix(lines_TC) for slot, lines_TC in prompt_lines.items()}
     tokens = [] if numbers is None else numbers[: len(slots)].tolist()
     if lines is None or numbers is None:
-        return StepResult(slots, tokens, {}, prompts)
+        return StepResult(slots, tokens, {}, prompts, failures)
     own = numbers[len(slots) : len(slots) + lines.lines_MC.numel()].view(lines.lines_MC.shape)
-    return StepResult(slots, tokens, dict(zip(lines.places, packed_lines(own, lines.counts), strict=True)), prompts)
+    packed = dict(zip(lines.places, packed_lines(own, lines.counts), strict=True))
+    return StepResult(slots, tokens, packed, prompts, failures)
 
 
 class StepTokens:
@@ -86,14 +92,15 @@ class StepTokens:
         tokens_N: torch.Tensor | None,
         lines: Lines | None = None,
         prompt_lines: dict[int, torch.Tensor] | None = None,
+        failures: dict[int, str] | None = None,
     ) -> StepHandle:
         """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none. `prompt_lines`,
-        by slot, are many and seldom asked for: each is a copy of its own."""
-        prompt_lines = prompt_lines or {}
+        by slot, are many and seldom asked for: each is a copy of its own. `failures`: as `StepResult` has them."""
+        prompt_lines, failures = prompt_lines or {}, failures or {}
         if tokens_N is not None and lines is not None:
             tokens_N = torch.cat([tokens_N, lines.lines_MC.flatten()])
         if self._mark is None:
-            return DoneStep(_result(slots, tokens_N, lines, prompt_lines))
+            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -103,7 +110,7 @@ class StepTokens:
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
         prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
-        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines)
+        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures)
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:

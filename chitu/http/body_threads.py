@@ -34,22 +34,26 @@ class BodyThreads:
         if num_bytes <= LARGE_BODY_BYTES:
             return work()
         threads = self._large if num_bytes <= HUGE_BODY_BYTES else self._huge
-        future = asyncio.wrap_future(threads.submit(work))
-
-        def on_gone() -> None:
-            future.cancel()
-
-        exchange.call_when_gone(on_gone)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if exchange.is_client_gone:
-                raise ClientGone from None
-            raise
-        finally:
-            exchange.call_when_gone(None)
+        return await wait(exchange, asyncio.wrap_future(threads.submit(work)))
 
     def close(self) -> None:
         """What waits is dropped; what runs ends by itself."""
         for threads in (self._large, self._huge):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def wait(exchange: Exchange, future: asyncio.Future[T]) -> T:
+    """What `future` has in the end. ClientGone, and it is cancelled, where nobody waits for it any more."""
+
+    def on_gone() -> None:
+        future.cancel()
+
+    exchange.call_when_gone(on_gone)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if exchange.is_client_gone:
+            raise ClientGone from None
+        raise
+    finally:
+        exchange.call_when_gone(None)

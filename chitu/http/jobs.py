@@ -6,15 +6,17 @@ Called by the generation routes on the loop thread; a large body is worked on in
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chitu.errors import ChituError, InvalidRequest, NoInstance
+from chitu.errors import Capacity, ChituError, InvalidRequest, NoInstance
 from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
-from chitu.http.body_threads import BodyThreads
+from chitu.http.body_threads import BodyThreads, wait
 from chitu.http.exchange import Exchange
+from chitu.http.grammar_fields import grammar_of
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
@@ -38,7 +40,7 @@ from chitu.http.sampling_fields import (
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_PROMPT_LOGPROBS_BYTES, SamplingParams, pack_i32, prompt_logprobs_bytes
+from chitu.protocol import MAX_PROMPT_LOGPROBS_BYTES, Grammar, SamplingParams, pack_i32, prompt_logprobs_bytes
 
 
 @dataclass(slots=True)
@@ -70,6 +72,8 @@ class Job:
     """Of `/v1/responses`: what the answer repeats of its request."""
     warnings: list[str] = field(default_factory=list)
     """For the client, of fields that had no effect."""
+    grammar_param: str | None = None
+    """The field that the samplings' grammar is from."""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
@@ -137,9 +141,28 @@ class JobParser:
         unusable = NoInstance(candidates.why_unusable()) if limits is None else None
         frame = _Frame(limits, unusable, exchange)
         try:
-            return await self._threads.run(exchange, len(raw), lambda: parse(raw, frame))
+            job = await self._threads.run(exchange, len(raw), lambda: parse(raw, frame))
         except NoInstance as error:
             raise self._router.rejected(error) from None
+        if job.samplings[0].grammar is not None:
+            await self._require_grammar(exchange, job.samplings[0].grammar, job.grammar_param, frame.require_limits())
+        return job
+
+    async def _require_grammar(
+        self, exchange: Exchange, grammar: Grammar, param: str | None, limits: ModelLimits
+    ) -> None:
+        """InvalidRequest where D could not compile it: it is compiled here first, in a thread."""
+        grammars = self._model.grammars(limits)
+        outcome = grammars.find(grammar)
+        if outcome is None:
+            try:
+                future = grammars.submit(grammar)
+            except Capacity as error:
+                raise self._router.rejected(error) from None
+            # Not given up where the client leaves: others may wait for the same.
+            outcome = await wait(exchange, asyncio.shield(asyncio.wrap_future(future)))
+        if isinstance(outcome, InvalidRequest):
+            raise InvalidRequest(f"{param}: {outcome.message}", param)
 
     # ------------------------------------------------------------------------------------ on the loop or in a thread
 
@@ -198,6 +221,7 @@ class JobParser:
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
+        grammar, grammar_param = grammar_of(body) or (None, None)
         bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []
         samplings = []
@@ -219,7 +243,9 @@ class JobParser:
             max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
             self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
-                shared = sampling_params(body, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words)
+                shared = sampling_params(
+                    body, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
+                )
                 require_a_token(shared, self._model.eos_ids)
             if (asked := shared.prompt_logprobs) is not None:
                 num_bytes = prompt_logprobs_bytes(len(ids), asked)
@@ -242,4 +268,5 @@ class JobParser:
             priority=body.priority or 0,
             is_chat=isinstance(body, ChatBody),
             warnings=warnings,
+            grammar_param=grammar_param,
         )

@@ -7,11 +7,17 @@ that clients have are in `request_fields.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from chitu.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+)
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -24,6 +30,9 @@ MAX_WORDS = MAX_BAD_WORDS // 2
 MAX_WORD_CHARS = 64
 MAX_PRIORITY = (1 << 31) - 1
 """And the same below 0."""
+MAX_CHOICES = 1024
+"""Of `guided_choice`."""
+MAX_CHOICE_CHARS = 1024
 MAX_SALT_CHARS = 256
 """Of `cache_salt`."""
 MAX_MESSAGES = 2048
@@ -89,6 +98,36 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Unread = msgspec.UNSET
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
+    # without effect
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+_Schema = Annotated[msgspec.Raw | msgspec.UnsetType, documented(anyOf=[{"type": "object"}, {"type": "string"}])]
+_Choices = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=MAX_CHOICE_CHARS)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
+]
+_GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    json: _Schema = msgspec.UNSET
+    json_object: bool | None = None
+    regex: _GrammarText | None = None
+    choice: _Choices | None = None
+    grammar: _GrammarText | None = None
+    # without effect
+    disable_fallback: Unread = msgspec.UNSET
+
+
 class GenerationBody(Body, kw_only=True):
     """What both routes share."""
 
@@ -104,6 +143,7 @@ class GenerationBody(Body, kw_only=True):
     stream_options: StreamOptions | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
+    response_format: ResponseFormat | None = None
     logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     # extensions (names as vLLM and SGLang have them, `cache_prompt` as llama.cpp)
     top_k: Annotated[int, documented(minimum=-1)] | None = None
@@ -116,6 +156,11 @@ class GenerationBody(Body, kw_only=True):
         Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
         | None
     ) = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema = msgspec.UNSET
+    guided_regex: _GrammarText | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _GrammarText | None = None
     bad_words: Annotated[list[_BadWord], msgspec.Meta(max_length=MAX_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -12,7 +12,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import MAX_N, ChatBody, CompletionBody, GenerationBody
-from chitu.protocol import MAX_LOGPROBS, SamplingParams
+from chitu.protocol import MAX_LOGPROBS, Grammar, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat has the rest of the context."""
@@ -103,6 +103,7 @@ def sampling_params(
     vocab_size: int,
     more_eos: tuple[int, ...] = (),
     bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Every default resolved, every range checked. `max_tokens` was capped by the context already. `more_eos`: what
     ends a text beside what D itself takes for eos. `bad_words`: as tokens."""
@@ -137,6 +138,7 @@ def sampling_params(
         bad_words=bad_words,
         logprobs=num_logprobs(body),
         prompt_logprobs=asked_of_prompt(body),
+        grammar=grammar,
     )
 
 

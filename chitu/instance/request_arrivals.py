@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -16,11 +17,19 @@ from numpy.typing import ArrayLike
 
 from chitu import log
 from chitu.errors import Capacity, ChituError, InvalidRequest
+from chitu.grammars import CompiledGrammar
 from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.inbox import CacheFlush, RouterReplaced, RouterSilent, Word, WorkerGone
+from chitu.instance.scheduling.inbox import (
+    CacheFlush,
+    GrammarCompiled,
+    RouterReplaced,
+    RouterSilent,
+    Word,
+    WorkerGone,
+)
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -50,7 +59,12 @@ ARRIVALS_A_PRIORITY = 1 << 48
 
 class RequestArrivals:
     def __init__(
-        self, parts: PDSchedulerParts, prefill: PrefillManager, decode: DecodeManager, ends: RequestEnds
+        self,
+        parts: PDSchedulerParts,
+        prefill: PrefillManager,
+        decode: DecodeManager,
+        ends: RequestEnds,
+        tell: Callable[[Word], None],
     ) -> None:
         self._parts = parts
         self._prefill = prefill
@@ -61,12 +75,25 @@ class RequestArrivals:
         self._eos = frozenset(parts.executor.info.eos_token_ids)
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
+        self._tell = tell
+        """For the threads that compile grammars: a word for `take`."""
+        self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
+        """By room, requests whose grammar is being compiled. They hold nothing yet."""
+
+    def __len__(self) -> int:
+        return len(self._uncompiled)
 
     def take(self, word: Word) -> None:
         match word:
             case CancelRequest():
-                self._ends.cancel(word.room)
+                if not self._cancel_uncompiled(word.room):
+                    self._ends.cancel(word.room)
+            case GrammarCompiled():
+                message = self._uncompiled.pop(word.room, None)
+                if message is not None:
+                    self._take_request(message)
             case RouterReplaced():
+                self._uncompiled.clear()
                 self._ends.cancel_all()
             case RouterSilent():
                 self._ends.end_without_router(word.silence_s)
@@ -84,7 +111,7 @@ class RequestArrivals:
         if not isinstance(message, PrefillRequest):
             rooms += [fork.room for fork in message.forks]
         if len(set(rooms)) < len(rooms) or any(
-            map(self._ends.is_here, rooms)
+            room in self._uncompiled or self._ends.is_here(room) for room in rooms
         ):  # a refusal would end the first one at the router, which knows rooms only
             logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
@@ -95,7 +122,7 @@ class RequestArrivals:
             )
         elif isinstance(message, PrefillRequest):
             self._process_prefill_request(message)
-        elif not self._can_answer(message):
+        elif not self._can_answer(message) or not self._is_compiled(message):
             pass
         elif isinstance(message, DecodeRequest):
             self._process_decode_request(message)
@@ -117,6 +144,32 @@ class RequestArrivals:
                 self._parts.report_failure(message.room, error)
                 return False
         return True
+
+    def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
+        """Whether the request's grammar is; else it comes back when it is."""
+        grammar, grammars = message.sampling.grammar, self._parts.grammars
+        if grammar is None or grammars is None or grammars.find(grammar) is not None:
+            return True
+        try:
+            future = grammars.submit(grammar)
+        except ChituError as error:
+            self._ends.refuse(self._sequence(message), error)
+            return False
+        self._uncompiled[message.room] = message
+        future.add_done_callback(lambda _future: self._tell(GrammarCompiled(message.room)))
+        return False
+
+    def _cancel_uncompiled(self, room: bytes) -> bool:
+        """Whether it was a request whose grammar is being compiled, or a fork of one."""
+        for first, message in self._uncompiled.items():
+            forks = tuple(fork for fork in message.forks if fork.room != room)
+            if first == room or (message.forks and not forks):
+                del self._uncompiled[first]
+                return True
+            if len(forks) < len(message.forks):
+                self._uncompiled[first] = msgspec.structs.replace(message, forks=forks)
+                return True
+        return False
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
         sequence = self._arrive(message, Role.PREFILL, "this instance does not prefill for others")
@@ -210,6 +263,12 @@ class RequestArrivals:
             wrong = wrong or wrong_sampling(sequence.sampling, self._vocab_size)
         if wrong:
             return InvalidRequest(wrong)
+        if sequence.sampling is not None and sequence.sampling.grammar is not None:
+            found = self._parts.grammars and self._parts.grammars.find(sequence.sampling.grammar)
+            if not isinstance(found, CompiledGrammar):
+                return found or InvalidRequest("this instance follows no grammars")
+            for each in (sequence, *sequence.forks):
+                each.grammar = found
         if not 0 <= sequence.num_continued < sequence.prompt_len:
             return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
         if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:

@@ -11,6 +11,7 @@ from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError
+from chitu.grammars import GrammarStore
 from chitu.instance.scheduling.resources import AuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
@@ -39,6 +40,10 @@ class PDSchedulerParts:
     receiver: DecodeReceiverLike | None = None
     tiers: PrefixTiers | None = None
     """Behind the prefix cache, of P and unified instances."""
+    grammars: GrammarStore | None = None
+    """What the executor's sampler finds compiled grammars in; None where none can be followed."""
+    wake: Callable[[], None] = lambda: None
+    """Of the step thread, where it sleeps; any thread calls it."""
     overlap: bool = False
     """Launch a step before the tokens of the one before are read."""
 

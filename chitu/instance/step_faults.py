@@ -59,6 +59,7 @@ class _Outcome:
     """By slot; so are the logprobs."""
     logprobs: dict[int, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """The sequences that raise alone."""
@@ -169,6 +170,7 @@ class StepFaults:
             return
         outcome.tokens.update(zip(result.slots, result.tokens, strict=True))
         outcome.prompt_logprobs.update(result.prompt_logprobs)
+        outcome.failures.update(result.failures)
         outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
             part.sequence.admitted = True
@@ -201,5 +203,5 @@ class StepFaults:
         slots = [sequence.slot for sequence in order if sequence.slot in outcome.tokens]
         logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
         tokens = [outcome.tokens[slot] for slot in slots]
-        done = DoneStep(StepResult(slots, tokens, logprobs, outcome.prompt_logprobs))
+        done = DoneStep(StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures))
         return Step(step.plan, first_tokens, chunks, decoding), done

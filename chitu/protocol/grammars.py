@@ -18,7 +18,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "
 * `json_schema`: a JSON schema. The answer is one JSON value that it allows.
 * `regex`: a regular expression. The whole answer matches it.
 * `choice`: a JSON array of texts. The answer is one of them.
-* `lark`: a context-free grammar in llguidance's Lark syntax, whose first rule is `start`.
+* `lark`: a context-free grammar in llguidance's Lark syntax, whose first rule is `start`; or a short one in GBNF.
 * `tool_calls`: a `ToolCalls` in JSON. The answer is free text in which, or instead of which, calls follow schemas.
 """
 

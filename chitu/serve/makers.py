@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
+from chitu.grammars import GrammarStore
 from chitu.kv_transfer.staging.build import StagedPool, StagingParts, build_staging
 from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.transport import Transport
@@ -43,6 +44,8 @@ class BuiltRank(Protocol):
     def pool(self) -> RankPool: ...
     @property
     def runner(self) -> Executor: ...
+    @property
+    def grammars(self) -> GrammarStore | None: ...
     def prepare_thread(self) -> None: ...
     def weights_digest(self) -> bytes: ...
 

@@ -214,6 +214,8 @@ def build_engine(
 
     def close() -> None:
         executor.close()
+        if engine.grammars is not None:
+            engine.grammars.close()
         if staging is not None:
             staging.close()
         engine.pool.close()
@@ -229,6 +231,7 @@ def build_engine(
         close=close,
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
         tiers=tiers,
+        grammars=engine.grammars,
     )
 
 

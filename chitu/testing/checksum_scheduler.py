@@ -71,6 +71,7 @@ class ChecksumRank:
     pool: ChecksumPool
     runner: ChecksumExecutor
     group: None = None
+    grammars: None = None
 
     def prepare_thread(self) -> None:
         """There is no math library."""

@@ -137,6 +137,16 @@ class Tokenizer:
         """
         return self._chat_template.render(messages, tools, add_generation_prompt, variables)
 
+    def to_json(self) -> str:
+        """As a tokenizer.json, with what the files beside it add."""
+        return self._backend.to_str()
+
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        """By their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     @property
     def template_source(self) -> str:
         """The chat template's text; empty where there is none."""

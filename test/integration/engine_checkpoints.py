@@ -145,6 +145,9 @@ class GreedySampler:
         assert all(slot in self.admitted for slot in slots)
         return logits.argmax(-1)
 
+    def take_failures(self) -> dict[int, str]:
+        return {}
+
 
 class Engine:
     """A `ModelRunner` with page bookkeeping: pages are handed out in random order."""

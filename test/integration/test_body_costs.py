@@ -37,6 +37,8 @@ TRIES = 6
 SIZE = (2 << 20) - 4096
 """Of a body: just what is taken."""
 NUM_RANDOM = int(os.environ.get("CHITU_FUZZ_COSTLY_BODIES", "15"))
+TRY = b"TRY"
+"""In a body: another number with each try."""
 NUM_STREAMS = 4
 MAX_LEN = 4096
 GREEDY = {"model": "m", "temperature": 0, "ignore_eos": True}
@@ -56,6 +58,26 @@ def filled(form: str, piece: str, size: int = SIZE) -> bytes:
     head, tail = form.encode().split(b"@")
     one = piece.encode()
     return head + one * ((size - len(head) - len(tail)) // len(one)) + tail
+
+
+def costly_grammars() -> Iterator[tuple[str, bytes]]:
+    """What a grammar can cost that is no longer than is taken: to parse, to compile, or for the first mask."""
+    many = {f"property{i}": {"type": "string"} for i in range(1700)}
+    halves = [{"anyOf": [{"pattern": f"a{i}"}, {"pattern": f"b{i}"}]} for i in range(20)]
+    rules = "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(60))
+    fields: dict[str, dict[str, object]] = {
+        "optional properties": {"guided_json": {"title": "TRY", "type": "object", "properties": many}},
+        "large numbers": {"guided_json": {"title": "TRY", "type": "integer", "multipleOf": 99991}},
+        "many ways": {"guided_json": {"title": "TRY", "allOf": halves}},
+        "deep": {"guided_json": '{"title":"TRY","properties":{"a":' * 1500},
+        "brackets": {"guided_regex": "TRY" + "(" * 30_000 + ")" * 30_000},
+        "repetitions": {"guided_regex": "TRY((a{1,1000}){1,1000}){1,1000}"},
+        "doubling rules": {"guided_grammar": f"start: R0\n{rules}R60: /TRY/\n"},
+        "lines": {"guided_grammar": "root ::= TRY" + "\n" * 2000},
+        "choices": {"guided_choice": [f"TRY{i:055}" for i in range(1000)]},
+    }
+    for what, field in fields.items():
+        yield what, json.dumps({"model": "m", "prompt": "a", "max_tokens": 1, **field}).encode()
 
 
 def costly_bodies() -> list[tuple[str, str, bytes]]:
@@ -121,6 +143,7 @@ def costly_bodies() -> list[tuple[str, str, bytes]]:
         ("tokens", detokenize, filled('{"tokens":[@20]}', "300,", 4 * 262_000)),
         ("too many tokens", detokenize, filled('{"tokens":[@20]}', "9,")),
     ]
+    bodies += [(f"grammar: {what}", plain, body) for what, body in costly_grammars()]
     rng = random.Random(7)
     pieces = ["[],", '"",', "1,", "{},", '"a b",', "[1],", '{"role":"user","content":"a"},', "null,", "[[1],[2]],"]
     fields = ["prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tools", "user", "xyz", "tokens"]
@@ -264,8 +287,9 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
     statuses: dict[int, int] = {}
     with Streams(cluster) as streams, Prober(cluster) as prober:
         for name, path, body in bodies:
-            request = http_request("POST", path, body, {"content-type": b"application/json"})
-            for _ in range(TRIES):
+            for number in range(TRIES):
+                own = body.replace(TRY, b"%03d" % number)  # else the next try finds what this one has compiled
+                request = http_request("POST", path, own, {"content-type": b"application/json"})
                 prober.take()
                 reply = client.exchange(request)
                 assert reply.status in (200, 400), (name, reply)

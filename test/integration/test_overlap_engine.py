@@ -16,6 +16,7 @@ from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.engine.step_tokens import StepTokens
 from chitu.errors import Internal
+from chitu.grammars import GrammarStore
 from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
@@ -58,7 +59,12 @@ class Served:
 
 
 def serve(
-    folder, requests: list[tuple[list[int], SamplingParams]], overlap: bool, recording: Recording | None, sampler=None
+    folder,
+    requests: list[tuple[list[int], SamplingParams]],
+    overlap: bool,
+    recording: Recording | None,
+    sampler=None,
+    grammars: GrammarStore | None = None,
 ):
     """One request more a turn, on a pool in which not all of them can grow; the last one is cancelled."""
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
@@ -85,6 +91,7 @@ def serve(
             report_failure=lambda room, error: None,
             clock=FakeClock(),
             overlap=overlap,
+            grammars=grammars,
         )
     )
     for index, (prompt, sampling) in enumerate(requests):

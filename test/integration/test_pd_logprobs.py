@@ -1,32 +1,43 @@
-"""Logprobs through a real cluster: those of transformers' float32 logits, for the official client in both forms.
+"""Logprobs and grammars through a real cluster, for the official client in both forms: logprobs are those of
+transformers' float32 logits, tokens those of a plain loop over them, and of a schema's answers every one is valid.
 
-P and D over shm and over Mooncake, and a unified instance: the first token's come from the row that P hands over, all
-others from D's own steps.
+P and D over shm and over Mooncake, a D of two ranks, and a unified instance: the first token comes from the row that P
+hands over, all others from D's own steps.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import msgspec
+import numpy as np
 import openai
 import pytest
 import torch
 import transformers
 from completions import WITHOUT_TORCHRUN, instance_loads, is_whole, wait_until
+from random_schemas import random_schema
 
 from chitu.config.load import load_topology
+from chitu.engine.sampler import Sampler
+from chitu.grammars import CompiledGrammar, GrammarCompiler
 from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.protocol import Grammar, SamplingParams
+from chitu.tokenizer import Tokenizer
 
 VOCAB = 500
 TOP = 5
 CLOSE = 1e-4
+KINDS = ["shm", "mooncake", "tp", "unified"]
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
 SAMPLINGS: list[dict[str, Any]] = [
@@ -48,7 +59,7 @@ def reference(model: Path) -> transformers.PreTrainedModel:
     return loaded.eval()
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake", "tp", "unified"])
+@pytest.fixture(scope="module", params=KINDS)
 def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", "scheduler.chunk_size=40"]
     name = "unified_local.yaml" if request.param == "unified" else "pd_disagg_1p1d_local.yaml"
@@ -241,4 +252,103 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
             assert sum(moved) == num_pages * page_bytes + aux_row_bytes(VOCAB), (options, moved)
     wait_until(
         lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, lambda: instance_loads(cluster.url)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ grammars
+
+WORDS = {"guided_regex": "([a-f]{1,5} ){3,9}[a-f]{3}"}
+FOLLOWING: list[tuple[dict[str, Any], Grammar]] = [
+    (WORDS, Grammar("regex", WORDS["guided_regex"])),
+    ({"guided_choice": ["yes", "no", "yellow"]}, Grammar("choice", '["yes","no","yellow"]')),
+    ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+ "z"'}}, Grammar("lark", 'root ::= "a" [0-9]+ "z"')),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+]
+
+
+def plain_loop(
+    reference: transformers.PreTrainedModel,
+    compiled: CompiledGrammar,
+    prompt: list[int],
+    sampling: SamplingParams,
+    eos: tuple[int, ...],
+) -> list[int]:
+    """Logits of the whole text at each step, the mask as -inf, and a sampler that knows of no grammar."""
+    sampler, matcher = Sampler(1, VOCAB, torch.device("cpu"), eos), compiled.matcher()
+    sampler.admit(0, torch.tensor(prompt), len(prompt), sampling)
+    tokens: list[int] = []
+    while len(tokens) < sampling.max_tokens and not set(eos) & set(tokens):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, -1:].float()
+        flags = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:VOCAB]
+        tokens += sampler.sample(logits.masked_fill(torch.from_numpy(flags == 0), -torch.inf), [0]).tolist()
+        matcher.consume(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.slow
+def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logits(
+    client: openai.OpenAI, reference: transformers.PreTrainedModel, model: Path
+) -> None:
+    tokenizer = Tokenizer.load(model)
+    compiler = GrammarCompiler(tokenizer, VOCAB)
+    asked: list[dict[str, Any]] = [{"temperature": 0}]
+    asked += [{"temperature": 0.9, "seed": 6, "presence_penalty": 1.0, "logit_bias": {"30": 4}}]
+    for fields, grammar in FOLLOWING:
+        compiled = compiler.compile(grammar)
+        for sampling in asked:
+            extra = {"return_token_ids": True, **fields}
+            answer = client.completions.create(
+                model="m", prompt=PROMPTS[1], max_tokens=20, n=2, logprobs=0, extra_body=extra, **sampling
+            )
+            bias = {int(token): float(value) for token, value in sampling.get("logit_bias", {}).items()}
+            for index, choice in enumerate(answer.choices):
+                values = {**sampling, "logit_bias": bias, "seed": sampling.get("seed", 0) + index}
+                params = SamplingParams(20, **values)
+                right = plain_loop(reference, compiled, PROMPTS[1], params, tokenizer.eos_token_ids)
+                assert choice.token_ids == right, (fields, sampling)  # type: ignore[attr-defined]
+                ended = right[-1] in tokenizer.eos_token_ids
+                assert choice.finish_reason == ("stop" if ended else "length")
+
+
+@pytest.mark.slow
+def test_every_answer_to_a_hundred_random_schemas_is_valid(
+    cluster: LocalCluster, request: pytest.FixtureRequest
+) -> None:
+    """A part of them by each cluster."""
+    part = KINDS.index(request.node.callspec.params["cluster"])
+
+    async def ask(client: httpx.AsyncClient, seed: int) -> str:
+        schema = random_schema(seed)
+        body = {"model": "m", "prompt": PROMPTS[seed % 3], "max_tokens": 900, "temperature": 1.0, "seed": seed}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, (response.text, schema)
+        choice = response.json()["choices"][0]
+        assert choice["finish_reason"] == "stop", (choice, schema)
+        value = json.loads(choice["text"])
+        assert jsonschema_rs.validator_for(schema).is_valid(value), (choice, schema)
+        return str(choice["text"])
+
+    async def ask_all() -> list[str]:
+        limits = httpx.Limits(max_connections=16)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=300, trust_env=False, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(part, 100, len(KINDS))))
+
+    assert len(set(asyncio.run(ask_all()))) > 12, "the schemas say what the answers are, and nothing is drawn"
+
+
+@pytest.mark.slow
+def test_a_request_whose_grammar_leaves_nothing_ends_alone(cluster: LocalCluster, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0}
+    before = client.completions.create(**asked).choices[0].text
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+        client.completions.create(**asked, extra_body={"guided_regex": "[ab]{30}", "allowed_token_ids": [9]})
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.completions.create(**asked, extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+    assert client.completions.create(**asked).choices[0].text == before
+    wait_until(
+        lambda: all(is_whole(load) for load in instance_loads(cluster.url).values()),
+        60,
+        lambda: instance_loads(cluster.url),
     )

@@ -115,6 +115,7 @@ def attempts(cluster: LocalCluster, since_s: float = 0.0) -> list[RequestSnapsho
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 DRAWN = {"temperature": 1.2, "top_p": 0.95, "frequency_penalty": 0.8, "presence_penalty": 0.4, "ignore_eos": True}
+FOLLOWING = {"temperature": 1.0, "guided_regex": "([a-z]{2,5} ){800,900}"}
 LONG = {"max_tokens": 300}
 
 
@@ -126,6 +127,7 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
             {"prompt": prompt(seed, 70), **LONG, **DRAWN, "seed": seed, "stream": True},
             {"prompt": prompt(seed, 30), **LONG, **DRAWN, "seed": seed, "n": 2, "stream": bool(seed)},
             {"prompt": prompt(seed, 90), **LONG, **GREEDY},
+            {"prompt": prompt(seed, 40), **LONG, **FOLLOWING, "seed": seed, "stream": True},
         ]
     undisturbed = ask_all(cluster, bodies)
     for stop in (12, 250):  # characters of the text: such a stop string comes before, or long after the kill

@@ -16,6 +16,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
+from chitu.grammars import GrammarStore
 from chitu.instance.request_arrivals import wrong_sampling
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
@@ -81,6 +82,7 @@ class Instance:
         executor: type[FakeExecutor] = FakeExecutor,
         late: type[LateExecutor] = LateExecutor,
         with_aux: bool = False,
+        grammars: GrammarStore | None = None,
     ) -> None:
         """`overlap`: on a device that is late."""
         self.clock = clock or FakeClock()
@@ -117,6 +119,7 @@ class Instance:
                 receiver=receiver,
                 tiers=self.make_tiers(),
                 overlap=overlap,
+                grammars=grammars,
             )
         )
 

@@ -37,7 +37,14 @@ class CacheFlush:
     """An operator wants what is cached forgotten."""
 
 
-Word = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush
+@dataclass(slots=True, frozen=True)
+class GrammarCompiled:
+    """Of a request that came before: what it needs can be found, or why it cannot be made."""
+
+    room: bytes
+
+
+Word = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush | GrammarCompiled
 
 
 class Inbox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
@@ -53,6 +54,8 @@ class Sequence:
     prompt_lines: bytes | None = None
     """These, as far as they are known; None where nothing is or was asked for."""
     stop_ids: frozenset[int] = frozenset()
+    grammar: CompiledGrammar | None = None
+    """What its tokens must follow, held so that the executor finds it whenever it admits this."""
     keys: PageKeys | None = None
     """Of its pages in the prefix cache; None where it takes and leaves none."""
     load: PageLoad | None = None

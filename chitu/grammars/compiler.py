@@ -1,0 +1,169 @@
+"""A `Grammar` compiled for one tokenizer, and the matcher that follows one answer: llguidance, within bounds.
+
+Compiling is done by the threads of `GrammarStore`; a matcher belongs to the step thread. llguidance works in Rust
+without the GIL and counts what it does, so a hostile grammar ends with an error and not with a stall: `LIMITS` bound a
+compilation, a mask and the memory of both, `MASK_S_A_TOKEN` what masks cost an answer on the whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from chitu.errors import InvalidRequest
+from chitu.grammars.tool_calls import tool_calls_lark
+from chitu.protocol import Grammar, ToolCalls
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from chitu.tokenizer import Tokenizer
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,  # of regular expressions, to compile: some 10 ms
+    "step_lexer_fuel": 100_000,  # of a mask: some 10 ms
+    "step_max_items": 20_000,  # of the parser, in a mask: 1 ms
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 5_000,  # 1 to 5 kB each
+    "max_grammar_size": 20_000,
+}
+MASK_GRACE_S, MASK_S_A_TOKEN = 0.5, 0.005
+"""Processor time that the masks of one answer may take: this much, and this much more for each token. Beyond it the
+answer ends with an error, because the other answers of its batch wait for each mask."""
+MAX_GBNF_CHARS = 2048
+"""Of a grammar in GBNF (`root ::= ...`), which is translated in Python, in the square of the time."""
+ERROR_CHARS = 300
+"""Of what llguidance says of a grammar."""
+
+_JSON_OPTIONS: Any = {
+    # Everything that a schema could set by itself (`x-guidance`) to have keywords ignored, or to get what is not JSON.
+    "lenient": False,
+    "coerce_one_of": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    # One space, or a line break and an indentation: a model that likes spaces would go on with them to the end.
+    "whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,20}",
+}
+
+
+class Matcher:
+    """Where one answer stands in its grammar. `clock`: processor seconds of the calling thread."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, clock: Callable[[], float] = time.thread_time) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._spent_s = 0.0
+        self._num_tokens = 0
+        self._error = ""
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """They were emitted. One that may not come makes the next `mask` an error."""
+        self._num_tokens += len(tokens)
+        if not self._error and not self._matcher.consume_tokens(list(tokens)):
+            self._error = _first_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Which tokens may come next, a bit each, the first token in the lowest bit; at least one. Behind the end of
+        the answer these are the eos. InvalidRequest where that cannot be said, or not at a bearable cost."""
+        start_s = self._clock()
+        if not self._error:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
+            if self._vocab_size % 32:
+                bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
+            self._spent_s += self._clock() - start_s
+            if self._matcher.is_error():
+                self._error = _first_line(self._matcher.get_error())
+            elif not bits.any():
+                self._error = "nothing that the model could say follows it"
+            elif self._spent_s > MASK_GRACE_S + MASK_S_A_TOKEN * self._num_tokens:
+                self._error = f"it took {self._spent_s:.1f} s of processor time for {self._num_tokens} tokens"
+        if self._error:
+            raise InvalidRequest(f"the grammar of this request cannot be followed any further: {self._error}")
+        return bits
+
+
+class CompiledGrammar:
+    def __init__(self, template: LLMatcher, vocab_size: int) -> None:
+        self._template = template
+        self._vocab_size = vocab_size
+
+    def matcher(self) -> Matcher:
+        """At the beginning of an answer."""
+        return Matcher(self._template.deep_copy(), self._vocab_size)
+
+
+class GrammarCompiler:
+    """`vocab_size`: the model's, which may have more or fewer tokens than the tokenizer. Takes a second to make where
+    these are many; InvalidRequest where the model has no eos."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+        if not eos:
+            raise InvalidRequest("this model has no eos token, so that no answer could end where a grammar does")
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # 7 MB, for those alone who need it
+
+        self._engine = LLMatcher
+        self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        self._vocab_size = vocab_size
+        self._tokens = LLTokenizer(tokenizer.to_json(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)
+        self._special = tokenizer.special_token_ids
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """InvalidRequest where the text is no such grammar, has what is not supported, or costs too much."""
+        try:
+            matcher = self._engine(self._tokens, self._source(grammar), log_level=0, limits=self._limits)
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"{grammar.kind}: {_first_line(str(error))}") from error
+        if not matcher.is_error():
+            # The first mask is the costliest, and shows that there is anything to say at all.
+            compiled = CompiledGrammar(matcher, self._vocab_size)
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                compiled.matcher().mask()
+                return compiled
+        raise InvalidRequest(f"{grammar.kind}: {_first_line(matcher.get_error())}")
+
+    def _source(self, grammar: Grammar) -> str:
+        text = grammar.text
+        if grammar.kind == "json_object":
+            text = '{"type":"object"}'
+        if grammar.kind in ("json_object", "json_schema"):
+            return self._engine.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        if grammar.kind == "regex":
+            return self._engine.grammar_from_regex(text)
+        if grammar.kind == "choice":
+            choices = msgspec.json.decode(text, type=list[str])
+            return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
+        if grammar.kind == "tool_calls":
+            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._special)
+        if grammar.kind == "lark" and "::=" in text:
+            text = _lark_of_gbnf(text)
+        return self._engine.grammar_from_lark(text)
+
+
+def _lark_of_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if len(text) > MAX_GBNF_CHARS:
+        raise ValueError(f"{len(text)} characters of GBNF; at most {MAX_GBNF_CHARS} are taken, and more in Lark")
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(str(error)) from error
+
+
+def _literally(text: str) -> str:
+    """As a regular expression."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:ERROR_CHARS] if lines else ""

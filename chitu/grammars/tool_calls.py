@@ -1,0 +1,40 @@
+"""`ToolCalls` as a grammar in llguidance's Lark. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from chitu.errors import InvalidRequest
+from chitu.protocol import ToolCalls
+
+
+def tool_calls_lark(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
+    """`special_tokens`: ids by name. InvalidRequest where a call does not begin with the trigger."""
+    if not calls.calls or not calls.trigger:
+        raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
+    token = special_tokens.get(calls.trigger)
+    trigger = _quoted(calls.trigger) if token is None else f"<[{token}]>"
+    rules = []
+    for i, call in enumerate(calls.calls):
+        if not call.begin.startswith(calls.trigger):
+            raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
+        begin = _quoted(call.begin.removeprefix(calls.trigger))
+        rules.append(f"call_{i}: {begin} %json {bytes(call.schema).decode()} {_quoted(call.end)}")
+    call_of_any = " | ".join(f"call_{i}" for i in range(len(rules)))
+    rules += [f"call: {call_of_any}", f"one: {trigger} call"]
+    separator = _quoted(calls.separator)
+    if calls.is_required:
+        start = f"one ({separator} one)*" if calls.is_parallel else "one"
+    elif token is not None:
+        rules.append(r"TEXT: /(.|\n)*/")
+        start = "TEXT (one TEXT)*" if calls.is_parallel else "TEXT one?"
+    else:
+        # A lazy lexeme ends with the trigger, at whose first appearance free text is over.
+        rules += [r"TEXT: /(.|\n)*/", rf"led[lazy]: /(.|\n)*/ {trigger}"]
+        start = "(led call)* TEXT" if calls.is_parallel else "led call | TEXT"
+    return "%llguidance {}\n" + "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else '""'

@@ -1,0 +1,102 @@
+"""Fields that say what an answer looks like: each as its grammar, one of them at most, and errors with their name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_jobs import World
+
+from chitu.errors import InvalidRequest
+from chitu.http.body_decoder import completion_decoder
+from chitu.http.grammar_fields import grammar_of
+from chitu.http.request_bodies import MAX_CHOICE_CHARS, MAX_CHOICES
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar
+
+SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}
+OF_SCHEMA = ("json_schema", SCHEMA)
+
+
+def said(**fields: Any) -> tuple[Grammar, str] | None:
+    return grammar_of(completion_decoder.decode(json.dumps({"prompt": "a", **fields}).encode()))
+
+
+def format_of(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text", "param"),
+    [
+        (
+            format_of(name="n", strict=True, description="d", schema=SCHEMA),
+            *OF_SCHEMA,
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        ({"guided_json": SCHEMA}, *OF_SCHEMA, "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, *OF_SCHEMA, "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"], "guided_choice"),
+        ({"guided_grammar": "start: /a/"}, "lark", "start: /a/", "guided_grammar"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, *OF_SCHEMA, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "", "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a+", "disable_fallback": True}}, "regex", "a+", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", ["a"], "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "g"}}, "lark", "g", "structured_outputs.grammar"),
+    ],
+)
+def test_each_field_is_its_grammar(fields: dict[str, Any], kind: str, text: Any, param: str) -> None:
+    found = said(**fields)
+    assert found is not None
+    grammar, its_param = found
+    assert (grammar.kind, its_param) == (kind, param)
+    assert (json.loads(grammar.text) if isinstance(text, (dict, list)) else grammar.text) == text
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None, "structured_outputs": None}]
+)
+def test_without_them_the_answer_is_free(fields: dict[str, Any]) -> None:
+    assert said(**fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (format_of(name="n"), "response_format.json_schema.schema"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
+        ({"guided_json": {"enum": ["a" * MAX_GRAMMAR_CHARS]}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice"),
+        ({"guided_choice": ["a" * (MAX_CHOICE_CHARS + 1)]}, "guided_choice[0]"),
+        ({"guided_choice": ["a" * MAX_CHOICE_CHARS] * 65}, "guided_choice"),
+        ({"structured_outputs": {"whitespace_pattern": "x", "json": {}}}, "structured_outputs.whitespace_pattern"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_with_the_fields_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        said(**fields)
+    assert raised.value.param == param
+
+
+def test_a_grammar_travels_with_the_sampling_and_one_that_cannot_be_compiled_is_refused_before_anything_is_sent() -> (
+    None
+):
+    world = World()
+    for job in (world.completion(["a", "b"], guided_regex="a+"), world.chat("a", guided_regex="a+")):
+        assert {sampling.grammar for sampling in job.samplings} == {Grammar("regex", "a+")}
+    assert world.completion("a").samplings[0].grammar is None
+    with pytest.raises(InvalidRequest, match="uniqueItems") as raised:
+        world.chat("a", response_format={"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}})
+    assert raised.value.param == "response_format.json_schema.schema"
