@@ -220,7 +220,7 @@ class GenerationRoutes:
             self._router.require_room_for(total, num_tokens)
         plan = job.plan
         ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
-        per_token = options.stream or ends_early or options.logprobs is not None
+        per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)
         skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
         num_new = 0
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
@@ -245,7 +245,7 @@ class GenerationRoutes:
                     plan.parser() if plan is not None else None,
                 )
                 logprobs, of_prompt = None, None
-                if options.logprobs is not None:
+                if options.logprobs is not None or options.num_returned:
                     logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
                 if options.prompt_logprobs is not None:
                     of_prompt = model.prompt_logprobs(options.prompt_logprobs)
@@ -303,12 +303,13 @@ class GenerationRoutes:
                 joined([choice.prompt.echo, *parts]),
                 choice.decoder.finish_reason or "stop",
                 token_ids if options.return_token_ids else None,
-                choice.logprobs.take() if choice.logprobs is not None else b"null",
+                choice.logprobs.take() if choice.logprobs is not None and options.logprobs is not None else b"null",
                 choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
             )
             for choice, parts, token_ids in zip(choices, texts, ids, strict=True)
         ]
-        exchange.answer(200, form.full(finished, self._usage(job, choices)))
+        kept = _best(choices, options) if options.num_returned else range(len(choices))
+        exchange.answer(200, form.full([finished[i] for i in kept], self._usage(job, choices)))
 
     async def _stream(
         self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
@@ -400,3 +401,13 @@ class GenerationRoutes:
                     events[at] = form.with_usage(events[at], usage)
         if ending is not None:
             self._router.cancel(generation, is_complete=True)
+
+
+def _best(choices: list[Choice], options: OutputOptions) -> list[int]:
+    """Of each prompt those to return, the best first; of equal ones the first."""
+    means = [choice.logprobs.mean if choice.logprobs is not None else 0.0 for choice in choices]
+    kept: list[int] = []
+    for first in range(0, len(choices), options.n):
+        ranked = sorted(range(first, first + options.n), key=lambda i: -means[i])
+        kept += ranked[: options.num_returned]
+    return kept

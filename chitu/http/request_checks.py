@@ -30,8 +30,6 @@ def check_completion(body: CompletionBody) -> None:
         return
     if body.best_of < (body.n or 1):
         raise InvalidRequest(f"best_of ({body.best_of}) must not be below n ({body.n or 1})", "best_of")
-    if body.best_of > (body.n or 1):
-        raise InvalidRequest("best_of above n is not supported yet; use n", "best_of")
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts

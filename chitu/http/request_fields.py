@@ -177,7 +177,11 @@ FIELDS: tuple[Field, ...] = (
         SERVED,
         ("echo", "the prompt ahead of the text, and its logprobs ahead of the others"),
         ("logprobs", "0 to 20: with each token its logprob and this many most likely ones; `false` is none"),
-        ("best_of", "1, or as `n`"),
+        (
+            "best_of",
+            "`n` to 128, and 1024 over all prompts: so many choices are made, and the `n` with the highest logprob a "
+            "token returned, the best first; all of them count as used. Above `n` not with `stream`",
+        ),
     ),
     *_of(
         (CHAT, TOKENIZE),

@@ -26,6 +26,7 @@ class OutputOptions:
     """What the HTTP layer does with the tokens."""
 
     n: int
+    """Choices that are made of each prompt."""
     stream: bool
     include_usage: bool
     stops: tuple[str, ...]
@@ -37,6 +38,8 @@ class OutputOptions:
     prompt_logprobs: int | None = None
     """The same of the field of that name; `echo` with `logprobs` is not counted here."""
     echo: bool = False
+    num_returned: int = 0
+    """Of these, how many the client gets: those with the highest logprob a token. 0: all."""
     continuous_usage: bool = False
     """Every event says what its choice has used so far."""
 
@@ -82,8 +85,14 @@ def output_options(body: GenerationBody) -> OutputOptions:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if "" in stops:
         raise InvalidRequest("stop must not hold an empty string", "stop")
+    best_of = body.best_of or n if isinstance(body, CompletionBody) else n
+    if best_of > MAX_N:
+        raise InvalidRequest(f"best_of must be from 1 to {MAX_N}, not {best_of}", "best_of")
+    if best_of > n and stream:
+        raise InvalidRequest("best_of above n is not available with stream: true", "best_of")
     return OutputOptions(
-        n=n,
+        n=best_of,
+        num_returned=n if best_of > n else 0,
         stream=stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
@@ -136,10 +145,17 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids"),
         bad_words=bad_words,
-        logprobs=num_logprobs(body),
+        logprobs=_sampled_logprobs(body),
         prompt_logprobs=asked_of_prompt(body),
         grammar=grammar,
     )
+
+
+def _sampled_logprobs(body: GenerationBody) -> int | None:
+    """What D is asked for: `best_of` ranks by them, whether or not the client wants to see them."""
+    asked = num_logprobs(body)
+    is_ranked = isinstance(body, CompletionBody) and (body.best_of or 0) > (body.n or 1)
+    return 0 if asked is None and is_ranked else asked
 
 
 def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:

@@ -67,6 +67,13 @@ class ChoiceLogprobs(abc.ABC):
         self._waiting: list[bytes] = []
         self._num_written = 0
         """Of those waiting."""
+        self._sum, self._count = 0.0, 0
+        """Of the answer's tokens that were written."""
+
+    @property
+    def mean(self) -> float:
+        """Logprob a token of the answer, as far as it was written."""
+        return self._sum / max(1, self._count)
 
     def push(self, packed: list[bytes]) -> None:
         """Of the tokens that came, in their order."""
@@ -82,6 +89,8 @@ class ChoiceLogprobs(abc.ABC):
         for token_id, packed in zip(token_ids, self._waiting[self._num_written : end], strict=True):
             own, top = unpack_logprobs(packed)
             self._write(token_id, own, top)
+            self._sum += own
+            self._count += 1
         self._num_written = end
 
     def of(self, token_ids: Sequence[int]) -> bytes:

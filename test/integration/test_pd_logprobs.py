@@ -352,3 +352,20 @@ def test_a_request_whose_grammar_leaves_nothing_ends_alone(cluster: LocalCluster
         60,
         lambda: instance_loads(cluster.url),
     )
+
+
+@pytest.mark.slow
+def test_best_of_returns_the_choices_with_the_highest_logprob_a_token(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[:2], "max_tokens": 8, "seed": 3}
+    made = client.completions.create(**asked, n=4, logprobs=0)
+    best = client.completions.create(**asked, n=2, best_of=4)
+    wanted: list[str] = []
+    for choices in (made.choices[:4], made.choices[4:]):
+        numbers = [choice.logprobs.token_logprobs for choice in choices if choice.logprobs is not None]
+        means = [sum(filter(None, column)) / len(column) for column in numbers if column is not None]
+        order = sorted(range(4), key=lambda i: -means[i])
+        wanted += [choices[i].text for i in order[:2]]
+    assert [choice.text for choice in best.choices] == wanted
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3] and best.choices[0].logprobs is None
+    assert best.usage is not None and made.usage is not None
+    assert best.usage.completion_tokens == made.usage.completion_tokens, "all of them are used"
