@@ -26,6 +26,7 @@ from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, Incompatib
 from chitu.net.sockets import check_address
 from chitu.protocol import (
     PROTOCOL_VERSION,
+    ApiProcess,
     ClusterView,
     CoordinationMessage,
     CoordinationReply,
@@ -35,6 +36,7 @@ from chitu.protocol import (
     JoinReply,
     Leave,
     LoadReport,
+    LostInstance,
 )
 from chitu.router.metrics import CoordinationMetrics
 from chitu.router.unlike import why_unlike
@@ -51,6 +53,8 @@ KEPT_REPLACED = 1024
 """Incarnations whose place was taken, to be refused."""
 KEPT_DEAD = 64
 """Deaths in a view; peers remember those of their own peers."""
+KEPT_LOST = 8
+"""Losses in a view, with their reasons; API processes see every view."""
 
 
 @dataclass(slots=True)
@@ -166,9 +170,9 @@ class PDCoordination:
             heartbeat_ages_s={_name(m.info): now_s - m.heard_s for m in self._members.values()},
         )
 
-    def set_workers(self, incarnations: tuple[int, ...]) -> None:
+    def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
         """Which API processes live (`router.workers`): the requests of one that is left out are nobody's."""
-        self.view = msgspec.structs.replace(self.view, workers=incarnations)
+        self.view = msgspec.structs.replace(self.view, workers=workers)
         self._publish()
 
     def flush_caches(self, number: int) -> None:
@@ -252,6 +256,8 @@ class PDCoordination:
     def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
         log.warning("%s is gone: %s", _name(member.info), reason)
+        lost = (*self.view.lost, LostInstance(member.info.incarnation, reason, has_died))
+        self.view = msgspec.structs.replace(self.view, lost=lost[-KEPT_LOST:])
         self._publish()
         self._events.on_lost(member.info, reason, has_died)
 

@@ -259,7 +259,8 @@ class RouterConfig(Section, frozen=True):
     """ZMQ: tokens from D."""
     workers: Parallel = 1
     """API processes behind `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is one
-    process. With more, process i has the token port `token_port` + i (any free one where that is 0)."""
+    process. With more, the first is the router, which starts the others, and process i has the token port `token_port`
+    + i (any free one if that is 0)."""
     policy: PolicyName = "round_robin"
     """How P and D are chosen. `prefix_affinity` is about P (where a prompt's beginning was computed before); D is then
     the least loaded."""

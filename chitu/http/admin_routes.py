@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from chitu.config.schema import Topology
 from chitu.http.cluster_source import ClusterSource
+from chitu.protocol import encode
 
 
 class DrainBody(BaseModel):
@@ -47,6 +48,11 @@ def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[]
         `pages_cached` in `GET /cluster` is 0 where nothing runs."""
         await cluster.flush_caches()
         return {"status": "flushing"}
+
+    @app.get("/admin/record", include_in_schema=False)
+    async def record() -> Response:
+        """What this API process knows of its own requests, for the others (MessagePack)."""
+        return Response(encode(cluster.own_report()), media_type="application/msgpack")
 
     @app.get("/admin/topology")
     async def topology_with_ports() -> Response:

@@ -82,7 +82,7 @@ class SnapshotSource:
             in_flight=record.in_flight,
             instances=self.instances(),
             requests=_requests(record),
-            workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers if w.index >= 0),
+            workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers),
         )
 
     def instances(self) -> tuple[InstanceSnapshot, ...]:

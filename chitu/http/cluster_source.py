@@ -1,8 +1,8 @@
 """What an API process can know of the whole router: the cluster view, the loads, and every API process's own record.
 
-`ClusterSource` is what the routes that show or change the cluster are made with. `serve/own_cluster.py` is the one of a
-router that is one process: everything is at hand. With `router.workers` it is `serve/worker.py:RemoteCluster`, which
-asks the process that coordinates; that one asks all others, so an answer is as new as the question, whoever gives it.
+`ClusterSource` is what the routes that show or change the cluster are made with. `serve/own_cluster.py` is the one of
+the process that keeps the membership, `serve/replica.py:ReplicaCluster` that of the other API processes
+(`router.workers`). Whichever is asked asks the others (`serve/siblings.py`), so an answer is as new as the question.
 Loop thread.
 """
 
@@ -26,7 +26,7 @@ class WorkerReport(Wire, frozen=True, tag="worker_report"):
     """One API process as it is now."""
 
     index: int
-    """0, 1, ...; -1: of all those that have ended."""
+    """0: the one that keeps the membership."""
     pid: int
     in_flight: int
     version: int
@@ -34,9 +34,12 @@ class WorkerReport(Wire, frozen=True, tag="worker_report"):
     running: tuple[RequestSnapshot, ...]
     ended: tuple[RequestSnapshot, ...]
     """The last ones, oldest first."""
+    view_version: int
+    """Of the cluster view that it has."""
     metrics: RouterMetrics
-    number: int = 0
-    """Of the question that it answers; 0: sent unasked."""
+    """Process 0's has what those that have ended had counted, too."""
+    coordination: CoordinationMetrics | None = None
+    """Of process 0."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,11 +47,11 @@ class RouterRecord:
     """The router as a whole: what its API processes know together, and what the membership counts."""
 
     workers: tuple[WorkerReport, ...]
-    coordination: CoordinationMetrics
 
     @property
-    def num_workers(self) -> int:
-        return sum(worker.index >= 0 for worker in self.workers)
+    def coordination(self) -> CoordinationMetrics:
+        """Zeros where process 0 does not answer."""
+        return next((w.coordination for w in self.workers if w.coordination is not None), CoordinationMetrics())
 
     @property
     def in_flight(self) -> int:
@@ -71,12 +74,17 @@ class ClusterSource(Protocol):
         """The last report of each member."""
 
     def ports(self) -> Mapping[str, int]:
-        """Those of the membership, by short key name."""
+        """Those of the membership and the one for tokens, by short key name."""
 
     async def version(self) -> int:
         """Grows with whatever happens to any request."""
 
-    async def record(self) -> RouterRecord: ...
+    def own_report(self) -> WorkerReport:
+        """What this process knows of its own requests."""
+
+    async def record(self) -> RouterRecord:
+        """As it is when this is called or later, and when all have seen this process's view; what one that does not
+        answer knew last."""
 
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
@@ -85,7 +93,7 @@ class ClusterSource(Protocol):
         """Every instance forgets the prefixes that it has cached, within a heartbeat or so."""
 
 
-def report_of(router: PDRequestRouter, index: int, number: int = 0) -> WorkerReport:
+def report_of(router: PDRequestRouter, index: int, view: ClusterView) -> WorkerReport:
     """What this process knows of its own requests."""
     return WorkerReport(
         index=index,
@@ -94,6 +102,6 @@ def report_of(router: PDRequestRouter, index: int, number: int = 0) -> WorkerRep
         version=router.journal.version,
         running=tuple(router.running()),
         ended=tuple(router.journal.ended),
+        view_version=view.version,
         metrics=router.metrics(),
-        number=number,
     )

@@ -233,6 +233,6 @@ def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSou
     async def metrics(request: Request) -> Response:
         record = await cluster.record()
         counted = [worker.metrics for worker in record.workers]
-        report = MetricsReport(app.version, record.num_workers, counted, record.coordination, source.instances())
+        report = MetricsReport(app.version, len(counted), counted, record.coordination, source.instances())
         body, content_type = render_metrics(report, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})

@@ -80,10 +80,9 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, server: Serving, on_closed: Callable[[], None] | None = None) -> None:
+    def __init__(self, server: Serving) -> None:
         self._server = server
         self._limits = server.limits
-        self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._requests = RequestParser(server.limits, self._on_head, self._on_body, self._on_end)
         self.default_headers = server.default_headers
@@ -140,8 +139,6 @@ class Connection(asyncio.Protocol):
         del self._requests  # which knows this connection
         if self.on_gone is not None:
             self.on_gone()
-        if self._on_closed is not None:
-            self._on_closed()
 
     def shutdown(self) -> None:
         """Close, after the answer that is under way."""

@@ -24,14 +24,17 @@ CONNECTIONS_PER_TURN = 64
 ACCEPT_PAUSE_S = 0.05
 
 
-def listen(host: str, port: int, key: str) -> socket.socket:
-    """A listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, where it cannot be had."""
+def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket.socket:
+    """A listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, where it cannot be had.
+    `is_shared`: others of this user may listen at the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted sockets inherit it: a token must never wait for the client's delayed ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
         sock.listen(2048)
     except OSError as error:
@@ -39,6 +42,19 @@ def listen(host: str, port: int, key: str) -> socket.socket:
         raise ConfigError(f"{key}: cannot listen on {host}:{port}: {error.strerror or error}") from error
     sock.setblocking(False)
     return sock
+
+
+def listen_together(host: str, port: int, key: str, count: int) -> list[socket.socket]:
+    """So many sockets at one port; the kernel gives each connection to one of them, by a hash of its addresses.
+    ConfigError as `listen`, or where the system cannot do it."""
+    alone = listen(host, port, key)  # a socket that shares would also share with another router of this user
+    if count == 1:
+        return [alone]
+    port = int(alone.getsockname()[1])
+    alone.close()
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError(f"dp_config.router.workers is {count}: this system has no SO_REUSEPORT; 1 can be had")
+    return [listen(host, port, key, is_shared=True) for _ in range(count)]
 
 
 class Listener:
@@ -108,19 +124,19 @@ class _Server(uvicorn.Server):
 
 
 class HTTPServer:
-    """Serves `app` on `sock` from `start` until `stop`. Without `sock`: only connections that it adopts."""
+    """Serves `app` on `sock` from `start` until `stop`, and whatever it adopts."""
 
     def __init__(
         self,
         app: App,
-        sock: socket.socket | None,
+        sock: socket.socket,
         headers: Sequence[tuple[str, str]] = (),
         limits: HTTPLimits | None = None,
     ) -> None:
         """`headers` are put into every response."""
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener(self._loop, sock, self.adopt) if sock is not None else None
-        self.port = self._listener.port if self._listener is not None else 0
+        self._listener = Listener(self._loop, sock, self.adopt)
+        self.port = self._listener.port
         config = uvicorn.Config(
             app,
             interface="asgi3",  # a bound method would be taken for ASGI 2
@@ -147,28 +163,24 @@ class HTTPServer:
                 self._task.result()
                 raise ConfigError("the HTTP server ended while it started")
             await asyncio.sleep(0)
-        if self._listener is not None:
-            self._listener.resume()
+        self._listener.resume()
 
-    def adopt(self, connection: socket.socket, on_closed: Callable[[], None] | None = None) -> None:
-        """Serve a connection (non-blocking) that was accepted elsewhere."""
-        task = self._loop.create_task(self._adopt(connection, on_closed))
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve a connection (non-blocking) that was accepted."""
+        task = self._loop.create_task(self._adopt(connection))
         self._adoptions.add(task)
         task.add_done_callback(self._adoptions.discard)
 
-    async def _adopt(self, connection: socket.socket, on_closed: Callable[[], None] | None) -> None:
+    async def _adopt(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self._serving, on_closed), connection)
+            await self._loop.connect_accepted_socket(lambda: Connection(self._serving), connection)
         except OSError as error:
             log.info("a connection was closed before it was served: %s", error)
             connection.close()
-            if on_closed is not None:
-                on_closed()
 
     def stop_accepting(self) -> None:
         """No new connections; those that are open are served on."""
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
 
     async def stop(self, timeout_s: float) -> None:
         """Close: idle connections at once, busy ones after their response, all of them after `timeout_s`."""

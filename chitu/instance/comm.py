@@ -26,6 +26,7 @@ from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.sockets import bind, connect
 from chitu.protocol import (
     PROTOCOL_VERSION,
+    VIEW_TOPIC,
     ClusterView,
     Drain,
     InstanceInfo,
@@ -198,7 +199,7 @@ class CommLoop:
 
     def _open_view(self) -> zmq.Socket[bytes]:
         socket = connect(self._context, zmq.SUB, self._router.host, self._router.metadata_sync_port)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
         return socket
 
     def _renew_view(self, poller: zmq.Poller) -> None:
@@ -328,10 +329,11 @@ class CommLoop:
         if view.version == self._view_version:
             return
         self._view_version = view.version
-        for worker in self._workers - set(view.workers):
+        workers = {process.incarnation for process in view.workers}
+        for worker in self._workers - workers:
             logger.warning("an API process of the router is gone")
             callbacks.on_worker_gone(worker)
-        self._workers = set(view.workers)
+        self._workers = workers
         self._forget_peers(view)
         if kv is not None:
             kv.on_view(view)

@@ -28,6 +28,8 @@ class ProcessSpec:
     host: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    descriptors: tuple[int, ...] = ()
+    """Of the starter, which the process has too, under the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)

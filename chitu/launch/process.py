@@ -69,21 +69,33 @@ def _is_zombie(entry: Path) -> bool:
 class ChildProcess:
     """A started process tree. `mark` is unique to it."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, mark: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path | None,
+        mark: str,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """`log`: None: it writes where this process does."""
         self.name = name
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
         supervisor = os.getpid()
+        self._log_start = 0
         try:
-            with open_private(log) as output:
-                self._log_start = os.fstat(output.fileno()).st_size
+            with open_private(log) if log is not None else contextlib.nullcontext() as output:
+                if output is not None:
+                    self._log_start = os.fstat(output.fileno()).st_size
                 self._popen = subprocess.Popen(
                     argv,
                     env=child_environment({**env, MARK: mark}),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
+                    pass_fds=descriptors,
                     start_new_session=True,
                     umask=0o077,  # for other files beside the log
                     preexec_fn=lambda: die_with_parent(supervisor),
@@ -122,19 +134,22 @@ class ChildProcess:
 
     def bound_log(self, max_bytes: int) -> None:
         """Cut the log where it is longer."""
-        if cut(self.log, max_bytes):
+        if self.log is not None and cut(self.log, max_bytes):
             self._log_start = 0
 
     def tail(self, lines: int = 15) -> list[str]:
         """Its last log lines, without torchrun's report about them."""
-        text = last_text(self.log, self._log_start).splitlines()
+        text = self._text().splitlines()
         first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
         return (text[:first_noise] or text)[-lines:]
 
     def worker_exit(self) -> str:
         """How the worker under a torchrun ended, from torchrun's report; empty where there is none."""
-        found = re.findall(r"failed \(exitcode: (-?\d+)\)", last_text(self.log, self._log_start))
+        found = re.findall(r"failed \(exitcode: (-?\d+)\)", self._text())
         return describe_exit(int(found[-1])) if found else ""
+
+    def _text(self) -> str:
+        return last_text(self.log, self._log_start) if self.log is not None else ""
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
         if pid == self.pid and self.exit_code() is not None:

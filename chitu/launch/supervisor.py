@@ -1,9 +1,10 @@
 """The processes of one machine over all their incarnations: start, watch, report deaths, start again, end together.
 
-Used by `LocalCluster` (all processes of a topology) and by `launch/node.py` (those of one node). It has no thread of
-its own: everything happens inside its methods, in the caller's thread, which must outlive the processes (they die with
-the thread that started them, see `process.py`). Each process writes `NAME.log` into `log_dir`. A process that died
-before it was ever ready is an error of the start, any later death an event.
+Used by `LocalCluster` (all processes of a topology), by `launch/node.py` (those of one node) and by the router for its
+API processes (`serve/replicas.py`). It has no thread of its own: everything happens inside its methods, in the caller's
+thread, which must outlive the processes (they die with the thread that started them, see `process.py`). Each process
+writes `NAME.log` into `log_dir`. A process that died before it was ever ready is an error of the start, any later death
+an event.
 """
 
 from __future__ import annotations
@@ -62,17 +63,20 @@ class Supervisor:
         self,
         names: Sequence[str],
         spec_of: Callable[[str], ProcessSpec],
-        log_dir: Path,
+        log_dir: Path | None,
         *,
         restart: bool,
         on_event: Callable[[str], None],
         env: Mapping[str, str] | None = None,
-        max_log_bytes: int,
+        max_log_bytes: int = 0,
     ) -> None:
-        """`max_log_bytes`: of each process's log."""
+        """`log_dir`: None: the processes write where this one does. `max_log_bytes`: of each process's log."""
+        self._run_dir: RunDir | None = None
+        """From the first start to the end."""
         self.members = {name: Member(name) for name in names}
-        self.log_dir = log_dir
-        self.ready_file = log_dir / "router.ready.json"
+        self.log_dir = log_dir or self.run_dir.path
+        self._has_logs = log_dir is not None
+        self.ready_file = self.log_dir / "router.ready.json"
         self._spec_of = spec_of
         self._restart = restart
         self._on_event = on_event
@@ -80,8 +84,6 @@ class Supervisor:
         self._max_log_bytes = max_log_bytes
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
-        self._run_dir: RunDir | None = None
-        """From the first start to the end."""
         self._was_clean = True
         """Nobody died."""
 
@@ -106,8 +108,9 @@ class Supervisor:
                 "TMPDIR": str(tmp),
                 **self._env,
             },
-            self.log_path(name),
+            self.log_path(name) if self._has_logs else None,
             f"{self._id}/{name}/{self._starts}",
+            spec.descriptors,
         )
         member.progress = Progress()
         member.restart_at_s = None
@@ -250,8 +253,10 @@ class Supervisor:
         if code == 0 and member.was_ready and member.name != ROUTER:
             reason = f"told to by a signal; `chitu drain {member.name}` has it stay out"
         life_s = now_s - child.started_s
-        lines = "".join(f"\n    {line}" for line in child.tail())
-        report = f"{member.name} ended ({reason}) after {life_s:.1f} s; its last lines ({child.log}):{lines}"
+        report = f"{member.name} ended ({reason}) after {life_s:.1f} s"
+        if child.log is not None:
+            lines = "".join(f"\n    {line}" for line in child.tail())
+            report += f"; its last lines ({child.log}):{lines}"
         if not member.was_ready:
             raise StartFailed(report)
         if self._restart:

@@ -112,7 +112,19 @@ class RequestFailed(Wire, frozen=True, tag="request_failed"):
     message: str
 
 
-StatsMessage = Union[Heartbeat, RequestFailed]
+class ReplicaHeartbeat(Wire, frozen=True, tag="replica_heartbeat"):
+    """One of several API processes (`router.workers`), every 0.5 s, to the one that started it."""
+
+    incarnation: int
+    port: int
+    """HTTP on the loopback interface, of this process alone: the others ask for its record there."""
+    metrics: bytes
+    """What it counted so far (`router/metrics.py`, MessagePack): counters must not fall when it dies."""
+    accepts: bool
+    """Connections at the router's port; not yet while it starts, nor any more when it ends."""
+
+
+StatsMessage = Union[Heartbeat, RequestFailed, ReplicaHeartbeat]
 
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 
@@ -259,6 +271,32 @@ class Drain(Wire, frozen=True, tag="drain"):
     incarnation: int
 
 
+VIEW_TOPIC = b"view"
+"""First frame of a `ClusterView` on the metadata port."""
+STATS_TOPIC = b"stats"
+"""First frame, there, of a message that the router took at its stats port: what its other API processes know of loads
+and failures. Nothing where the router is one process."""
+
+
+class ApiProcess(Wire, frozen=True):
+    """One of the router's API processes."""
+
+    index: int
+    """0: the one that keeps the membership."""
+    incarnation: int
+    port: int
+    """As `ReplicaHeartbeat.port`."""
+
+
+class LostInstance(Wire, frozen=True):
+    """A member that left the view."""
+
+    incarnation: int
+    reason: str
+    has_died: bool
+    """Its process is known to have ended: it was not just silent, and said no goodbye."""
+
+
 class ClusterView(Wire, frozen=True, tag="cluster_view"):
     """The cluster view: its live members. Published on every change and at least every `heartbeat_interval_s` (PUB
     drops are healed so)."""
@@ -266,15 +304,17 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     router_incarnation: int
     version: int
     instances: tuple[InstanceInfo, ...]
-    workers: tuple[int, ...] = ()
-    """Incarnations of the router's API processes (`router.workers`). One that was here and is not any more is dead:
-    its rooms are nobody's."""
+    workers: tuple[ApiProcess, ...] = ()
+    """The router's API processes (`router.workers`); empty where it is one. One that was here and is not any more is
+    dead: its rooms are nobody's."""
     cache_flush: int = 0
     """Random, drawn when a flush of the prefix caches is asked for: an instance that sees a new one forgets what it has
     cached. 0: none was asked for since the router's start."""
     dead: tuple[int, ...] = ()
     """The last incarnations of which it is certain that no process exists any more: nothing can write for them. Others
     that are not in `instances` may only be frozen."""
+    lost: tuple[LostInstance, ...] = ()
+    """The last that left, and why."""
 
 
 CoordinationMessage = Union[Join, Leave, Drain]

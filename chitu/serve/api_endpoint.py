@@ -1,7 +1,7 @@
 """The router's half that clients talk to: HTTP, tokenising, pairing, tokens back.
 
-One per process: in the router process itself, or in each of its API processes (`router.workers`), which know of the
-cluster only through a `ClusterSource`. Everything runs on the loop thread. Whoever holds it feeds its `router` with
+One per process: in the router process itself, and in each of its other API processes (`router.workers`). It knows of
+the cluster only through a `ClusterSource`. Everything runs on the loop thread. Whoever holds it feeds its `router` with
 what the membership hears (`MembershipListener`), calls `tick`, and `drain` and `close` at the end.
 """
 
@@ -60,7 +60,7 @@ class ApiEndpoint:
         worker: tuple[int, int] | None = None,
         secrets: ClusterSecrets | None = None,
     ) -> None:
-        """`worker`: index and incarnation of this API process, where there are several."""
+        """`worker`: index and incarnation of an API process beside the one that keeps the membership."""
         config = topology.dp_config.router
         self._clock = clock
         self._outbox: Outbox[InstanceKey] = Outbox(context)
@@ -89,7 +89,7 @@ class ApiEndpoint:
         )
 
         def for_joining() -> Topology:
-            return _for_joining(topology, {**cluster.ports(), "token_port": self.token_port})
+            return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
 
         add_admin_routes(cold, cluster, for_joining)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins)
@@ -131,12 +131,10 @@ class ApiEndpoint:
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:
     """The configuration of one of `config.workers` API processes: its part of `max_in_flight`, `max_tokens_in_flight`
-    and `max_total_body_bytes`, and a token port of its own. Rates of clients are counted by each for itself, because a
-    client with one connection has one process only."""
+    and `max_total_body_bytes`. Rates of clients are counted by each for itself, because a client with one connection
+    has one process only."""
     workers = config.workers
     limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
-    # A fixed token port means it and the ones behind it.
-    token_port = config.token_port + index if config.token_port else 0
     bodies_bytes = max(1, config.max_total_body_bytes // workers)
     tokens = max(1, config.max_tokens_in_flight // workers)
     return msgspec.structs.replace(
@@ -144,8 +142,12 @@ def share_of(config: RouterConfig, index: int) -> RouterConfig:
         max_in_flight=limit,
         max_tokens_in_flight=tokens,
         max_total_body_bytes=bodies_bytes,
-        token_port=token_port,
     )
+
+
+def with_share(topology: Topology, index: int) -> Topology:
+    router = share_of(topology.dp_config.router, index)
+    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 
 def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:

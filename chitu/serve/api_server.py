@@ -1,8 +1,8 @@
 """The router process: `python -m chitu.serve.api_server --config FILE.yaml [--ready-file PATH] [a.b=c ...]`.
 
 Composition root: one asyncio loop (uvloop) with the cluster's membership and the HTTP API; no policy here, and no
-torch. With `router.workers` above 1 it keeps the membership alone, and the API is in as many processes of its own
-(`coordinator.py`). SIGTERM or SIGINT drains: no new connections or requests, what runs may finish within `drain_s`, the
+torch. With `router.workers` above 1 there are as many API processes in all: this one and its replicas, which it starts
+(`replicas.py`). SIGTERM or SIGINT drains: no new connections or requests, what runs may finish within `drain_s`, the
 rest fails, and the process ends with 0; a second signal ends the wait.
 """
 
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import uvloop
@@ -26,67 +25,73 @@ from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import listening_host, warn_of_faults, warn_of_open_api, warn_without_key
+from chitu.config.topology import (
+    listening_host,
+    warn_of_faults,
+    warn_of_open_api,
+    warn_without_key,
+    with_router_ports,
+)
 from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
-from chitu.http.server import HTTPServer, listen
+from chitu.http.server import HTTPServer, listen_together
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
-from chitu.serve.api_endpoint import ApiEndpoint, settle_memory
-from chitu.serve.coordinator import Coordinator
+from chitu.protocol import ApiProcess, ReplicaHeartbeat
+from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import OwnCluster
+from chitu.serve.replicas import ReplicaEvents, ReplicaSet
+from chitu.serve.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
 
-class RouterLike(Protocol):
-    """The whole router, in one process or coordinating several. All on the loop."""
-
-    async def start(self) -> None:
-        """Returns once every port takes connections and the API answers."""
-
-    def port_table(self) -> dict[str, int]: ...
-
-    def on_signal(self) -> None:
-        """The first one drains, the next one ends that."""
-
-    async def run_until_signal(self) -> None:
-        """Serve; then drain and close."""
-
-
 class RouterProcess:
-    """The router as one process. Construct, `start`, `run_until_signal`, all on the loop."""
+    """The router, and its first API process. Construct, `start`, `run_until_signal`, all on the loop."""
 
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
         """`flush_log` is called with every tick, which bounds how long log lines wait."""
         self._flush_log = flush_log
+        whole, topology = topology, with_share(topology, 0)
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
         clock = RealClock()
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
-        self._config = config
+        self._siblings = Siblings(config, secrets, 0)
+        is_several = config.workers > 1
 
         def cluster_of(router: PDRequestRouter) -> OwnCluster:
-            self._membership = Membership(config, context, clock, router, secrets)
-            return OwnCluster(router, self._membership)
+            self._membership = Membership(
+                config, context, clock, router, secrets, self._on_replica if is_several else None
+            )
+            self._cluster = OwnCluster(router, self._membership, self._siblings)
+            return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
-        listener = listen(listening_host(config), config.port, "dp_config.router.port")
+        host = listening_host(config)
+        mine, *self._theirs = listen_together(host, config.port, "dp_config.router.port", config.workers)
         limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
-        self._http = HTTPServer(self._api.app, listener, limits=limits)
+        headers = [("x-chitu-worker", "0")] if is_several else []
+        self._http = HTTPServer(self._api.app, mine, headers, limits)
+        events = ReplicaEvents(self._on_replicas, self._cluster.note_ended)
+        whole = with_router_ports(whole, self.port_table())
+        incarnation = self._membership.coordination.view.router_incarnation
+        self._replicas = ReplicaSet(whole, incarnation, config.token_port, model.created_s, events)
         self._ending = Ending()
 
     async def start(self) -> None:
         self._api.start()
         # Leases and the view's repetition; request time-outs.
-        keep_ticking(self._membership.tick, self._api.tick, self._flush_log)
+        keep_ticking(self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log)
         await self._membership.start()
         await self._http.start()
+        if self._theirs:
+            await self._replicas.start(self._theirs, self._http.adopt)
 
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}
@@ -97,17 +102,18 @@ class RouterProcess:
     async def run_until_signal(self) -> None:
         await self._ending.is_due.wait()
         self._http.stop_accepting()
-        await self._api.drain(self._deadlines.drain_s, self._ending)
+        drain_s = self._deadlines.drain_s
+        await asyncio.gather(self._api.drain(drain_s, self._ending), self._replicas.end(drain_s, self._ending))
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         log.info("ended")
 
+    def _on_replica(self, heartbeat: ReplicaHeartbeat) -> None:
+        self._replicas.on_heartbeat(heartbeat)
 
-def _make_router(topology: Topology, flush_log: Callable[[], None]) -> RouterLike:
-    created_s = int(time.time())
-    if topology.dp_config.router.workers > 1:
-        return Coordinator(topology, created_s, flush_log)
-    return RouterProcess(topology, ServedModel.load(topology.model, created_s), flush_log)
+    def _on_replicas(self, processes: tuple[ApiProcess, ...]) -> None:
+        self._membership.coordination.set_workers(processes)
+        self._siblings.on_view(self._membership.coordination.view)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
@@ -117,7 +123,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 
 async def _serve(topology: Topology, ready_file: str | None, flush_log: Callable[[], None]) -> None:
-    router = _make_router(topology, flush_log)
+    router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.on_signal)

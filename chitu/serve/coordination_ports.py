@@ -19,11 +19,13 @@ from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import (
+    STATS_TOPIC,
+    VIEW_TOPIC,
     ClusterView,
     CoordinationReply,
     Drain,
-    Heartbeat,
     InstanceInfo,
+    ReplicaHeartbeat,
     RequestFailed,
     coordination_codec,
     encode,
@@ -49,9 +51,11 @@ class CoordinationPorts:
         host: str,
         ports: tuple[int, int, int],
         on_request_failed: Callable[[RequestFailed], None],
+        on_replica: Callable[[ReplicaHeartbeat], None] | None,
     ) -> None:
-        """`ports`: coordination, metadata sync, stats."""
+        """`ports`: coordination, metadata sync, stats. `on_replica`: None where the router is one process."""
         self._on_request_failed = on_request_failed
+        self._on_replica = on_replica
         self._core: PDCoordination | None = None
         self._loop = loop
         self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0], MAX_SMALL_FRAME_BYTES)
@@ -74,7 +78,7 @@ class CoordinationPorts:
         if self._pub.closed:
             return
         self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
-        self._pub.send(encode(view), zmq.NOBLOCK)
+        self._pub.send_multipart([VIEW_TOPIC, encode(view)], zmq.NOBLOCK)
 
     def request_drain(self, role: Role, engine_rank: int) -> bool:
         """Send an instance nothing new, and ask it to finish what it runs and leave. False where it is not a member.
@@ -125,7 +129,13 @@ class CoordinationPorts:
             raise BadFrame(f"a stats message of {len(frames)} frames; one is expected")
         assert self._core is not None
         message = stats_codec.decode(frames[0])
-        if isinstance(message, Heartbeat):
-            self._core.on_heartbeat(message)
-        else:
+        if isinstance(message, ReplicaHeartbeat):
+            if self._on_replica is not None:
+                self._on_replica(message)
+            return
+        if isinstance(message, RequestFailed):
             self._on_request_failed(message)
+        elif not self._core.on_heartbeat(message):
+            return
+        if self._on_replica is not None:  # whose room it is, and what of the requests came, each process knows itself
+            self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)

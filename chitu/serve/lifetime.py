@@ -1,6 +1,6 @@
 """What every process of the router does from its start to its end: a timer, and two requests to end.
 
-Used by `RouterProcess`, `Coordinator` and `WorkerProcess`, each on its loop thread.
+Used by `RouterProcess` and `ReplicaProcess`, each on its loop thread.
 """
 
 from __future__ import annotations

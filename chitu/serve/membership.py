@@ -1,13 +1,14 @@
 """The router's half that keeps the cluster together: coordination, stats, metadata sync, bootstrap.
 
-Owned by the process that was started as the router, on its loop thread, also where the API is in processes of its own
-(`router.workers`): none of them can delay a heartbeat. It tells what happens to a `MembershipListener`: the request
-router of the same process, or the feeds of the API processes. No HTTP API and no requests here.
+Owned by the process that was started as the router, on its loop thread. It tells what happens to a
+`MembershipListener`, the request router of the same process; other API processes (`router.workers`) read it from the
+metadata port. No HTTP API and no requests here.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
@@ -19,7 +20,7 @@ from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.curve import ClusterSecrets
 from chitu.pd_coordination import CoordinationEvents, PDCoordination
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, RequestFailed
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, ReplicaHeartbeat, RequestFailed
 from chitu.router.metrics import CoordinationMetrics
 from chitu.serve.coordination_ports import CoordinationPorts
 from chitu.types import Role, new_incarnation
@@ -51,7 +52,9 @@ class Membership:
         clock: Clock,
         listener: MembershipListener,
         secrets: ClusterSecrets | None = None,
+        on_replica: Callable[[ReplicaHeartbeat], None] | None = None,
     ) -> None:
+        """`on_replica`: as `CoordinationPorts` says."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock
@@ -64,6 +67,7 @@ class Membership:
                 config.host,
                 (pd.coordination_port, pd.metadata_sync_port, config.stats_port),
                 listener.on_request_failed,
+                on_replica,
             )
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error

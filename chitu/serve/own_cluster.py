@@ -1,4 +1,4 @@
-"""`ClusterSource` of a router that is one process, and what may be done to an instance from outside. Loop thread."""
+"""`ClusterSource` of the process that keeps the membership, and what may be done to an instance. Loop thread."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from collections.abc import Mapping
 import msgspec
 
 from chitu.errors import LastInstance, UnknownInstance
-from chitu.http.cluster_source import Draining, Loads, RouterRecord, report_of
+from chitu.http.cluster_source import Draining, Loads, RouterRecord, WorkerReport, report_of
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo
+from chitu.router.metrics import RouterMetrics, add_up
 from chitu.router.routing import Candidates
 from chitu.serve.membership import Membership
+from chitu.serve.siblings import Siblings
 from chitu.types import Role, instance_name
 
 
 class OwnCluster:
-    """`ClusterSource` of a router that is one process."""
+    """`ClusterSource` of the process that keeps the membership."""
 
-    def __init__(self, router: PDRequestRouter, membership: Membership) -> None:
+    def __init__(self, router: PDRequestRouter, membership: Membership, siblings: Siblings) -> None:
         self._router = router
         self._membership = membership
+        self._siblings = siblings
+        self._ended = RouterMetrics()
+        """What API processes that are no more had counted."""
 
     @property
     def view(self) -> ClusterView:
@@ -33,21 +38,28 @@ class OwnCluster:
     def ports(self) -> Mapping[str, int]:
         return self._membership.port_table()
 
+    def note_ended(self, metrics: RouterMetrics) -> None:
+        """Of an API process that died: counters must not fall, what was true at a moment is over."""
+        self._ended = add_up([self._ended, metrics])
+        self._ended.in_flight, self._ended.breakers = {}, {}
+
+    def own_report(self) -> WorkerReport:
+        own = report_of(self._router, 0, self.view)
+        metrics = add_up([own.metrics, self._ended])
+        return msgspec.structs.replace(own, metrics=metrics, coordination=self._membership.metrics())
+
     async def version(self) -> int:
-        return self._router.journal.version
+        return sum(worker.version for worker in (await self.record()).workers)
 
     async def record(self) -> RouterRecord:
-        return RouterRecord((report_of(self._router, 0),), self._membership.metrics())
+        others = await self._siblings.reports(self.view)
+        return RouterRecord((self.own_report(), *others))
 
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)
 
     async def flush_caches(self) -> None:
-        flush_caches(self._membership)
-
-
-def flush_caches(membership: Membership) -> None:
-    membership.coordination.flush_caches(1 + secrets.randbits(62))
+        self._membership.coordination.flush_caches(1 + secrets.randbits(62))
 
 
 def drain_instance(membership: Membership, name: str, force: bool) -> Draining:

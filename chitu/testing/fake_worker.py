@@ -32,6 +32,7 @@ from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
 from chitu.protocol import (
     PROTOCOL_VERSION,
+    VIEW_TOPIC,
     CancelRequest,
     DecodeRequest,
     Drain,
@@ -141,7 +142,7 @@ class FakeWorker:
         self._tokens = TokenManager(self._incarnation, send, lambda port: _FakeTokenSocket(self._connect(port)))
         self._router_workers: set[int] = set()
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
-        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        self._view.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
         self._poller = zmq.Poller()
         for instance in self._instances:
             self._poller.register(instance.requests, zmq.POLLIN)
@@ -234,7 +235,7 @@ class FakeWorker:
         view = None
         try:
             while True:
-                view = view_codec.decode(self._view.recv(zmq.NOBLOCK))
+                view = view_codec.decode(self._view.recv_multipart(zmq.NOBLOCK)[-1])
         except zmq.Again:
             pass
         if view is None:
@@ -243,12 +244,13 @@ class FakeWorker:
         for instance in self._instances:
             info = instance.info
             instance.joined = (info.role, info.engine_rank, info.incarnation) in members
-        for worker in self._router_workers - set(view.workers):
+        workers = {process.incarnation for process in view.workers}
+        for worker in self._router_workers - workers:
             self._tokens.forget(worker)
             for instance in self._instances:
                 for room in [room for room, r in instance.running.items() if r.router_worker == worker]:
                     del instance.running[room]
-        self._router_workers = set(view.workers)
+        self._router_workers = workers
 
     def _drain_requests(self, instance: _Instance) -> None:
         try:

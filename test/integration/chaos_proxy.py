@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 
 from chitu.net.curve import ClusterSecrets
-from chitu.protocol import view_codec
+from chitu.protocol import VIEW_TOPIC, view_codec
 from chitu.types import instance_name
 
 REAL_HOST = "127.0.0.1"
@@ -149,14 +149,14 @@ class Wires:
     async def _watch(self, view_port: int, secrets: ClusterSecrets) -> None:
         """The router's view goes past the proxies: it tells where they have to be."""
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, secrets.curve_public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_secret)
             socket.setsockopt(zmq.CURVE_SERVERKEY, secrets.curve_public)
             socket.connect(f"tcp://{REAL_HOST}:{view_port}")
             while True:
-                view = view_codec.decode(await socket.recv())
+                view = view_codec.decode((await socket.recv_multipart())[-1])
                 for info in view.instances:
                     name = instance_name(info.role, info.engine_rank)
                     for port in (info.port, info.control_port):

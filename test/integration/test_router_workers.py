@@ -51,7 +51,7 @@ def router(model: Path, tmp_path: Path) -> Iterator[RouterUnderTest]:
 
 
 def get(router: RouterUnderTest, path: str) -> httpx.Response:
-    """On a connection of its own, and so from the next API process."""
+    """On a connection of its own, and so from any API process."""
     response = httpx.get(f"{router.url}{path}", timeout=30.0, trust_env=False)
     assert response.status_code == 200, response.text
     return response
@@ -83,8 +83,8 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
-async def stream(client: httpx.AsyncClient, max_tokens: int, started: asyncio.Event) -> tuple[str, str, bool]:
-    """Which API process served it, what came, and whether it was complete."""
+async def stream(client: httpx.AsyncClient, max_tokens: int, started: asyncio.Queue[str]) -> tuple[str, bool]:
+    """Which API process served it, told to `started` as soon as something came, and whether it was complete."""
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     text = worker = ""
     with contextlib.suppress(httpx.TransportError):
@@ -92,9 +92,23 @@ async def stream(client: httpx.AsyncClient, max_tokens: int, started: asyncio.Ev
             assert response.status_code == 200, await response.aread()
             worker = response.headers["x-chitu-worker"]
             async for line in response.aiter_lines():
-                started.set()
+                if not text:
+                    started.put_nowait(worker)
                 text += line + "\n"
-    return worker, text, text.rstrip().endswith("data: [DONE]") and '"error"' not in text
+    return worker, text.rstrip().endswith("data: [DONE]") and '"error"' not in text
+
+
+Streams = list[asyncio.Task[tuple[str, bool]]]
+
+
+async def start_streams(client: httpx.AsyncClient, count: int, max_tokens: int) -> tuple[Streams, int]:
+    """Once all have begun; with the replica (never process 0) that serves most of them: chance says who serves what,
+    and that none gets any of a dozen once in 500,000 times."""
+    started: asyncio.Queue[str] = asyncio.Queue()
+    streams = [asyncio.create_task(stream(client, max_tokens, started)) for _ in range(count)]
+    served = Counter([await started.get() for _ in streams])
+    assert set(served) - {"0"}, served
+    return streams, max((int(index) for index in served if index != "0"), key=lambda index: served[str(index)])
 
 
 def test_connections_and_requests_land_on_all_and_tokens_are_right(router: RouterUnderTest) -> None:
@@ -116,7 +130,7 @@ def test_connections_and_requests_land_on_all_and_tokens_are_right(router: Route
         await asyncio.gather(*(client(number) for number in range(30)))
 
     asyncio.run(run())
-    assert set(served) == {"0", "1", "2"} and min(served.values()) >= 12, served
+    assert set(served) == {"0", "1", "2"}, served
     cluster = RouterClient(router.url).cluster()
     assert len({(r.prefill, r.decode) for r in cluster.requests}) == 6, "every pair was used"
     assert cluster.in_flight == 0
@@ -124,14 +138,11 @@ def test_connections_and_requests_land_on_all_and_tokens_are_right(router: Route
 
 def test_all_show_the_same_cluster_and_a_request_is_in_it_as_soon_as_it_was_answered(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000")
-    asked_of: Counter[tuple[str, str]] = Counter()
-    for _ in range(8):
+    for _ in range(4):
         answer = complete(router)
-        snapshot = get(router, "/cluster")
-        requests = [r["request_id"] for r in snapshot.json()["requests"] if r["state"] == "finished"]
-        assert requests[-1] == answer.headers["x-request-id"]
-        asked_of[answer.headers["x-chitu-worker"], snapshot.headers["x-chitu-worker"]] += 1
-    assert any(served != shown for served, shown in asked_of), asked_of
+        for snapshot in from_each(router, "/cluster").values():
+            requests = [r["request_id"] for r in snapshot.json()["requests"] if r["state"] == "finished"]
+            assert requests[-1] == answer.headers["x-request-id"]
 
     snapshots = [answer.json() for answer in from_each(router, "/cluster").values()]
     for snapshot in snapshots:
@@ -139,20 +150,19 @@ def test_all_show_the_same_cluster_and_a_request_is_in_it_as_soon_as_it_was_answ
         for instance in snapshot["instances"]:
             del instance["load"]  # a heartbeat may lie between two questions
     assert snapshots[0] == snapshots[1] == snapshots[2]
-    assert len(snapshots[0]["requests"]) == 8 and len(snapshots[0]["workers"]) == WORKERS
+    assert len(snapshots[0]["requests"]) == 4 and len(snapshots[0]["workers"]) == WORKERS
 
     health = [answer.json() for answer in from_each(router, "/health").values()]
     assert health[0] == health[1] == health[2]
     for answer in from_each(router, "/metrics").values():
-        assert metric(answer.text, "chitu_requests_total") == 8
+        assert metric(answer.text, "chitu_requests_total") == 4
         assert metric(answer.text, "chitu_router_workers") == WORKERS
-        assert 'chitu_requests_finished_total{reason="length"} 8.0' in answer.text
+        assert 'chitu_requests_finished_total{reason="length"} 4.0' in answer.text
 
-    ports = {name: port for name, port in router.ports.items() if name.endswith("_port") and name != "token_port"}
+    ports = {name: port for name, port in router.ports.items() if name.endswith("_port")}
     for answer in from_each(router, "/admin/topology").values():
         topology = msgspec.json.decode(answer.content, type=Topology)
         assert with_router_ports(topology, ports) == topology
-        assert topology.dp_config.router.token_port > 0
 
 
 def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTest) -> None:
@@ -162,7 +172,7 @@ def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTe
         lines = events.iter_lines()
         next(lines)
         results: list[httpx.Response] = []
-        threads = [threading.Thread(target=lambda: results.append(complete(router, max_tokens=20))) for _ in range(3)]
+        threads = [threading.Thread(target=lambda: results.append(complete(router, max_tokens=20))) for _ in range(12)]
         for thread in threads:
             thread.start()
         seen: set[str] = set()
@@ -195,35 +205,35 @@ def test_an_instance_is_drained_through_any_of_them_and_all_know(router: RouterU
 def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0,D1", "--vocab-size", "100000", "--step-s", "0.02")
     before = workers(router)
-    victim = before[1]
 
-    async def run() -> list[tuple[str, str, bool]]:
+    async def run() -> tuple[int, list[tuple[str, bool]]]:
         limits = httpx.Limits(max_connections=12)
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
-            started = [asyncio.Event() for _ in range(12)]
-            streams = [asyncio.create_task(stream(client, 400, event)) for event in started]
-            await asyncio.gather(*(event.wait() for event in started))
-            os.kill(victim.pid, signal.SIGKILL)
+            streams, victim = await start_streams(client, 12, 400)
+            os.kill(before[victim].pid, signal.SIGKILL)
             # New ones are served as if nothing had happened.
-            late = [asyncio.create_task(stream(client, 3, asyncio.Event())) for _ in range(6)]
+            late = [asyncio.create_task(stream(client, 3, asyncio.Queue())) for _ in range(6)]
             # Its rooms end on the instances while the others' go on.
             async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
                 while True:
                     cluster = (await watcher.get("/cluster")).json()
                     running = sum(i["load"]["running"] for i in cluster["instances"])
-                    if (cluster["in_flight"], running) == (8, 8):
+                    left = sum(not task.done() for task in streams)
+                    if all(task.done() for task in late) and cluster["in_flight"] == running == left < 12:
                         break
-                    assert not all(task.done() for task in streams), (cluster["in_flight"], running)
+                    assert left, (cluster["in_flight"], running)
                     await asyncio.sleep(0.05)
-            return await asyncio.gather(*streams, *late)
+            return victim, await asyncio.gather(*streams, *late)
 
-    results = asyncio.run(run())
-    complete_of = {worker: [done for w, _, done in results[:12] if w == worker] for worker in "012"}
-    assert complete_of == {"0": [True] * 4, "1": [False] * 4, "2": [True] * 4}
-    assert [done for *_, done in results[12:]] == [True] * 6
+    victim, results = asyncio.run(run())
+    assert all(done == (worker != str(victim)) for worker, done in results[:12]), (victim, results)
+    assert [done for _, done in results[12:]] == [True] * 6
     wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, lambda: router.log[-2000:])
     after = workers(router)
-    assert [w.pid for w in after][::2] == [w.pid for w in before][::2] and after[1].pid != victim.pid
+    assert [w.index for w in after if w.pid != before[w.index].pid] == [victim]
+    for answer in from_each(router, "/metrics").values():
+        # What the dead one had counted but for its last half second is not lost.
+        assert metric(answer.text, "chitu_requests_total") >= 12
     for answer in from_each(router, "/cluster").values():
         snapshot = answer.json()
         assert snapshot["in_flight"] == 0
@@ -234,13 +244,15 @@ def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: 
     )
 
 
-def test_a_process_that_hangs_gets_no_connections_and_delays_no_heartbeat(router: RouterUnderTest) -> None:
+def test_connections_to_a_process_that_hangs_are_served_by_another(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000")
     hung = workers(router)[1]
     os.kill(hung.pid, signal.SIGSTOP)
     try:
+        # Some of them come before anybody knows of it.
+        answers = [complete(router) for _ in range(12)]
         wait_until(lambda: f"(pid {hung.pid}) said nothing" in router.log, WAIT_S, lambda: router.log[-2000:])
-        answers = [complete(router) for _ in range(6)]
+        answers += [complete(router) for _ in range(6)]
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.headers["x-chitu-worker"] for answer in answers} == {"0", "2"}
         snapshot = RouterClient(router.url).cluster()
@@ -256,33 +268,53 @@ def test_sigterm_under_load_finishes_what_runs_and_exits_with_0(router: RouterUn
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
     pids = [w.pid for w in workers(router)]
 
-    async def run() -> list[tuple[str, str, bool]]:
-        limits = httpx.Limits(max_connections=9)
+    async def run() -> list[tuple[str, bool]]:
+        limits = httpx.Limits(max_connections=12)
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
-            started = [asyncio.Event() for _ in range(9)]
-            streams = [asyncio.create_task(stream(client, 100, event)) for event in started]
-            await asyncio.gather(*(event.wait() for event in started))
+            streams, _ = await start_streams(client, 12, 100)
             router.signal(signal.SIGTERM)
             return await asyncio.gather(*streams)
 
     results = asyncio.run(run())
-    assert [done for *_, done in results] == [True] * 9
-    assert {worker for worker, *_ in results} == {"0", "1", "2"}
+    assert [done for _, done in results] == [True] * 12
     assert router.process is not None and router.process.wait(20) == 0
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("who", ["a worker is told to end", "the coordinator is killed"])
-def test_the_router_ends_as_a_whole(router: RouterUnderTest, who: str) -> None:
+def test_a_replica_that_is_told_to_end_finishes_what_it_serves_and_is_started_again(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
+    before = workers(router)
+
+    async def run() -> tuple[int, list[tuple[str, bool]]]:
+        limits = httpx.Limits(max_connections=12)
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+            streams, told = await start_streams(client, 12, 100)
+            os.kill(before[told].pid, signal.SIGTERM)
+            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as new:
+                late = [await stream(new, 3, asyncio.Queue()) for _ in range(6)]
+            return told, [*await asyncio.gather(*streams), *late]
+
+    told, results = asyncio.run(run())
+    assert all(done for _, done in results), (told, results)
+    wait_until(lambda: f"router.{told} is started again" in router.log, WAIT_S, lambda: router.log[-2000:])
+    wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, lambda: router.log[-2000:])
+    assert workers(router)[told].pid != before[told].pid
+
+
+def test_replicas_end_with_the_process_that_started_them(router: RouterUnderTest) -> None:
     pids = [w.pid for w in workers(router)]
     assert router.process is not None
-    if who == "a worker is told to end":
-        os.kill(pids[2], signal.SIGTERM)
-        assert router.process.wait(20) == 0
-    else:
-        router.process.kill()
-        router.process.wait(20)
+    router.process.kill()
+    router.process.wait(20)
     wait_until(lambda: not any(map(_runs, pids)), 20.0, lambda: pids)
+
+
+def test_a_port_that_another_router_shares_among_its_own_is_taken(router: RouterUnderTest, tmp_path: Path) -> None:
+    other = RouterUnderTest(tmp_path / "other", router.model, router.overrides, ports={"port": router.ports["port"]})
+    other.folder.mkdir()
+    with pytest.raises(RuntimeError, match="ended with 2") as caught:
+        other.start()
+    assert f"error: dp_config.router.port: cannot listen on 127.0.0.1:{router.ports['port']}" in str(caught.value)
 
 
 def _runs(pid: int) -> bool:
@@ -313,19 +345,17 @@ def test_real_instances_lose_no_page_when_an_api_process_dies_with_its_requests(
         expected = [answer.token_ids for answer in complete_all(cluster.url, prompts, options)]
         assert len(expected) == len(prompts)
         client = RouterClient(cluster.url)
-        victim = client.cluster().workers[0]
+        pids = [worker.pid for worker in client.cluster().workers]
 
-        async def run() -> list[bool]:
-            limits = httpx.Limits(max_connections=9)
+        async def run() -> tuple[int, list[tuple[str, bool]]]:
+            limits = httpx.Limits(max_connections=12)
             async with httpx.AsyncClient(base_url=cluster.url, timeout=120, limits=limits, trust_env=False) as session:
-                started = [asyncio.Event() for _ in range(9)]
-                streams = [asyncio.create_task(stream(session, 400, event)) for event in started]
-                await asyncio.gather(*(event.wait() for event in started))
-                os.kill(victim.pid, signal.SIGKILL)
-                return [done for *_, done in await asyncio.gather(*streams)]
+                streams, victim = await start_streams(session, 12, 400)
+                os.kill(pids[victim], signal.SIGKILL)
+                return victim, await asyncio.gather(*streams)
 
-        done = asyncio.run(run())
-        assert done.count(True) == 6, "of three each, those of the two others"
+        victim, results = asyncio.run(run())
+        assert all(done == (worker != str(victim)) for worker, done in results), (victim, results)
         loads: dict[str, dict[str, int]] = {}
 
         def whole() -> bool:

@@ -12,6 +12,7 @@ from chitu.errors import BadFrame, Capacity
 from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
 from chitu.protocol import (
     PROTOCOL_VERSION,
+    ApiProcess,
     ClusterView,
     Drain,
     Heartbeat,
@@ -304,6 +305,7 @@ def test_the_view_keeps_the_last_deaths() -> None:
     for incarnation in range(1, 100):
         world.join(info(incarnation=incarnation))
         world.core.on_death(Role.PREFILL, 0, incarnation)
-    world.core.set_workers((7,))
+    world.core.set_workers((ApiProcess(1, 7, 8001),))
     world.pass_time(LINGER_S + 0.1)
-    assert world.core.view.dead == tuple(range(100 - KEPT_DEAD, 100)) and world.core.view.workers == (7,)
+    assert world.core.view.dead == tuple(range(100 - KEPT_DEAD, 100))
+    assert world.core.view.workers == (ApiProcess(1, 7, 8001),)

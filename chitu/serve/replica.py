@@ -1,0 +1,234 @@
+"""An API process of a router that is several: `python -m chitu.serve.replica CONFIG INDEX INCARNATION CREATED_S
+TOKEN_PORT SOCKET`.
+
+Started by `ReplicaSet` alone, with an inherited socket at the API's port. It is the router's HTTP half over again, with
+a token port and a `PDRequestRouter` of its own. Of the cluster it knows what everybody can: it subscribes to the
+metadata port, where beside the view there is what instances say of loads and failures. It says to the stats port, as
+they do, that it lives. It ends when it is told to, or with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import uvloop
+import zmq
+
+from chitu.clock import RealClock
+from chitu.config.cluster_key import cluster_key_of
+from chitu.config.load import load_topology
+from chitu.config.schema import Topology
+from chitu.config.topology import router_ports, with_router_ports
+from chitu.errors import BadFrame, ChituError
+from chitu.http.cluster_source import Draining, Loads, RouterRecord, WorkerReport, report_of
+from chitu.http.limits import HTTPLimits
+from chitu.http.served_model import ServedModel
+from chitu.http.server import HTTPServer, Listener, listen
+from chitu.launch.progress import ProgressWriter
+from chitu.log import setup_logging
+from chitu.net.aio import FrameReader
+from chitu.net.curve import derive, make_context
+from chitu.net.sockets import connect
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import (
+    STATS_TOPIC,
+    ClusterView,
+    Heartbeat,
+    InstanceInfo,
+    LoadReport,
+    ReplicaHeartbeat,
+    RequestFailed,
+    encode,
+    stats_codec,
+    view_codec,
+)
+from chitu.router.routing import InstanceKey, instance_key
+from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, with_share
+from chitu.serve.lifetime import Ending, keep_ticking
+from chitu.serve.siblings import HOST, Siblings
+from chitu.types import instance_name
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+
+
+class ReplicaCluster:
+    """`ClusterSource` of a replica. `on_frames` takes what comes from the metadata port, of which anything may be lost:
+    views and heartbeats are repeated, and so is the word of a failure."""
+
+    def __init__(self, router: PDRequestRouter, index: int, siblings: Siblings, ports: Mapping[str, int]) -> None:
+        """`ports`: the router's, by short key name."""
+        self._router = router
+        self._index = index
+        self._siblings = siblings
+        self._ports = ports
+        self._members: dict[InstanceKey, InstanceInfo] = {}
+        self._loads: dict[InstanceKey, LoadReport] = {}
+        self._is_behind = False
+        """An instance of the newest view could not be connected to."""
+        self.view = ClusterView(0, -1, ())
+
+    def loads(self) -> Loads:
+        return {(key.role, key.engine_rank): self._loads.get(key, LoadReport()) for key in self._members}
+
+    def ports(self) -> Mapping[str, int]:
+        return self._ports
+
+    def own_report(self) -> WorkerReport:
+        return report_of(self._router, self._index, self.view)
+
+    async def version(self) -> int:
+        return sum(worker.version for worker in (await self.record()).workers)
+
+    async def record(self) -> RouterRecord:
+        others = await self._siblings.reports(self.view)
+        return RouterRecord(tuple(sorted((self.own_report(), *others), key=lambda report: report.index)))
+
+    async def drain(self, instance: str, force: bool) -> Draining:
+        asked = msgspec.json.encode({"instance": instance, "force": force})
+        reply = msgspec.json.decode(await self._siblings.ask_first("/admin/drain", asked))
+        return Draining(reply["instance"], int(reply["incarnation"]))
+
+    async def flush_caches(self) -> None:
+        await self._siblings.ask_first("/admin/cache/flush", b"")
+
+    def on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise BadFrame(f"a message of {len(frames)} frames on the metadata port; two are expected")
+        if frames[0] != STATS_TOPIC:
+            self.on_view(view_codec.decode(frames[1]))
+            return
+        message = stats_codec.decode(frames[1])
+        if isinstance(message, Heartbeat):
+            key = InstanceKey(message.role, message.engine_rank, message.incarnation)
+            if key in self._members:
+                self._loads[key] = message.load
+                self._router.on_heartbeat(message)
+        elif isinstance(message, RequestFailed):
+            self._router.on_request_failed(message)
+
+    def on_view(self, view: ClusterView) -> None:
+        if view.version == self.view.version and not self._is_behind:
+            return
+        self.view, self._is_behind = view, False
+        self._siblings.on_view(view)
+        before, self._members = self._members, {instance_key(instance): instance for instance in view.instances}
+        for key in [key for key in self._members if key not in before]:
+            try:
+                self._router.on_joined(self._members[key])
+            except ChituError as error:
+                log.warning("no connection to %s: %s", instance_name(key.role, key.engine_rank), error)
+                del self._members[key]
+                self._is_behind = True
+        self._loads = {key: load for key, load in self._loads.items() if key in self._members}
+        self._router.on_view(view)
+        why = {lost.incarnation: lost for lost in view.lost}
+        for key in [key for key in before if key not in self._members]:
+            lost = why.get(key.incarnation)
+            reason, has_died = (lost.reason, lost.has_died) if lost else ("it left the cluster", False)
+            self._router.on_lost(before[key], reason, has_died)
+
+
+class ReplicaProcess:
+    """Everything that the process holds, on its loop."""
+
+    def __init__(self, topology: Topology, numbers: Sequence[int], flush_log: Callable[[], None]) -> None:
+        """`numbers`: as on the command line. ConfigError."""
+        index, self._incarnation, created_s, token_port, descriptor = numbers
+        config = topology.dp_config.router
+        self._deadlines = config.pd_disaggregation.deadlines
+        self._flush_log = flush_log
+        self._loop = asyncio.get_running_loop()
+        secrets = derive(cluster_key_of(topology))
+        context = make_context(secrets)
+        ports = {key.rpartition(".")[2]: port for key, port in router_ports(config).items()}
+        siblings = Siblings(config, secrets, index)
+
+        def cluster_of(router: PDRequestRouter) -> ReplicaCluster:
+            self.cluster = ReplicaCluster(router, index, siblings, ports)
+            return self.cluster
+
+        model = ServedModel.load(topology.model, created_s)
+        topology = with_router_ports(with_share(topology, index), {"token_port": token_port})
+        me = (index, self._incarnation)
+        self._api = ApiEndpoint(topology, model, context, RealClock(), cluster_of, me, secrets)
+        limits = HTTPLimits(max_total_body_bytes=topology.dp_config.router.max_total_body_bytes)
+        shared = socket.socket(fileno=descriptor)
+        self._http = HTTPServer(self._api.app, shared, [("x-chitu-worker", str(index))], limits)
+        self._own = Listener(self._loop, listen(HOST, 0, "an API process"), self._http.adopt)
+        self._view = connect(context, zmq.SUB, config.host, config.pd_disaggregation.metadata_sync_port)
+        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        self._stats = connect(context, zmq.PUSH, config.host, config.stats_port)
+        self._ending = Ending()
+        self._accepts = False
+        self._next_beat_s = 0.0
+
+    async def run(self) -> None:
+        """Serve until told to end; then drain and close."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal)
+        self._api.start()
+        reader = FrameReader(self._loop, self._view, self.cluster.on_frames)
+        keep_ticking(self._api.tick, self._beat, self._flush_log)
+        # Instances are to know of it before it has a request for them, and it of them.
+        while not any(process.incarnation == self._incarnation for process in self.cluster.view.workers):
+            await asyncio.sleep(0.01)
+        await self._http.start()
+        self._own.resume()
+        self._say(accepts=True)
+        settle_memory()
+        ProgressWriter().ready(self._incarnation)
+        await self._ending.is_due.wait()
+        self._http.stop_accepting()
+        await self._api.drain(self._deadlines.drain_s, self._ending)
+        self._own.close()
+        await self._http.stop(1.0)
+        self._api.close()
+        reader.close()
+        self._stats.close(200)
+        self._flush_log()
+
+    def _on_signal(self) -> None:
+        self._ending.ask()
+        self._say(accepts=False)
+
+    def _say(self, *, accepts: bool) -> None:
+        self._accepts, self._next_beat_s = accepts, 0.0
+
+    def _beat(self) -> None:
+        now_s = self._loop.time()
+        if now_s < self._next_beat_s or self._stats.closed:
+            return
+        self._next_beat_s = now_s + BEAT_S
+        counted = msgspec.msgpack.encode(self._api.router.metrics())
+        heartbeat = ReplicaHeartbeat(self._incarnation, self._own.port, counted, self._accepts)
+        self._stats.send(encode(heartbeat), zmq.NOBLOCK)
+
+
+async def _serve(topology: Topology, numbers: Sequence[int], flush_log: Callable[[], None]) -> None:
+    await ReplicaProcess(topology, numbers, flush_log).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config, *rest = sys.argv[1:] if argv is None else argv
+    numbers = [int(word) for word in rest]
+    try:
+        topology = load_topology(config)
+        level = topology.log
+        handler = setup_logging(f"router.{numbers[0]}", level.level, level.modules, level.format, deferred=True)
+        uvloop.run(_serve(topology, numbers, handler.flush))
+    except ChituError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The router's other API processes (`router.workers` above 1), as the one that keeps the membership sees them.
+
+Owned by `RouterProcess`, on its loop thread. They are children of the `Supervisor` that launchers use: started, started
+again and ended by it. Each is a replica of the API (`replica.py`) with its own socket at the API's port, among which
+the kernel spreads connections (SO_REUSEPORT). This process made all of these sockets and keeps them open: it accepts in
+the place of a replica that is starting, silent or dead, so no connection waits for one that is not there.
+
+Invariant: the cluster view names exactly those that live and have been heard of; whoever leaves it is dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
+from chitu.config.load import dump_topology
+from chitu.config.schema import Topology
+from chitu.http.server import Listener, listen
+from chitu.launch.log_files import open_private
+from chitu.launch.plan import ProcessSpec
+from chitu.launch.process import ChildProcess
+from chitu.launch.supervisor import StartFailed, Supervisor
+from chitu.protocol import ApiProcess, ReplicaHeartbeat
+from chitu.router.metrics import RouterMetrics
+from chitu.serve.lifetime import Ending
+from chitu.serve.siblings import HOST
+from chitu.types import new_incarnation
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 2.0
+"""Connections of one that said nothing for so long (it does every 0.5 s) are accepted here."""
+HUNG_S = 20.0
+"""And after so long it is killed."""
+START_S = 60.0
+"""As long may a start take."""
+END_S = 2.0
+"""What they may take to end beyond `drain_s`."""
+MAX_STALL_S = 1.0
+"""A longer gap between two ticks is a stall of this process, and nobody else's silence."""
+
+_decode_metrics = msgspec.msgpack.Decoder(RouterMetrics).decode
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One API process over all its lives. `child`, and what is below it, are of the present one."""
+
+    index: int
+    socket: socket.socket
+    listener: Listener
+    child: ChildProcess | None = None
+    incarnation: int = 0
+    heard_s: float = 0.0
+    heartbeat: ReplicaHeartbeat | None = None
+    """The newest; None: it is starting."""
+    is_silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"router.{self.index}"
+
+
+@dataclass(slots=True)
+class ReplicaEvents:
+    on_change: Callable[[tuple[ApiProcess, ...]], None]
+    """Who lives has changed; process 0 is the first."""
+    on_ended: Callable[[RouterMetrics], None]
+    """One is dead that had counted this."""
+
+
+@dataclass(slots=True)
+class ReplicaSet:
+    topology: Topology
+    """With the router's actual ports."""
+    incarnation: int
+    """Of this process."""
+    token_port: int
+    """As configured: process i has the i-th behind it, or any free one where it is 0."""
+    created_s: int
+    events: ReplicaEvents
+    _replicas: list[_Replica] = field(default_factory=list)
+    _own: Listener | None = None
+    """At the port of this process alone."""
+    _supervisor: Supervisor | None = None
+    _failure: StartFailed | None = None
+    _last_tick_s: float = field(default_factory=time.monotonic)
+
+    async def start(self, sockets: Sequence[socket.socket], adopt: Callable[[socket.socket], None]) -> None:
+        """One replica for each socket; `adopt` gets connections that are accepted in their place. Returns once all are
+        ready; StartFailed where one ends before."""
+        loop = asyncio.get_running_loop()
+        self._own = Listener(loop, listen(HOST, 0, "an API process"), adopt)
+        self._own.resume()
+        self._replicas = [_Replica(i, sock, Listener(loop, sock, adopt)) for i, sock in enumerate(sockets, 1)]
+        self._supervisor = Supervisor(
+            [replica.name for replica in self._replicas],
+            self._spec,
+            None,
+            restart=True,
+            on_event=lambda text: log.warning("%s", text),
+            env={ENVIRONMENT_KEY: cluster_key_of(self.topology)},
+        )
+        with open_private(self._supervisor.run_dir.path / "topology.yaml", append=False) as file:
+            file.write(dump_topology(self.topology).encode())
+        try:
+            for replica in self._replicas:
+                self._supervisor.start(replica.name)
+            while not all(r.heartbeat is not None and r.heartbeat.accepts for r in self._replicas):
+                if self._failure is not None:
+                    raise self._failure
+                await asyncio.sleep(0.01)
+        except BaseException:
+            self._supervisor.stop(0.0)
+            raise
+
+    def on_heartbeat(self, heartbeat: ReplicaHeartbeat) -> None:
+        for replica in self._replicas:
+            if replica.incarnation == heartbeat.incarnation and replica.child is not None:
+                is_news = replica.heartbeat is None
+                replica.heartbeat, replica.heard_s = heartbeat, time.monotonic()
+                if is_news:
+                    log.info("%s is ready (pid %d)", replica.name, replica.child.pid)
+                    self._tell()
+
+    def tick(self) -> None:
+        """Look after all of them: often, since a death ends what waits for the dead one."""
+        if self._supervisor is None or self._failure is not None:
+            return
+        now_s = time.monotonic()
+        stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
+        try:
+            self._supervisor.poll()
+        except StartFailed as error:
+            self._failure = error
+            return
+        for replica in self._replicas:
+            child = self._supervisor.members[replica.name].child
+            if child is not replica.child:
+                self._begin_life(replica, child, now_s)
+            if child is not None:
+                self._watch(replica, child, now_s, stall_s)
+            if replica.heartbeat is not None and replica.heartbeat.accepts and not replica.is_silent:
+                replica.listener.pause()
+            else:
+                replica.listener.resume()
+
+    async def end(self, drain_s: float, ending: Ending) -> None:
+        """Have all finish what they run, within `drain_s` or until that is hurried, and end."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        children = [member.child for member in supervisor.members.values() if member.child is not None]
+        for replica in self._replicas:
+            replica.listener.close()
+        for child in children:
+            child.terminate()
+        end_s, was_hurried = time.monotonic() + drain_s + END_S, False
+        while any(child.exit_code() is None for child in children) and time.monotonic() < end_s:
+            if ending.is_hurried.is_set() and not was_hurried:
+                was_hurried = True
+                for child in children:
+                    child.terminate()
+            await asyncio.sleep(0.02)
+        supervisor.stop(0.0)
+        if self._own is not None:
+            self._own.close()
+
+    def _begin_life(self, replica: _Replica, child: ChildProcess | None, now_s: float) -> None:
+        last, replica.heartbeat, replica.child = replica.heartbeat, None, child
+        replica.heard_s, replica.is_silent = now_s, False
+        if last is not None:
+            self._tell()
+            self.events.on_ended(_decode_metrics(last.metrics))
+
+    def _watch(self, replica: _Replica, child: ChildProcess, now_s: float, stall_s: float) -> None:
+        if stall_s > MAX_STALL_S:
+            replica.heard_s += stall_s
+        silent_s = now_s - replica.heard_s
+        is_ready = replica.heartbeat is not None
+        if is_ready and (silent_s > SILENT_S) != replica.is_silent:
+            replica.is_silent = silent_s > SILENT_S
+            if replica.is_silent:
+                log.warning("%s (pid %d) said nothing for %g s; others serve new connections", *_of(replica), SILENT_S)
+        if silent_s > (HUNG_S if is_ready else START_S):
+            log.error("%s (pid %d) hangs: it said nothing for %.0f s and is killed", *_of(replica), silent_s)
+            child.kill_tree()
+
+    def _tell(self) -> None:
+        """All that are ready; instances hear of one before it has a request that it could send them."""
+        assert self._own is not None
+        ready = [(r.index, r.incarnation, r.heartbeat.port) for r in self._replicas if r.heartbeat is not None]
+        first = ApiProcess(0, self.incarnation, self._own.port)
+        self.events.on_change((first, *(ApiProcess(*process) for process in ready)))
+
+    def _spec(self, name: str) -> ProcessSpec:
+        replica = next(replica for replica in self._replicas if replica.name == name)
+        replica.incarnation = new_incarnation()
+        assert self._supervisor is not None
+        token_port = self.token_port + replica.index if self.token_port else 0
+        numbers = (replica.index, replica.incarnation, self.created_s, token_port, replica.socket.fileno())
+        file = self._supervisor.run_dir.path / "topology.yaml"
+        argv = (sys.executable, "-m", "chitu.serve.replica", str(file), *map(str, numbers))
+        return ProcessSpec(name, self.topology.dp_config.router.host, argv, descriptors=(replica.socket.fileno(),))
+
+
+def _of(replica: _Replica) -> tuple[str, int]:
+    assert replica.child is not None
+    return replica.name, replica.child.pid

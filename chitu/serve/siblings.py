@@ -1,0 +1,104 @@
+"""The other API processes of this router (`router.workers`), asked over HTTP on the loopback interface.
+
+Owned by the `ClusterSource` of each process, on its loop. Beside its share of the API's port each process has one of
+its own, which the cluster view names; its record is at `/admin/record` there. What an operator asks of the cluster goes
+to process 0, which keeps the membership. Nobody is waited for without a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from chitu.config.schema import RouterConfig
+from chitu.errors import ChituError, Internal, from_code
+from chitu.http.cluster_source import WorkerReport
+from chitu.net.curve import ClusterSecrets
+from chitu.protocol import ApiProcess, ClusterView
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+REPORT_S = 0.5
+"""Who has not answered by then is shown as it last did."""
+BEHIND_S = 0.01
+"""Until one that has not the newest view is asked again."""
+ANSWER_S = 2.0
+"""For what only process 0 can do."""
+
+_decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
+
+
+def credential_of(config: RouterConfig, secrets: ClusterSecrets | None) -> str:
+    """What `Access` takes for an operator's; empty where it asks for none on this machine."""
+    return secrets.token if secrets is not None else next(iter(config.api_keys), "")
+
+
+class Siblings:
+    def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, index: int) -> None:
+        """`index`: of this process, which is none of them."""
+        credential = credential_of(config, secrets)
+        self._authorization = f"Authorization: Bearer {credential}\r\n" if credential else ""
+        self._index = index
+        self._others: tuple[ApiProcess, ...] = ()
+        self._newest: dict[int, WorkerReport] = {}
+        """By incarnation."""
+
+    def on_view(self, view: ClusterView) -> None:
+        self._others = tuple(process for process in view.workers if process.index != self._index)
+        self._newest = {
+            p.incarnation: self._newest[p.incarnation] for p in self._others if p.incarnation in self._newest
+        }
+
+    async def reports(self, view: ClusterView) -> list[WorkerReport]:
+        """Of all others, as they are when this is called or later, with `view` or a newer one."""
+        if not self._others:
+            return []
+        reports = await asyncio.gather(*(self._report(process, view.version) for process in self._others))
+        return [report for report in reports if report is not None]
+
+    async def ask_first(self, path: str, body: bytes) -> bytes:
+        """What process 0 answers to a POST. The error that it answers; Internal where there is no answer."""
+        first = next((process for process in self._others if process.index == 0), None)
+        if first is None:
+            raise Internal("this API process has not heard of the one that keeps the membership yet")
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, content = await self._ask(first.port, "POST", path, body)
+            if status == 200:
+                return content
+            error = msgspec.json.decode(content)["error"]
+            refusal: ChituError = from_code(error["code"], error["message"])
+        except (OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise Internal(f"the process that keeps the membership does not answer: {error!r}") from error
+        raise refusal
+
+    async def _report(self, process: ApiProcess, view_version: int) -> WorkerReport | None:
+        try:
+            async with asyncio.timeout(REPORT_S):
+                while True:
+                    status, content = await self._ask(process.port, "GET", "/admin/record", b"")
+                    if status != 200:
+                        raise ValueError(f"status {status}")
+                    report = self._newest[process.incarnation] = _decode_report(content)
+                    if report.view_version >= view_version:
+                        return report
+                    await asyncio.sleep(BEHIND_S)
+        except (OSError, TimeoutError, ValueError, LookupError) as error:
+            log.warning("API process %d does not answer: %r", process.index, error)
+            return self._newest.get(process.incarnation)
+
+    async def _ask(self, port: int, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(
+                f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n{self._authorization}"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
+            return int(head.split(b" ", 2)[1]), content
+        finally:
+            writer.close()
