@@ -374,8 +374,6 @@ class PDSchedulerService:
             load = msgspec.structs.replace(
                 self._scheduler.load,
                 unknown_frames=self._unknown_frames(),
-                bytes_staged=kv.bytes_staged if kv is not None else 0,
-                segments_quarantined=kv.segments_quarantined if kv is not None else 0,
                 suspended=kv.suspended_ranks if kv is not None else (),
             )
             message = Heartbeat(

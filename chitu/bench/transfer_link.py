@@ -10,16 +10,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from chitu.bench.staged_link import StagedLink, serve_line
+from chitu.bench.staged_link import INCARNATION, PipeMessages, lines_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.staging.area import StagingArea, area_of
-from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.thresholds import staged_from
 from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
 from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.kv_transfer.transports.staged.area import area_of
+from chitu.kv_transfer.transports.staged.copier import HostCopier
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.thresholds import staged_from
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000)
@@ -45,7 +47,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def new_pool() -> KVPool:
-    pool = KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, staging_bytes=NUM_SEGMENTS * SEGMENT_BYTES)
+    pool = KVPool(LAYOUT, NUM_PAGES, NUM_AUX_SLOTS, transfer_bytes=NUM_SEGMENTS * SEGMENT_BYTES)
     ctypes.memset(pool.arena_base, 1, pool.arena_bytes)
     return pool
 
@@ -56,14 +58,17 @@ def randomise(pool: KVPool) -> None:
         region.uniform_()
 
 
-def new_area(pool: KVPool) -> StagingArea:
-    return area_of(pool, pool.staging_base, SEGMENT_BYTES, NUM_SEGMENTS)
-
-
-def new_transport(kind: str) -> Transport:
+def new_transport(kind: str, pool: KVPool, is_receiver: bool) -> StagedTransport:
+    inner: Transport
     if kind == "nixl":
-        return NixlTransport("127.0.0.1")
-    return ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
+        inner = NixlTransport("127.0.0.1")
+    else:
+        inner = ShmTransport() if kind == "shm" else MooncakeTransport("127.0.0.1")
+    area, copier = area_of(pool, pool.transfer_base, SEGMENT_BYTES, NUM_SEGMENTS), HostCopier()
+    scatterer = Scatterer(pool, area, copier, [0]) if is_receiver else None
+    transport = StagedTransport(inner, StagingEnd("staged", pool, copier, area, scatterer=scatterer))
+    transport.register(pool.arena_base, pool.arena_bytes)
+    return transport
 
 
 def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
@@ -77,16 +82,11 @@ def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
 
 def receive(kind: str) -> None:
     """The child: a registered pool with segments; scatters, or tells checksums of pages (a line that is a list)."""
-    pool, transport, copier = new_pool(), new_transport(kind), HostCopier()
-    area = new_area(pool)
-    transport.register(pool.arena_base, pool.arena_bytes)
-    memory = rank_memory(pool, 0, [transport.local_session()])
-    print(encode(msgspec.structs.replace(memory, staging=area.memory())).hex(), flush=True)
-    for line in sys.stdin:
-        if line.startswith("["):
-            print(msgspec.json.encode(page_crcs(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
-        else:
-            print(serve_line(line, pool, area, copier), flush=True)
+    pool = new_pool()
+    transport = new_transport(kind, pool, is_receiver=True)
+    print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
+    for line in lines_of(transport, sys.stdin):
+        print(msgspec.json.encode(page_crcs(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
     transport.close()
 
 
@@ -95,8 +95,7 @@ class BenchLink:
 
     def __init__(self, kind: str, pool: KVPool) -> None:
         self.kind = kind
-        self.transport = new_transport(kind)
-        self.transport.register(pool.arena_base, pool.arena_bytes)
+        self.transport = new_transport(kind, pool, is_receiver=False)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "chitu.bench.transfer", "--receive", kind],
             stdin=subprocess.PIPE,
@@ -105,14 +104,11 @@ class BenchLink:
         )
         assert self._child.stdin is not None and self._child.stdout is not None
         self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=RankMemory)
-        self.peer: PeerHandle = self.transport.connect(self.memory, self.memory.sessions[0])
+        self._messages = PipeMessages(self.transport, self._child.stdin, self._child.stdout)
+        self.peer = self.transport.connect(self.memory, self.memory.sessions[0])
+        self.transport.bind(self.peer, INCARNATION)
         whole = CopyList([pool.arena_base], [self.memory.arena_base], [pool.arena_bytes])
-        self.transport.write(self.peer, whole, TIMEOUT_S)
-        self._to_child, self._from_child = self._child.stdin, self._child.stdout
-        area, copier = new_area(pool), HostCopier()
-        self.staged = StagedLink(
-            pool, self.memory, self.transport, self.peer, copier, area, self._to_child, self._from_child
-        )
+        self.transport.inner.write(self.peer.inner, whole, TIMEOUT_S)
         self.threshold = staged_from(kind, "cpu")
         self.num_staged = self.num_chosen = 0
         """Of `auto`."""
@@ -124,25 +120,23 @@ class BenchLink:
         if way == "auto":
             is_staged = self.threshold.is_met(num_pieces, nbytes)
             self.num_staged, self.num_chosen = self.num_staged + is_staged, self.num_chosen + 1
-        if is_staged:
-            self.staged.write(case.own, case.theirs, case.num_layers)
-        else:
-            for copies in case.walk:
+        for copies in case.walk:
+            if is_staged:
                 self.transport.write(self.peer, copies, TIMEOUT_S)
+            else:
+                self.transport.inner.write(self.peer.inner, copies, TIMEOUT_S)
 
     def write_raw(self, case: Case) -> None:
         assert case.raw is not None
-        self.transport.write(self.peer, case.raw, TIMEOUT_S)
+        self.transport.inner.write(self.peer.inner, case.raw, TIMEOUT_S)
 
     def crcs(self, pages: Sequence[int]) -> list[int]:
         """Of the child's pages."""
-        self._to_child.write(msgspec.json.encode(list(pages)).decode() + "\n")
-        self._to_child.flush()
-        return msgspec.json.decode(self._from_child.readline(), type=list[int])
+        self._messages.say(msgspec.json.encode(list(pages)).decode())
+        return msgspec.json.decode(self._messages.line(), type=list[int])
 
     def close(self) -> None:
         self.transport.disconnect(self.peer)
         self.transport.close()
-        self._to_child.close()
+        self._messages.close()
         self._child.wait()
-        self._from_child.close()

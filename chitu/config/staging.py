@@ -57,6 +57,12 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
     )
 
 
+def pool_bytes_of(router: RouterConfig, role: Role, instance: InstanceConfig) -> int:
+    """What transports need at the end of the pool's arena."""
+    plan = plan_staging(router, role, instance)
+    return plan.pool_bytes if plan is not None else 0
+
+
 def protocol_of(pd: PDDisaggregationConfig) -> str:
     """Mooncake's. `auto` that no launcher has looked at is TCP, which always works."""
     return "rdma" if pd.mooncake_protocol == "rdma" else "tcp"

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from chitu.config.schema import Topology
-from chitu.config.staging import plan_staging
+from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, find_instance, instances_on, threads_of
 from chitu.engine.kv_format import kv_dtype_of
@@ -107,8 +107,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     num_slots = topology.scheduler.max_running_requests
     is_main = tp_rank == MAIN_RANK
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0
-    staging = plan_staging(topology.dp_config.router, role, config)
-    staging_bytes = staging.pool_bytes if staging is not None else 0
+    transfer_bytes = pool_bytes_of(topology.dp_config.router, role, config)
     if num_pages is None:
         useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
         if device.type == "cpu":
@@ -124,14 +123,14 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
                 num_aux_slots * aux_row_bytes(spec.vocab_size),
                 bytes_per_page,
                 useful,
-                staging_bytes,
+                transfer_bytes,
             )
     if group is not None:
         num_pages = group.smallest(num_pages)
     # Only on one rank: what the ranks say to each other within a step is not recorded yet.
     recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
     has_scratch = recording is not None
-    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, staging_bytes=staging_bytes)
+    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, transfer_bytes=transfer_bytes)
     logger.info(
         "%d pages of %d bytes (K and V are %s), %d aux slots, %d threads",
         num_pages,

@@ -262,18 +262,18 @@ def device_pages(
     aux_bytes: int,
     bytes_per_page: int,
     max_pages_useful: int,
-    staging_bytes: int = 0,
+    transfer_bytes: int = 0,
 ) -> int:
     """Pages of one rank on a GPU. ConfigError with the numbers where its share holds none, or is not free.
 
-    `staging_bytes`: of the transfers, in the same allocation as pages and aux rows."""
+    `transfer_bytes`: of the transfers, in the same allocation as pages and aux rows."""
     own = int(share * memory.total_bytes)
-    rest = own - memory.own_bytes - reserve - aux_bytes - staging_bytes
+    rest = own - memory.own_bytes - reserve - aux_bytes - transfer_bytes
     pages = min(rest // bytes_per_page, max_pages_useful)
     parts = (
         f"{share:.3g} of the GPU's {memory.total_bytes / GIB:.1f} GiB are {own / GIB:.1f} GiB: "
         f"{memory.own_bytes / GIB:.1f} for weights, {reserve / GIB:.1f} for steps, {aux_bytes / GIB:.1f} for aux rows"
-        + (f", {staging_bytes / GIB:.1f} for staging" if staging_bytes else "")
+        + (f", {transfer_bytes / GIB:.1f} for transfers" if transfer_bytes else "")
     )
     if pages < 1:
         raise ConfigError(
@@ -281,7 +281,7 @@ def device_pages(
             "use fewer scheduler.max_running_requests or more GPUs"
         )
     # What was not yet taken of the reserve must be free as well.
-    needed = pages * bytes_per_page + aux_bytes + staging_bytes
+    needed = pages * bytes_per_page + aux_bytes + transfer_bytes
     if needed > memory.free_bytes:
         raise ConfigError(
             f"memory_fraction: {parts}, {pages * bytes_per_page / GIB:.1f} for pages, but only "

@@ -197,9 +197,6 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     yield counter("chitu_instance_tier_tokens", text, tiers, (*PER_INSTANCE, "tier"))
     waiting = [(labels, load.waiting_tokens) for labels, load in loads]
     yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
-    quarantined = [(labels, load.segments_quarantined) for labels, load in loads]
-    text = "Segments of D that a failed write of this P may still hit"
-    yield gauge("chitu_instance_quarantined_segments", text, quarantined, PER_INSTANCE)
     suspended = [(labels, len(load.suspended)) for labels, load in loads]
     text = "D that this P does not write to until a failed write has settled"
     yield gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
@@ -208,7 +205,6 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
         ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
         ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
-        ("chitu_instance_staged_bytes", "Of these, those that P sent through segments", "bytes_staged"),
         (
             "chitu_instance_cached_tokens",
             "Prompt tokens in cached pages: not computed (D: not moved)",

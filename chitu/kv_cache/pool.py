@@ -1,5 +1,5 @@
 """The memory itself: one allocation (the *arena*) with the regions of every layer, behind them the aux rows, and behind
-these staging memory, where the transfers need some.
+these room for transports, where they need some.
 
 One allocation, because every transport registers it once and range checks are then two comparisons. On CPU it is an
 anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and nothing is left
@@ -49,11 +49,11 @@ class KVPool:
         device: str = "cpu",
         *,
         has_scratch: bool = False,
-        staging_bytes: int = 0,
+        transfer_bytes: int = 0,
     ) -> None:
         """With `has_scratch` the regions have one page more, `scratch_page`: it is nobody's, no peer may be told of it,
-        and rows that only pad a batch write there. `staging_bytes`: at the end of the arena, from `staging_base` on,
-        for `kv_transfer/staging`; nothing here looks at them."""
+        and rows that only pad a batch write there. `transfer_bytes`: at the end of the arena, from `transfer_base` on,
+        for transports; nothing here looks at them."""
         self.layout = layout
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
@@ -64,13 +64,13 @@ class KVPool:
         region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
         num_regions = layout.regions_per_layer * layout.num_layers
         self.arena_bytes = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
-        staging_offset = self.arena_bytes
-        self.arena_bytes += _aligned(staging_bytes)
+        transfer_offset = self.arena_bytes
+        self.arena_bytes += _aligned(transfer_bytes)
         self.memfd = -1
         self._map: mmap.mmap | None = None
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
-        self.staging_base = self.arena_base + staging_offset
+        self.transfer_base = self.arena_base + transfer_offset
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(num_regions))
         self.aux_base = self.arena_base + num_regions * region_bytes
         heads = max(1, layout.num_kv_heads // layout.tp_size)

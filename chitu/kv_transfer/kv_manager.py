@@ -20,7 +20,6 @@ from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.register_memory import register_memory, ways_of
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import RankMemory, RouteEntry, TransportSession
@@ -34,7 +33,7 @@ class KVManager:
 
     On an instance of several TP ranks this lives on the main rank: D needs the memory of its followers, P a way to make
     its followers write, and both a way to make them sum up pages where `verify_kv` is not off. `page_sums`: of the main
-    rank's own pages. `staging`: of an instance of one rank, for transfers through segments (docs/adr/0005).
+    rank's own pages.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class KVManager:
         follower_memories: Sequence[RankMemory] = (),
         fan_out: FanOut | None = None,
         page_sums: PageSums | None = None,
-        staging: Staging | None = None,
     ) -> None:
         if role is Role.UNIFIED:
             raise ConfigError("a unified instance transfers nothing and has no KVManager")
@@ -62,8 +60,6 @@ class KVManager:
             raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
         if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
             raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
-        if staging is not None and config.layout.tp_size > 1:
-            raise ConfigError(f"staged transfers with tp_size {config.layout.tp_size}: only ranks of their own stage")
         if page_sums is not None and fan_out is not None:
             page_sums = FannedPageSums(fan_out, page_sums, head_copies(config.layout), role is Role.DECODE)
         self._role = role
@@ -72,19 +68,17 @@ class KVManager:
         self._bootstrap = bootstrap
         self._fan_out = fan_out
         self._transports = list(transports)
-        self._staging = staging
         sessions = self.register_buffer_to_engine()
         self.ways = ways_of(sessions)
         """Of which a peer must have one, too."""
         parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
         parts.follower_memories, parts.fan_out, parts.page_sums = follower_memories, fan_out, page_sums
-        parts.staging = staging
         self.sender = PrefillSender(config, parts) if role is Role.PREFILL else None
         self.receiver = DecodeReceiver(config, parts) if role is Role.DECODE else None
 
     def register_buffer_to_engine(self) -> tuple[TransportSession, ...]:
         """Make the arena known to every transport; idempotent. TransferFailed where none can use it."""
-        return register_memory(self._memory, self._transports, self._staging.area if self._staging else None)
+        return register_memory(self._memory, self._transports)
 
     @property
     def comm_side(self) -> CommSide:
@@ -98,16 +92,6 @@ class KVManager:
         role = self.sender or self.receiver
         assert role is not None
         return role.unknown_frames + role.stale_frames
-
-    @property
-    def bytes_staged(self) -> int:
-        """P: sent through segments."""
-        return self.sender.bytes_staged if self.sender is not None else 0
-
-    @property
-    def segments_quarantined(self) -> int:
-        """P: granted segments that a failed write may still hit."""
-        return self.sender.num_quarantined_segments if self.sender is not None else 0
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from chitu.config.tensor_parallel import kv_heads_per_rank
 from chitu.errors import BadFrame, IncompatibleLayout
-from chitu.protocol import KVLayout, RankMemory, StagingMemory, TransportSession
+from chitu.protocol import KVLayout, RankMemory, TransportSession
 
 ADDRESS_LIMIT = 1 << 63
 """Addresses are handled as int64; no user space address reaches this."""
@@ -41,9 +41,7 @@ class PagedMemory(Protocol):
     def num_aux_slots(self) -> int: ...
 
 
-def rank_memory(
-    pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSession], staging: StagingMemory | None = None
-) -> RankMemory:
+def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSession]) -> RankMemory:
     """The record that a peer gets; `sessions` in order of preference."""
     return RankMemory(
         tp_rank=tp_rank,
@@ -56,7 +54,6 @@ def rank_memory(
         aux_base=pool.aux_base,
         aux_row_bytes=pool.aux_row_bytes,
         num_aux_slots=pool.num_aux_slots,
-        staging=staging,
     )
 
 
@@ -97,26 +94,6 @@ def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, p
     if len(theirs.region_bases) != len(mine.region_bases):
         raise BadFrame(f"{len(theirs.region_bases)} regions there and {len(mine.region_bases)} here")
     _check_spans(theirs)
-    if theirs.staging is not None:
-        _check_staging(theirs, theirs.staging)
-
-
-def _check_staging(memory: RankMemory, staging: StagingMemory) -> None:
-    """The segments lie inside their arena and touch neither pages nor rows; a page and a row fit into one."""
-    for name in ("arena_base", "arena_bytes", "base", "segment_bytes", "num_segments"):
-        if not 0 <= getattr(staging, name) < ADDRESS_LIMIT:
-            raise BadFrame(f"staging.{name} is {getattr(staging, name)}")
-    nbytes = staging.segment_bytes * staging.num_segments
-    if not staging.arena_base <= staging.base <= staging.base + nbytes <= staging.arena_base + staging.arena_bytes:
-        raise BadFrame(f"{nbytes} bytes of segments at {staging.base:#x} lie outside their arena")
-    layer_bytes = 2 * memory.page_bytes  # of a latent cache half as much
-    if staging.segment_bytes < max(layer_bytes, memory.aux_row_bytes):
-        raise BadFrame(f"segments of {staging.segment_bytes} bytes hold no page of a layer or no logits row")
-    region_bytes = memory.num_pages * memory.page_bytes
-    spans = [(base, region_bytes) for base in memory.region_bases]
-    spans.append((memory.aux_base, memory.num_aux_slots * memory.aux_row_bytes))
-    if any(base < staging.base + nbytes and staging.base < base + size for base, size in spans):
-        raise BadFrame(f"{nbytes} bytes of segments at {staging.base:#x} overlap pages or rows")
 
 
 def _check_spans(memory: RankMemory) -> None:

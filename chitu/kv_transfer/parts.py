@@ -18,7 +18,6 @@ from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
-from chitu.kv_transfer.staging.area import Staging
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.log import about
@@ -58,11 +57,6 @@ class KVManagerConfig:
     verify_kv: VerifyKV = "off"
     """Of both sides: P sends checksums of the KV pages, D insists on them."""
 
-    staging_prefills: tuple[int, ...] = ()
-    """D: engine ranks of the P that segments are granted to, in equal shares."""
-    is_staging_required: bool = False
-    """D: these are all P, and they may write nothing but segments."""
-
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)
 
@@ -85,8 +79,6 @@ class RoleParts:
     """Of several TP ranks. P: the way to make the followers write. Both: to make them look at their pages."""
     page_sums: PageSums | None = None
     """Of the pages of all our ranks; needed where `verify_kv` is not off."""
-    staging: Staging | None = None
-    """None: every write is direct."""
 
 
 class Line(NamedTuple):

@@ -10,20 +10,15 @@ page is a bad message of that peer (`BadFrame`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chitu.errors import BadFrame, ProtocolError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transports.transport import CopyList, WriteError
-
-Int64s = NDArray[np.int64]
-
-SHORT_LIST = 8
-"""Up to this many entries a loop is faster than numpy (1 against 8 us)."""
+from chitu.kv_transfer.transports.copies import as_array
+from chitu.kv_transfer.transports.transport import CopyList, Int64s
 
 
 class PageSlice(NamedTuple):
@@ -128,39 +123,6 @@ def join(*parts: CopyList) -> CopyList:
     return CopyList(src, dst, length)
 
 
-def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -> int:
-    """Index of the first span that is not inside `[base, base + nbytes)`, or -1."""
-    if len(address_N) <= SHORT_LIST:
-        for i, (address, length) in enumerate(zip(address_N.tolist(), length_N.tolist(), strict=True)):
-            if not (address >= base and 0 <= length <= base + nbytes - address):
-                return i
-        return -1
-    start_N = address_N - base
-    bad_N = (start_N < 0) | (length_N < 0) | (length_N > nbytes) | (start_N > nbytes - length_N)
-    return int(np.argmax(bad_N)) if bad_N.any() else -1
-
-
-def require_inside(
-    transport: str,
-    columns: tuple[Int64s, Int64s, Int64s],
-    arena: tuple[int, int],
-    registered: Iterable[tuple[int, int]],
-) -> None:
-    """The last look before a transport writes: WriteError, settled, where one of the copies (sources, destinations,
-    lengths) leaves the peer's arena or our registered ranges, given as base and bytes."""
-    src_N, dst_N, length_N = columns
-    base, nbytes = arena
-    outside = first_outside(dst_N, length_N, base, nbytes)
-    if outside >= 0:
-        raise WriteError(
-            f"{transport}: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's"
-            f" arena ({nbytes} bytes at {base:#x})",
-            settled=True,
-        )
-    if not any(first_outside(src_N, length_N, start, size) < 0 for start, size in registered):
-        raise WriteError(f"{transport}: a source lies outside the registered memory", settled=True)
-
-
 def checked_pages(
     pages: Sequence[int], num_pages: int, side: str, error: type[TransferFailed] | type[ProtocolError]
 ) -> Int64s:
@@ -175,10 +137,3 @@ def checked_pages(
     if len(pages_P) > 1 and np.bincount(pages_P - low).max() > 1:
         raise error(f"{side} page {low + int(np.bincount(pages_P - low).argmax())} is listed twice")
     return pages_P
-
-
-def as_array(values: Int64s) -> array[int]:
-    """int64 as a compact sequence of Python ints that numpy reads back without a copy."""
-    packed: array[int] = array("q")
-    packed.frombytes(values.tobytes())
-    return packed

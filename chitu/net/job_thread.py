@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 Job = TypeVar("Job")
+Spawn = Callable[[str, Callable[[], None]], threading.Thread]
+"""Makes a thread of this name that runs this; its death must end the process."""
 
 
 class JobThread(Generic[Job]):
@@ -30,8 +32,7 @@ class JobThread(Generic[Job]):
         """Any thread."""
         self._waiting.put(job)
 
-    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
-        """`spawn(name, target)` makes a thread whose death must end the process."""
+    def start(self, spawn: Spawn) -> None:
         self._thread = spawn(self._name, self._loop)
         self._thread.start()
 

@@ -45,10 +45,6 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     tokens_dropped: int = 0
     """Of `tokens`, because the router did not take them."""
     bytes_moved: int = 0
-    bytes_staged: int = 0
-    """P: of `bytes_moved`, through segments."""
-    segments_quarantined: int = 0
-    """P: granted segments that a failed write may still hit."""
     suspended: tuple[int, ...] = ()
     """P: engine ranks of the D that it does not write to until a failed write has settled."""
     cached_tokens: int = 0

@@ -20,22 +20,6 @@ class TransportSession(Wire, frozen=True):
     attributes: dict[str, str] = {}
 
 
-class StagingMemory(Wire, frozen=True):
-    """Segments next to the pool of a rank: P writes groups of pages into them, D scatters these to their places."""
-
-    arena_base: int
-    arena_bytes: int
-    """The allocation that transports register: the pool's own, or (where its memory cannot be written by a peer) one in
-    host memory."""
-    base: int
-    """Of segment 0; the others follow."""
-    segment_bytes: int
-    num_segments: int
-    is_required: bool = False
-    """P writes into segments alone, the logits row included. So no late write can reach a page or a row, and D gives
-    those of a failed room back without P's word."""
-
-
 class RankMemory(Wire, frozen=True):
     """Addresses of one TP rank's registered memory, in the address space of that rank."""
 
@@ -52,7 +36,6 @@ class RankMemory(Wire, frozen=True):
     aux_base: int
     aux_row_bytes: int
     num_aux_slots: int
-    staging: StagingMemory | None = None
 
 
 class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
@@ -67,8 +50,6 @@ class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
     """D's control port: status messages go there."""
     layout: KVLayout
     ranks: tuple[RankMemory, ...]
-    segments: tuple[int, ...] = ()
-    """Of the staging memory: granted to the P that gets this registration, and to no other incarnation."""
 
 
 class RegisterReply(Wire, frozen=True, tag="register_reply"):
@@ -124,8 +105,6 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """With Success."""
     kv_sums: KVSums | None = None
     """With Success, where P's `verify_kv` is not `off`."""
-    num_staged: int = 0
-    """With Success: how many groups of the room went through segments."""
     prompt_logprobs: bytes | None = None
     """With Success, where the router asked P for them."""
 
@@ -143,33 +122,14 @@ class AuxReady(Wire, frozen=True, tag="aux_ready"):
     incarnation: int
 
 
-class Staged(Wire, frozen=True, tag="staged"):
-    """P -> D: a group of pages (or the logits row) lies in a segment. Repeated until `Scattered`.
-
-    In the segment: region by region (K of `first_layer`, V of it, ...), the pages of each in order, without gaps.
-    """
+class TransportMessage(Wire, frozen=True, tag="transport_message"):
+    """Either way, room 0: of one end of a transport to the other one, which alone reads it. Whether it comes is the
+    transport's business."""
 
     incarnation: int
-    number: int
-    """Counts the groups of this P (incarnation) to this D, from 1."""
-    segment: int
-    first_layer: int
-    end_layer: int
-    first_page: int
-    """Position in the room's page list, like `end_page`."""
-    end_page: int
-    length: int
-    """Bytes."""
-    aux_slot: int = -1
-    """Not -1: it is the logits row of this slot, as announced; layers and pages are 0."""
-
-
-class Scattered(Wire, frozen=True, tag="scattered"):
-    """D -> P: answers each `Staged`. D is done with the segment: the group is in place, or its room is over."""
-
-    incarnation: int
-    number: int
-    segment: int
+    """The sender's."""
+    transport: str
+    payload: bytes
 
 
 class AbortTransfer(Wire, frozen=True, tag="abort_transfer"):
@@ -193,8 +153,7 @@ PeerMessage = Union[
     TransferStatus,
     StatusAck,
     AuxReady,
-    Staged,
-    Scattered,
+    TransportMessage,
     AbortTransfer,
     AbortAck,
 ]

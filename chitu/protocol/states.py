@@ -2,7 +2,7 @@
 and on the router.
 
 Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
-deadlines, `kv_transfer/staging/granted.py` those of segments; `pd_scheduler.py` and `pd_request_router.py` keep theirs
+deadlines; `pd_scheduler.py` and `pd_request_router.py` keep theirs
 by the queues that a request stands in. docs/protocol.md says what ends each of them. Invariants (checked over the
 tables by `test/unit/test_states.py`): a room that succeeded or failed never does the other thing; from every state a
 terminal one can be reached; every state of a room that is not terminal either has a deadline by the clock or waits for
@@ -39,7 +39,7 @@ class Deadline(Enum):
     TRANSFER = auto()
     """`transfer_s` from TransferInfo, on either side."""
     REPEAT = auto()
-    """`transfer_s` of repeating a status (D: an abort) that nobody acknowledges; then the room is forgotten."""
+    """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
     HANDSHAKE = auto()
     """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
     TERMINAL = auto()
@@ -160,40 +160,6 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
 """What is missing in a state that a clock ends."""
 
 
-# ----------------------------------------------------------------------------- P: a segment of D that was granted to it
-
-
-class SegmentState(Enum):
-    FREE = auto()
-    WRITING = auto()
-    """A transfer thread gathers into it, or is inside the transport."""
-    STAGED = auto()
-    """A group lies in it. `Staged` is repeated until D says `Scattered`, or D is gone."""
-    QUARANTINED = auto()
-    """A write to it failed and may still land: settled when its room is, or D is gone."""
-
-
-class SegmentEvent(Enum):
-    TAKE = auto()
-    WRITTEN = auto()
-    DROPPED = auto()
-    """The write failed for good, or its room ended meanwhile: D is not told of the group."""
-    WRITE_FAILED = auto()
-    """It may still land."""
-    SCATTERED = auto()
-    SETTLED = auto()
-
-
-SEGMENT_TRANSITIONS: Final[Mapping[tuple[SegmentState, SegmentEvent], SegmentState]] = {
-    (SegmentState.FREE, SegmentEvent.TAKE): SegmentState.WRITING,
-    (SegmentState.WRITING, SegmentEvent.WRITTEN): SegmentState.STAGED,
-    (SegmentState.WRITING, SegmentEvent.DROPPED): SegmentState.FREE,
-    (SegmentState.WRITING, SegmentEvent.WRITE_FAILED): SegmentState.QUARANTINED,
-    (SegmentState.STAGED, SegmentEvent.SCATTERED): SegmentState.FREE,
-    (SegmentState.QUARANTINED, SegmentEvent.SETTLED): SegmentState.FREE,
-}
-
-
 # ----------------------------------------------------------------------------------------------------- D: the receiver
 
 
@@ -207,11 +173,7 @@ class ReceiverState(Enum):
     SUCCEEDED = auto()
     """All bytes are here; the pages belong to the request again."""
     QUARANTINED = auto()
-    """Failed; P (or our own scatter) may still write. AbortTransfer is repeated until P says that it stopped, or is
-    known dead."""
-    DISOWNED = auto()
-    """Failed, and the pages were given back: P writes into segments alone. AbortTransfer is repeated, so that it stops
-    computing for nobody."""
+    """Failed; P may still write. AbortTransfer is repeated until P says that it stopped, or is known dead."""
     RELEASED = auto()
     """Failed, and nothing writes the pages any more."""
 
@@ -233,10 +195,6 @@ class ReceiverEvent(Enum):
     DEADLINE = auto()
     WRITER_STOPPED = auto()
     """AbortAck, a settled Failed, Success, or the writer's process is dead."""
-    UNTOUCHED = auto()
-    """P writes into segments alone, and no scatter is inside the room."""
-    GIVEN_UP = auto()
-    """AbortTransfer was repeated for long enough."""
 
 
 RECEIVER_FAILURES: Final = frozenset(
@@ -255,9 +213,6 @@ RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], 
     (ReceiverState.WAITING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
     (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.SUCCEEDED,
     (ReceiverState.QUARANTINED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
-    (ReceiverState.QUARANTINED, ReceiverEvent.UNTOUCHED): ReceiverState.DISOWNED,
-    (ReceiverState.DISOWNED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
-    (ReceiverState.DISOWNED, ReceiverEvent.GIVEN_UP): ReceiverState.RELEASED,
     **_edges((ReceiverState.BOOTSTRAPPING,), RECEIVER_FAILURES, ReceiverState.RELEASED),
     **_edges((ReceiverState.WAITING, ReceiverState.LOGITS), RECEIVER_FAILURES, ReceiverState.QUARANTINED),
 }
@@ -268,7 +223,6 @@ RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
     ReceiverState.LOGITS: Deadline.TRANSFER,
     ReceiverState.SUCCEEDED: Deadline.TERMINAL,
     ReceiverState.QUARANTINED: Deadline.HANDSHAKE,
-    ReceiverState.DISOWNED: Deadline.REPEAT,
     ReceiverState.RELEASED: Deadline.TERMINAL,
 }
 
@@ -276,7 +230,6 @@ RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
     ReceiverState.BOOTSTRAPPING: "{peer} to take its registration",
     ReceiverState.WAITING: "{peer}'s logits",
     ReceiverState.LOGITS: "{peer}'s last KV",
-    ReceiverState.DISOWNED: "{peer}'s acknowledgement",
 }
 
 

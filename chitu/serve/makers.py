@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,8 +13,8 @@ from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterCo
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
 from chitu.grammars import GrammarStore
-from chitu.kv_transfer.staging.build import StagedPool, StagingParts, build_staging
 from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.types import Role
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from chitu.kv_cache.aux_row import RowMemory
 
 
-class RankPool(StagedPool, Protocol):
+class RankPool(TransferPool, Protocol):
     """The memory that an engine computes in."""
 
     @property
@@ -61,4 +61,6 @@ def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progre
 class Makers:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
     open_transports: Callable[[PDDisaggregationConfig, str, str], list[Transport]] = open_transports
-    build_staging: Callable[[RouterConfig, Role, InstanceConfig, StagedPool], StagingParts | None] = build_staging
+    wrap_transports: Callable[
+        [Sequence[Transport], RouterConfig, Role, int, InstanceConfig, TransferPool], list[Transport]
+    ] = wrap_transports

@@ -44,8 +44,6 @@ from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.staging.build import StagingParts
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
@@ -205,19 +203,13 @@ def build_engine(
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
     kv: KVManager | None = None
-    staging: StagingParts | None = None
     if instance.role is not Role.UNIFIED:
-        staging = makers.build_staging(topology.dp_config.router, instance.role, instance.config, engine.pool)
-        kv = _build_transfer(
-            topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers, staging
-        )
+        kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers)
 
     def close() -> None:
         executor.close()
         if engine.grammars is not None:
             engine.grammars.close()
-        if staging is not None:
-            staging.close()
         engine.pool.close()
 
     return EngineParts(
@@ -257,16 +249,17 @@ def _build_transfer(
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
     makers: Makers,
-    staging: StagingParts | None,
 ) -> KVManager:
     """The transfer layer over the pool; from here on the pool never moves."""
-    pd = topology.dp_config.router.pd_disaggregation
-    transports = makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK])
-    is_staging_required = False
-    if staging is not None:
-        sessions = register_memory(pool, transports, staging.staging.area)
-        staging.pin(sessions)
-        is_staging_required = staging.is_required(sessions)
+    router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
+    transports = makers.wrap_transports(
+        makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
+        router,
+        identity.role,
+        identity.engine_rank,
+        identity.instance,
+        pool,
+    )
     config = KVManagerConfig(
         engine_rank=identity.engine_rank,
         incarnation=identity.incarnation,
@@ -276,8 +269,6 @@ def _build_transfer(
         deadlines=pd.deadlines,
         transfer_threads=pd.transfer_threads,
         verify_kv=pd.verify_kv,
-        staging_prefills=staging.prefills if staging is not None else (),
-        is_staging_required=is_staging_required,
     )
     return KVManager(
         identity.role,
@@ -293,7 +284,6 @@ def _build_transfer(
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
         page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if pd.verify_kv != "off" else None,
-        staging=staging.staging if staging is not None else None,
     )
 
 

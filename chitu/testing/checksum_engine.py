@@ -50,31 +50,31 @@ class ChecksumDevice(NamedTuple):
 
 
 class ChecksumPool:
-    """Pages, aux rows and staging memory in one shared file, as `KVPool` lays them out; a `PagedMemory`."""
+    """Pages, aux rows and room for transports in one shared file, as `KVPool` lays them out; a `PagedMemory`."""
 
     device = ChecksumDevice("cpu")
 
-    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, staging_bytes: int = 0) -> None:
+    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, transfer_bytes: int = 0) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.num_aux_slots = num_aux_slots
         self.page_bytes = layout.page_size * RECORD_BYTES
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
         region_bytes = num_pages * self.page_bytes
-        staging_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
-        self.arena_bytes = staging_offset + staging_bytes
+        transfer_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
+        self.arena_bytes = transfer_offset + transfer_bytes
         self.memfd = os.memfd_create("chitu-kv", os.MFD_CLOEXEC)
         os.ftruncate(self.memfd, self.arena_bytes)
         self._map = mmap.mmap(self.memfd, self.arena_bytes)
         self.arena_base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(NUM_REGIONS))
         self.aux_base = self.arena_base + NUM_REGIONS * region_bytes
-        self.staging_base = self.arena_base + staging_offset
+        self.transfer_base = self.arena_base + transfer_offset
         arena = np.frombuffer(self._map, dtype=np.uint8)
         shape = (NUM_REGIONS, num_pages * layout.page_size, RECORD_BYTES)
         self.kv: NDArray[np.uint8] = arena[: NUM_REGIONS * region_bytes].reshape(shape)
         """`[region, page * page_size + offset, RECORD_BYTES]`"""
-        self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : staging_offset].reshape(
+        self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : transfer_offset].reshape(
             -1, self.aux_row_bytes
         )
         """In place of a row of logits: the checksum of the prompt's KV, and zeros."""

@@ -21,7 +21,7 @@ import msgspec
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import PDDisaggregationConfig, Topology
-from chitu.config.staging import plan_staging
+from chitu.config.staging import pool_bytes_of
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.aux_row import num_aux_rows
@@ -92,8 +92,8 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, instance.role)
     layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
     num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
-    staging = plan_staging(topology.dp_config.router, instance.role, instance.config)
-    pool = ChecksumPool(layout, num_pages, num_aux_slots, staging.pool_bytes if staging is not None else 0)
+    transfer_bytes = pool_bytes_of(topology.dp_config.router, instance.role, instance.config)
+    pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes)
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     pace = Pace(config.step_s, config.prompt_token_s)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.plan import first_outside
+from chitu.kv_transfer.transports.copies import first_outside
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
 from chitu.protocol import RankMemory, TransportSession
 

@@ -15,11 +15,13 @@ from pin_twin import SecondMappings
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.staging.area import StagingArea, area_of
-from chitu.kv_transfer.staging.copier import DeviceCopier
-from chitu.kv_transfer.staging.host_area import HostArena
-from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
+from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver, PinDriver
+from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
+from chitu.kv_transfer.transports.staged.copier import DeviceCopier
+from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.staged.transport import groups_of, packed
+from chitu.kv_transfer.transports.transport import CopyList
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.ops.kernels.blocks import BlockCopier
@@ -30,12 +32,19 @@ SEGMENT_BYTES = 1 << 20
 
 
 def new_pool(card, seed: int) -> KVPool:
-    pool = KVPool(LAYOUT, card.size(400, 40), 2, str(card.device), staging_bytes=2 * SEGMENT_BYTES)
+    pool = KVPool(LAYOUT, card.size(400, 40), 2, str(card.device), transfer_bytes=2 * SEGMENT_BYTES)
     generator = torch.Generator().manual_seed(seed)
     for region in pool.regions:
         region.copy_(torch.randn(region.shape, generator=generator))
     pool.aux.copy_(torch.randint(0, 255, pool.aux.shape, generator=generator).to(torch.uint8))
     return pool
+
+
+def through_a_segment(copier: DeviceCopier, copies: CopyList, segment: int) -> None:
+    for group in groups_of(copies, SEGMENT_BYTES):
+        gathered = packed(group, segment)
+        copier.copy(gathered)
+        copier.copy(CopyList(gathered.dst, group.dst, group.length))
 
 
 @pytest.mark.parametrize("place", ["host", "pool"])
@@ -44,7 +53,7 @@ def test_pages_and_a_row_come_through_a_segment_as_they_were(card, place):
     prefill, decode = new_pool(card, 1), new_pool(card, 2)
     driver: PinDriver = SecondMappings() if card.is_twin else CudaDriver(card.device.index or 0)
     arena = HostArena(2 * SEGMENT_BYTES, driver)
-    area = area_of(decode, decode.staging_base, SEGMENT_BYTES, 2)
+    area = area_of(decode, decode.transfer_base, SEGMENT_BYTES, 2)
     if place == "host":
         area = StagingArea(arena.base, SEGMENT_BYTES, 2, arena.base, arena.nbytes)
     copier = DeviceCopier(BlockCopier(card.device), [arena])
@@ -55,11 +64,10 @@ def test_pages_and_a_row_come_through_a_segment_as_they_were(card, place):
     for layers in (range(2), range(2, 3)):
         for region in range(2 * layers.start, 2 * layers.stop):
             expected[region][theirs] = prefill.regions[region][own]
-        segment = area.address(layers.start % 2)
-        copier.copy(pack_pages(prefill, own, layers, segment))
-        copier.copy(turned(pack_pages(decode, theirs, layers, segment)))
-    copier.copy(pack_row(prefill, 1, area.address(1)))
-    copier.copy(turned(pack_row(decode, 0, area.address(1))))
+        through_a_segment(
+            copier, plan_page_copies(prefill, decode, own, theirs, layers), area.address(layers.start % 2)
+        )
+    through_a_segment(copier, plan_aux_copy(prefill, decode, 1, 0), area.address(1))
     for found, wanted in zip(decode.regions, expected, strict=True):
         assert torch.equal(found, wanted)
     assert torch.equal(decode.aux[0], prefill.aux[1])

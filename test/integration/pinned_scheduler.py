@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pin_twin import DeviceBlocks, SecondMappings
 
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
-from chitu.kv_transfer.staging.area import Staging, StagingArea
-from chitu.kv_transfer.staging.build import StagedPool, StagingParts
-from chitu.kv_transfer.staging.copier import DeviceCopier
-from chitu.kv_transfer.staging.host_area import HostArena
 from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
+from chitu.kv_transfer.transports.staged.area import StagingArea
+from chitu.kv_transfer.transports.staged.build import TransferPool
+from chitu.kv_transfer.transports.staged.copier import DeviceCopier
+from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.serve.makers import Makers
@@ -35,19 +39,28 @@ class Card:
         self.pool, self.driver = rank.pool, SecondMappings(rank.pool)
         return rank
 
-    def build_staging(
-        self, router: RouterConfig, role: Role, instance: InstanceConfig, pool: StagedPool
-    ) -> StagingParts:
-        """As `staging/build.py` for GPUs and `transport: shm`."""
+    def wrap_transports(
+        self,
+        transports: Sequence[Transport],
+        router: RouterConfig,
+        role: Role,
+        engine_rank: int,
+        instance: InstanceConfig,
+        pool: TransferPool,
+    ) -> list[Transport]:
+        """As `staged/build.py` for GPUs and `transport: shm`."""
         pd, blocks = router.pd_disaggregation, DeviceBlocks(self.driver)
         if role is Role.PREFILL:
-            return StagingParts(Staging(pd.transfer, DeviceCopier(blocks), None, "cuda:0"), None, (), 1)
+            end = StagingEnd(pd.transfer, pool, DeviceCopier(blocks), None, engine_rank)
+            return [StagedTransport(transport, end) for transport in transports]
         size = pd.staging_segment_mb << 20
         count = pd.staging_mb // pd.staging_segment_mb
         arena = HostArena(count * size, self.driver)
         area = StagingArea(arena.base, size, count, arena.base, arena.nbytes)
-        staging = Staging(pd.transfer, DeviceCopier(blocks, [arena]), area, "cuda:0")
-        return StagingParts(staging, arena, staging_prefills(router), len(router.prefill_schedulers))
+        copier = DeviceCopier(blocks, [arena])
+        scatterer = Scatterer(pool, area, copier, staging_prefills(router))
+        end = StagingEnd(pd.transfer, pool, copier, area, engine_rank, scatterer, arena)
+        return [StagedTransport(transport, end) for transport in transports]
 
     def open_transports(self, config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
         return [PinnedShmTransport(self.driver, DeviceBlocks(self.driver))]
@@ -55,4 +68,4 @@ class Card:
 
 if __name__ == "__main__":
     card = Card()
-    end_process(main(makers=Makers(card.build_rank, card.open_transports, card.build_staging)))
+    end_process(main(makers=Makers(card.build_rank, card.open_transports, card.wrap_transports)))

@@ -43,13 +43,11 @@ from chitu.protocol import (
     RequestMark,
     RequestsReceived,
     SamplingParams,
-    Scattered,
-    Staged,
-    StagingMemory,
     StatusAck,
     TokenBatch,
     TransferInfo,
     TransferStatus,
+    TransportMessage,
     TransportSession,
     UnifiedRequest,
     encode,
@@ -66,9 +64,8 @@ PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 180))]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 SAMPLING = SamplingParams(max_tokens=4)
-STAGING = StagingMemory(4096, 8192, 8000, 128, 2)
 SESSIONS = (TransportSession("shm", "s", {"pid": "1"}),)
-MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2, STAGING)
+MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2)
 REQUESTS = [
     PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
     DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
@@ -85,8 +82,7 @@ CONTROL = [
     TransferStatus(5, 4, bytes_per_rank=(64,)),
     StatusAck(5, 4),
     AuxReady(5),
-    Staged(5, 1, 0, 0, 1, 0, 1, 64),
-    Scattered(5, 1, 0),
+    TransportMessage(5, "shm", b"\x95\xa5group\x01\x00\xc4\x00\xc4\x00"),
     AbortTransfer(5, "capacity", "x"),
     AbortAck(5),
 ]

@@ -58,11 +58,11 @@ def stored(tmp_path):
     return tmp_path / "model.safetensors", tensors
 
 
-@pytest.mark.parametrize("staging_bytes", [1, 50, 1 << 20], ids=lambda n: f"{n} bytes")
-def test_every_part_of_every_tensor_is_what_the_library_reads(stored, staging_bytes):
+@pytest.mark.parametrize("transfer_bytes", [1, 50, 1 << 20], ids=lambda n: f"{n} bytes")
+def test_every_part_of_every_tensor_is_what_the_library_reads(stored, transfer_bytes):
     """Also where a piece is smaller than a row."""
     path, tensors = stored
-    files = TensorFiles([path], CPU, staging_bytes)
+    files = TensorFiles([path], CPU, transfer_bytes)
     for name, tensor in tensors.items():
         for dtype in (tensor.dtype, torch.float32):
             assert torch.equal(files.read(name, dtype), tensor.to(dtype)), name

@@ -95,7 +95,8 @@ def test_scales_come_through_staged_transfers_of_a_library_too(
         cluster.wait_ready(300)
         answers = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
         assert [answer.token_ids for answer in answers] == expected
-        wait_until(lambda: instance_loads(cluster.url)["P0"]["bytes_staged"] > 0, 15.0, lambda: cluster.logs("P0"))
+        wait_until(lambda: instance_loads(cluster.url)["P0"]["bytes_moved"] > 0, 15.0, lambda: cluster.logs("P0"))
+        assert "all writes are staged" in cluster.logs("P0")
 
 
 @pytest.mark.slow

@@ -17,20 +17,25 @@ from cuda_ipc_twin import FileDriver, HostCopier, cuda_ipc_twin
 from pin_twin import DeviceBlocks, SecondMappings, arena_twin, pinned_twin
 from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 
+from chitu.bench.staged_link import INCARNATION, PipeMessages
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.staging.area import StagingArea
-from chitu.kv_transfer.staging.copier import DeviceCopier, reaches_segments
-from chitu.kv_transfer.staging.packing import pack_pages, pack_row, turned
-from chitu.kv_transfer.tensor_parallel.shard_writer import open_shards
+from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.transports.arenas import APART
 from chitu.kv_transfer.transports.cuda_ipc.driver import Exported
 from chitu.kv_transfer.transports.cuda_ipc.transfer_engine import CudaIpcTransport
 from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.transports.shm.pinned_engine import PinnedPeer, PinnedShmTransport
+from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.staged.area import SEGMENTS, StagingArea
+from chitu.kv_transfer.transports.staged.copier import DeviceCopier
+from chitu.kv_transfer.transports.staged.gatherer import StagedPeer
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import (
     CopyList,
     OrderedTransport,
@@ -39,7 +44,7 @@ from chitu.kv_transfer.transports.transport import (
     gathers,
     reaches_pages,
 )
-from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, StagingMemory, TransportSession
+from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, TransportSession
 
 pytestmark = pytest.mark.emulated
 
@@ -53,35 +58,26 @@ class Decode:
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.memory = msgspec.msgpack.decode(bytes.fromhex(self._answer()), type=RankMemory)
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"D ended with {self.process.wait()}"
-        return line.strip()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.memory = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()), type=RankMemory)
+        self.pipe: PipeMessages | None = None
+        """To the one transport that talks to it."""
 
     def ask(self, *words: object) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        assert self.pipe is not None
+        self.pipe.say(" ".join(map(str, words)))
+        return self.pipe.line()
 
     @property
-    def staging(self) -> StagingMemory:
-        assert self.memory.staging is not None
-        return self.memory.staging
-
-    def segment(self, index: int) -> int:
-        return self.staging.base + index * self.staging.segment_bytes
+    def arena(self) -> tuple[int, int]:
+        """Base and bytes of what its segments lie in."""
+        base, nbytes = map(int, self.memory.sessions[0].attributes[APART].split(":"))
+        return base, nbytes
 
     def end(self) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if not self.process.stdin.closed:
-            self.process.stdin.close()
-        code = self.process.wait(20)
-        self.process.stdout.close()
-        return code
+        assert self.pipe is not None
+        self.pipe.close()
+        return self.process.wait(20)
 
 
 class Prefill:
@@ -89,14 +85,25 @@ class Prefill:
 
     def __init__(self) -> None:
         self.pool: KVPool = new_pool()
-        self.transport, self.driver = pinned_twin(self.pool)
+        self.inner, self.driver = pinned_twin(self.pool)
+        end = StagingEnd("auto", self.pool, DeviceCopier(DeviceBlocks(self.driver)), None)
+        self.transport = StagedTransport(self.inner, end)
         self.transport.register(self.pool.arena_base, self.pool.arena_bytes)
         torch.manual_seed(2)
         for index in range(2 * LAYOUT.num_layers):
             region(self.pool, index).normal_()
 
-    def connect(self, decode: Decode) -> PinnedPeer:
-        return self.transport.connect(decode.memory, decode.memory.sessions[0])
+    def connect(self, decode: Decode) -> StagedPeer:
+        if decode.pipe is None:
+            assert decode.process.stdin is not None and decode.process.stdout is not None
+            decode.pipe = PipeMessages(self.transport, decode.process.stdin, decode.process.stdout)
+        self.transport.attach(decode.pipe.send)
+        peer = self.transport.connect(decode.memory, decode.memory.sessions[0])
+        self.transport.bind(peer, INCARNATION)
+        return peer
+
+    def pages(self, decode: Decode, own: list[int], theirs: list[int], layers: range) -> CopyList:
+        return plan_page_copies(self.pool, decode.memory, own, theirs, layers)
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +122,17 @@ def decode() -> Iterator[Decode]:
     assert made.end() == 0
 
 
-def test_pages_are_gathered_straight_into_a_segment_and_scattered_from_there(prefill: Prefill, decode: Decode) -> None:
+def test_pages_are_gathered_straight_into_segments_and_scattered_from_there(prefill: Prefill, decode: Decode) -> None:
     rng = random.Random(4)
     count = 60
     src_pages, dst_pages = ([*range(20), *rng.sample(range(100, NUM_PAGES), count - 20)] for _ in range(2))
     layers = range(1, 3)
-    before = [[int(word) for word in decode.ask("crc", index).split()] for index in range(6)]
-    assert decode.ask("pinned") == "0", "nothing is pinned before the first copy"
     peer = prefill.connect(decode)
+    before = [[int(word) for word in decode.ask("crc", index).split()] for index in range(6)]
+    assert decode.ask("pinned").strip() == "0", "nothing is pinned before the first copy"
     assert prefill.driver.num_pinned == 1
-    pieces = pack_pages(prefill.pool, src_pages, layers, decode.segment(2))
-    assert len(pieces.src) > count and pieces.nbytes <= decode.staging.segment_bytes
-    prefill.transport.write(peer, pieces, 5.0)
-    assert decode.ask("scatter", 2, 1, 3, *dst_pages) == "ok"
-    assert decode.ask("pinned") == "1"
+    prefill.transport.write(peer, prefill.pages(decode, src_pages, dst_pages, layers), 5.0)
+    assert decode.ask("pinned").strip() == "1"
     for index in range(6):
         sent, expected = page_crcs(prefill.pool, index), before[index]
         for src_page, dst_page in zip(src_pages, dst_pages, strict=True):
@@ -143,15 +147,15 @@ def test_pages_are_gathered_straight_into_a_segment_and_scattered_from_there(pre
 def test_a_logits_row_goes_the_same_way(prefill: Prefill, decode: Decode) -> None:
     prefill.pool.aux[1] = torch.randint(0, 255, (prefill.pool.aux_row_bytes,), dtype=torch.uint8)
     peer = prefill.connect(decode)
-    prefill.transport.write(peer, pack_row(prefill.pool, 1, decode.segment(0)), 5.0)
-    assert decode.ask("row", 0, 3) == str(int(prefill.pool.aux[1].long().sum()))
+    prefill.transport.write(peer, plan_aux_copy(prefill.pool, decode.memory, 1, 3), 5.0)
+    assert decode.ask("row", 3).strip() == str(int(prefill.pool.aux[1].long().sum()))
     prefill.transport.disconnect(peer)
 
 
 def test_it_gathers_by_itself_waits_on_the_device_and_reaches_no_page(prefill: Prefill, decode: Decode) -> None:
     peer = prefill.connect(decode)
-    assert gathers(prefill.transport) and not reaches_pages(peer)
-    assert isinstance(prefill.transport, OrderedTransport)
+    assert gathers(prefill.inner) and not reaches_pages(peer.inner) and peer.must_stage
+    assert isinstance(prefill.inner, OrderedTransport) and isinstance(prefill.transport, OrderedTransport)
 
     class Later:
         def synchronize(self) -> None:
@@ -160,28 +164,25 @@ def test_it_gathers_by_itself_waits_on_the_device_and_reaches_no_page(prefill: P
         def wait(self, stream: object = None) -> None:
             raise AssertionError("the twin has no stream")
 
-    pieces = pack_pages(prefill.pool, [5], range(1), decode.segment(1))
-    prefill.transport.write_after(peer, pieces, [Later()], 5.0)
-    decode.ask("scatter", 1, 0, 1, 9)
+    prefill.transport.write_after(peer, prefill.pages(decode, [5], [9], range(1)), [Later()], 5.0)
     assert int(decode.ask("crc", 0).split()[9]) == page_crcs(prefill.pool, 0)[5]
     prefill.transport.disconnect(peer)
 
 
 def test_what_lies_outside_the_segments_is_refused(prefill: Prefill, decode: Decode) -> None:
-    peer, pool, staging = prefill.connect(decode), prefill.pool, decode.staging
-    end = staging.arena_base + staging.arena_bytes
+    peer, pool, (base, nbytes) = prefill.connect(decode).inner, prefill.pool, decode.arena
     for copies in (
-        CopyList([pool.arena_base], [end - 4], [8]),
-        CopyList([pool.arena_base], [staging.arena_base - 1], [8]),
+        CopyList([pool.arena_base], [base + nbytes - 4], [8]),
+        CopyList([pool.arena_base], [base - 1], [8]),
         CopyList([pool.arena_base], [decode.memory.region_bases[0]], [8]),
-        CopyList([pool.arena_base + pool.arena_bytes], [staging.base], [8]),
+        CopyList([pool.arena_base + pool.arena_bytes], [base], [8]),
     ):
         with pytest.raises(WriteError, match="outside") as caught:
-            prefill.transport.write(peer, copies, 5.0)
+            prefill.inner.write(peer, copies, 5.0)
         assert caught.value.settled
-    prefill.transport.disconnect(peer)
+    prefill.inner.disconnect(peer)
     with pytest.raises(WriteError, match="disconnected"):
-        prefill.transport.write(peer, CopyList([pool.arena_base], [staging.base], [8]), 5.0)
+        prefill.inner.write(peer, CopyList([pool.arena_base], [base], [8]), 5.0)
 
 
 def test_kill_9_of_d_is_an_error_and_a_fresh_d_is_served(prefill: Prefill) -> None:
@@ -189,17 +190,16 @@ def test_kill_9_of_d_is_an_error_and_a_fresh_d_is_served(prefill: Prefill) -> No
     peer = prefill.connect(first)
     first.process.kill()
     first.process.wait()
-    pieces = pack_pages(prefill.pool, [1, 7], range(1), first.segment(0))
+    copies = prefill.pages(first, [1, 7], [3, 4], range(1))
     with pytest.raises(WriteError, match="has ended") as caught:
-        prefill.transport.write(peer, pieces, 5.0)
+        prefill.transport.write(peer, copies, 5.0)
     assert caught.value.settled and prefill.transport.settle(peer, 1.0)
     with pytest.raises(TransferFailed):
         prefill.connect(first)
     prefill.transport.disconnect(peer)
     second = Decode()
     peer = prefill.connect(second)
-    prefill.transport.write(peer, pack_pages(prefill.pool, [1, 7], range(1), second.segment(0)), 5.0)
-    second.ask("scatter", 0, 0, 1, 3, 4)
+    prefill.transport.write(peer, prefill.pages(second, [1, 7], [3, 4], range(1)), 5.0)
     assert [int(second.ask("crc", 0).split()[page]) for page in (3, 4)] == [
         page_crcs(prefill.pool, 0)[page] for page in (1, 7)
     ]
@@ -247,15 +247,21 @@ def test_a_session_that_names_other_memory_is_refused(
     wrong = TransportSession(session.transport, session.session_id, {**session.attributes, name: value})
     with pytest.raises(TransferFailed, match=words):
         prefill.transport.connect(decode.memory, wrong)
-    without = msgspec.structs.replace(decode.memory, staging=None)
+    rest = {name: value for name, value in session.attributes.items() if name not in (SEGMENTS, APART)}
+    without = msgspec.structs.replace(session, attributes=rest)
     with pytest.raises(TransferFailed, match="announced no staging"):
-        prefill.transport.connect(without, session)
+        prefill.transport.connect(decode.memory, without)
+    # Of the segments another P has all.
+    other = msgspec.structs.replace(session, attributes={**session.attributes, "segment_owners": "1"})
+    with pytest.raises(TransferFailed, match="granted us none"):
+        prefill.transport.connect(decode.memory, other)
     assert prefill.driver.num_pinned == 0
 
 
 def test_p_has_no_memory_to_offer_and_pools_on_the_host_do_not_take_segments_for_pages(prefill: Prefill) -> None:
     """Only D's session leads anywhere, and only to a transport of the same kind."""
     own = prefill.transport.local_session()
+    assert SEGMENTS not in own.attributes
     assert own.transport == "shm" and not prefill.transport.can_reach(own)
     plain = ShmTransport()
     assert not plain.can_reach(own)
@@ -281,8 +287,9 @@ def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> 
     def made() -> list[Transport]:
         return [OnlyHost(SecondMappings(), HostCopier()), pinned_twin(pool)[0]]
 
-    transports = made()
-    sessions = register_memory(pool, transports, area)
+    end = StagingEnd("auto", pool, DeviceCopier(HostCopier()), area)
+    transports: list[Transport] = [StagedTransport(transport, end) for transport in made()]
+    sessions = register_memory(pool, transports)
     assert [session.attributes["memory"] for session in sessions] == ["staging", "staging"]
     assert rank_memory(pool, 0, sessions).sessions == sessions
     for transport in transports:
@@ -294,20 +301,27 @@ def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> 
     arena.close()
 
 
-def test_segments_apart_from_the_pool_are_for_those_who_reach_them(prefill: Prefill, decode: Decode) -> None:
+def test_segments_apart_from_the_pool_are_for_those_who_reach_them(prefill: Prefill) -> None:
     """cuda_ipc maps the pool alone: it must not be told to stage into D's host memory."""
-    peer = prefill.connect(decode)
-    assert reaches_segments(peer, decode.memory)
-    ipc = cuda_ipc_twin()
-    ipc.register(prefill.pool.arena_base, prefill.pool.arena_bytes)
-    own = rank_memory(prefill.pool, 0, [ipc.local_session()])
-    handle = ipc.connect(own, ipc.local_session())
-    apart = msgspec.structs.replace(own, staging=decode.staging)
-    at_the_tail = StagingMemory(own.arena_base, own.arena_bytes, own.aux_base, 64, 2)
-    assert not reaches_segments(handle, own) and not reaches_segments(handle, apart)
-    assert reaches_segments(handle, msgspec.structs.replace(own, staging=at_the_tail))
-    ipc.close()
-    prefill.transport.disconnect(peer)
+    pool = prefill.pool
+    for has_arena in (True, False):
+        arena, _ = arena_twin(1 << 16)
+        apart = StagingArea(arena.base, 1 << 14, 4, arena.base, arena.nbytes)
+        area = apart if has_arena else StagingArea(pool.aux_base, 64, 2, pool.arena_base, pool.arena_bytes)
+        copier = DeviceCopier(HostCopier())
+        scatterer = Scatterer(pool, area, copier, [0])
+        theirs = StagingEnd("auto", pool, copier, area, scatterer=scatterer, is_pinned_late=True)
+        of_d = StagedTransport(cuda_ipc_twin(), theirs)
+        of_p = StagedTransport(cuda_ipc_twin(), StagingEnd("auto", pool, copier, None))
+        for end in (of_d, of_p):
+            end.register(pool.arena_base, pool.arena_bytes)
+        session = of_d.local_session()
+        assert SEGMENTS in session.attributes
+        peer = of_p.connect(rank_memory(pool, 0, [session]), session)
+        assert (peer.segments is None) is has_arena and not peer.must_stage
+        of_p.close()
+        of_d.close()
+        arena.close()
 
 
 class NoHandles(FileDriver):
@@ -332,20 +346,30 @@ def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fai
     pool = new_pool()
     arena, driver = arena_twin(1 << 20, pool)
     area = StagingArea(arena.base, 1 << 18, 4, arena.base, arena.nbytes)
-    of_d: list[Transport] = [CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(pool)[0]]
-    sessions = register_memory(pool, of_d, area)
+    copier = DeviceCopier(DeviceBlocks(driver), [arena])
+    scatterer = Scatterer(pool, area, copier, [0])
+    theirs = StagingEnd("auto", pool, copier, area, 0, scatterer, arena, is_pinned_late=True)
+    opened = CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(pool)[0]
+    of_d: list[Transport] = [StagedTransport(transport, theirs) for transport in opened]
+    sessions = register_memory(pool, of_d)
     assert [session.transport for session in sessions] == (["shm"] if fails == "export" else ["cuda_ipc", "shm"])
-    memory = msgspec.structs.replace(rank_memory(pool, 0, sessions), staging=area.memory())
-    info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "127.0.0.1", 1, LAYOUT, (memory,), (0, 1))
+    memory = rank_memory(pool, 0, sessions)
+    info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "127.0.0.1", 1, LAYOUT, (memory,))
     own = prefill.pool
-    of_p: list[Transport] = [CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(own)[0]]
+    ours = StagingEnd("auto", own, DeviceCopier(DeviceBlocks(prefill.driver)), None)
+    opened = CudaIpcTransport(NoHandles(fails), HostCopier()), pinned_twin(own)[0]
+    of_p: list[Transport] = [StagedTransport(transport, ours) for transport in opened]
     register_memory(own, of_p)
+
+    def to_d(incarnation: int, payload: bytes) -> None:
+        of_d[-1].on_message(0, 7, payload)  # type: ignore[attr-defined]
+        assert scatterer.jobs.run_one()
+
+    of_p[-1].attach(to_d)  # type: ignore[attr-defined]
+    of_d[-1].attach(lambda incarnation, payload: of_p[-1].on_message(0, 1, payload))  # type: ignore[attr-defined]
     writer = open_shards(info, LAYOUT, 0, own, of_p)
-    link = writer.main_link
-    assert link.transport.name == "shm" and not reaches_pages(link.handle) and reaches_segments(link.handle, memory)
-    pieces = pack_pages(own, [3, 8, 9], range(2), area.address(1))
-    link.transport.write(link.handle, pieces, 5.0)
-    DeviceCopier(DeviceBlocks(driver), [arena]).copy(turned(pack_pages(pool, [6, 1, 4], range(2), area.address(1))))
+    assert writer.transport == "shm"
+    writer.write_pages([PageMove(0, 2, [3, 8, 9], [6, 1, 4])], 5.0)
     assert torch.equal(pool.v[1][[6, 1, 4]], own.v[1][[3, 8, 9]])
     writer.close()
     for transport in (*of_d, *of_p):
@@ -367,24 +391,29 @@ def test_mooncake_without_cuda_offers_segments_on_the_host_and_nothing_else() ->
     arenas = [arena_twin(1 << 16)[0] for _ in range(2)]
     areas = [StagingArea(arena.base, 1 << 14, 4, arena.base, arena.nbytes) for arena in arenas]
     memory = RankMemory(0, (), unreadable, 1 << 16, (unreadable,), 64, 1, unreadable + 4096, 64, 1)
-    sessions = []
+    copier = DeviceCopier(HostCopier())
+    staged, sessions = list[StagedTransport](), []
     for end, area in zip(ends, areas, strict=True):
-        transports: list[Transport] = [end]
         if not sessions:
             with pytest.raises(TransferFailed, match="no CUDA"):
                 end.register(unreadable, 1 << 16)
-        sessions.append(register_memory(memory, transports, area)[0])
-        assert transports == [end] and sessions[-1].attributes["memory"] == "staging"
-    theirs = msgspec.structs.replace(memory, sessions=(sessions[1],), staging=areas[1].memory())
-    peer = ends[0].connect(theirs, sessions[1])
-    assert not reaches_pages(peer) and reaches_segments(peer, theirs)
+        scatterer = Scatterer(memory, area, copier, [0]) if staged else None
+        staged.append(StagedTransport(end, StagingEnd("auto", memory, copier, area, scatterer=scatterer)))
+        transports: list[Transport] = [staged[-1]]
+        sessions.append(register_memory(memory, transports)[0])
+        assert transports == [staged[-1]] and sessions[-1].attributes["memory"] == "staging"
+    theirs = msgspec.structs.replace(memory, sessions=(sessions[1],))
+    peer = staged[0].connect(theirs, sessions[1])
+    assert not reaches_pages(peer.inner) and peer.must_stage and peer.segments is not None
     ctypes.memset(areas[0].address(1), 7, 5000)
-    ends[0].write(peer, CopyList([areas[0].address(1)], [areas[1].address(2)], [5000]), 5.0)
+    ends[0].write(peer.inner, CopyList([areas[0].address(1)], [areas[1].address(2)], [5000]), 5.0)
     assert ctypes.string_at(areas[1].address(2), 5001) == b"\x07" * 5000 + b"\0"
     with pytest.raises(WriteError, match="outside"):
-        ends[0].write(peer, CopyList([areas[0].address(1)], [unreadable], [64]), 5.0)
+        ends[0].write(peer.inner, CopyList([areas[0].address(1)], [unreadable], [64]), 5.0)
+    without = msgspec.structs.replace(sessions[1], attributes={"protocol": "tcp", "memory": "staging"})
     with pytest.raises(TransferFailed, match="no staging"):
-        ends[0].connect(msgspec.structs.replace(theirs, staging=None), sessions[1])
-    for end, arena in zip(ends, arenas, strict=True):
-        end.close()
+        staged[0].connect(theirs, without)
+    for transport in staged:
+        transport.close()
+    for arena in arenas:
         arena.close()

@@ -122,6 +122,14 @@ class Cluster(ABC):
             if not process.is_frozen:
                 process.write()
 
+    def wait_turn(self) -> None:
+        """A transfer thread of P waits for its peer: the comm threads and those of D go on."""
+        for _ in range(len(self.frames)):
+            self.deliver(0)
+        for process in self.of(Role.DECODE):
+            if not process.is_frozen:
+                process.write()
+
     # --------------------------------------------------------------------------------------------------- processes
 
     def of(self, role: Role) -> list[Process]:

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from cluster_writes import Writes, WriteWatch
 from numpy.typing import NDArray
-from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier
+from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier, staged
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -39,8 +39,8 @@ from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.sender.transfer_queue import TransferJob
-from chitu.kv_transfer.staging.area import Staging
-from chitu.kv_transfer.staging.thresholds import StagedFrom
+from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
@@ -56,12 +56,10 @@ DEADLINES = DeadlineConfig(
     bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
 )
 REQUEST_TIMEOUT_S = 12.0
-STAGED_FROM = StagedFrom(3, 1 << 20)
-"""`auto` stages some batches of a room and not others."""
 NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
 FAILED = {SenderState.SETTLING, SenderState.RELEASED}
-FAILED |= {ReceiverState.QUARANTINED, ReceiverState.DISOWNED, ReceiverState.RELEASED}
+FAILED |= {ReceiverState.QUARANTINED, ReceiverState.RELEASED}
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
 
 
@@ -82,6 +80,7 @@ class Surroundings(Protocol):
     def is_pid_alive(self, pid: int) -> bool: ...
     def link(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
     def meanwhile(self) -> None: ...
+    def wait_turn(self) -> None: ...
     def take_tokens(self, frame: bytes) -> bool: ...
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None: ...
 
@@ -186,6 +185,7 @@ class Process:
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
         self.memory = Memory(segment_bytes=world.writes.segment_bytes)
+        self._is_writing = False
         self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
         self.kv = self._kv_manager()
@@ -222,31 +222,29 @@ class Process:
 
     def _kv_manager(self) -> KVManager:
         world, writes, memory = self.world, self.world.writes, self.memory
-        transport = FakeTransport(world.fabric, self.session)
-        transport.gathers = writes.gathers
-        staging = None
+        fake = FakeTransport(world.fabric, self.session)
+        fake.gathers = writes.gathers
+        self.transport: Transport = fake
         if writes.way != "direct":
             copier = WatchedCopier(lambda copies: world.watch.on_copy(self, copies))
-            staging = Staging(writes.way, copier, memory.area, threshold=STAGED_FROM)
+            of = fake, memory, writes.way, copier, self.role, self.rank, world.num_prefill
+            self.transport = staged(*of, world.wait_turn)
         config = KVManagerConfig(
             *(self.rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES),
             max_batch_bytes=writes.max_batch_bytes,
             verify_kv=writes.verify_kv,
-            staging_prefills=tuple(range(world.num_prefill)) if staging is not None else (),
-            is_staging_required=writes.way == "staged",
         )
         return KVManager(
             self.role,
             config,
             memory=memory,
             aux=memory.aux,
-            transports=[transport],
+            transports=[self.transport],
             link=world.link,
             wake=lambda: None,
             clock=world.clock,
             is_pid_alive=world.is_pid_alive,
             page_sums=HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes),
-            staging=staging,
         )
 
     def _tap(self) -> None:
@@ -299,12 +297,19 @@ class Process:
         return self.scheduler.step()
 
     def write(self) -> bool:
-        """The threads that write, scatter and verify."""
-        if self.kv.sender is not None:
-            return self.kv.sender.queue.run_one()
-        assert self.kv.receiver is not None
-        threads = self.kv.receiver.scatterer, self.kv.receiver.verifier
-        return any([thread is not None and thread.run_one() for thread in threads])
+        """The threads that write, scatter and verify. Each does one thing at a time: others do not interrupt it."""
+        if self._is_writing:
+            return False
+        self._is_writing = True
+        try:
+            if self.kv.sender is not None:
+                return self.kv.sender.queue.run_one()
+            assert self.kv.receiver is not None
+            verifier = self.kv.receiver.verifier
+            has_scattered = isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
+            return any([has_scattered, verifier is not None and verifier.run_one()])
+        finally:
+            self._is_writing = False
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
         self.kv.comm_side.on_frame(room, payload)

@@ -10,7 +10,7 @@ import numpy as np
 from pd_node import NUM_PAGES, PAGE_BYTES
 
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.staging.area import TransferWay
+from chitu.kv_transfer.transports.staged.transport import TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.types import Role
 
@@ -90,7 +90,7 @@ class WriteWatch:
 
 def _check(process: Process, room: bytes, addresses: object, lengths: object, is_source: bool) -> None:
     """Whether the room has these pages and aux slots of the process. Segments may be written by anybody at any time,
-    and are all that is written where D takes staged groups alone."""
+    and are all that is written where all writes are staged."""
     memory, at = process.memory, np.asarray(addresses, dtype=np.int64)
     if not ((at >= memory.arena_base) & (at < memory.arena_base + memory.arena_bytes)).any():
         return

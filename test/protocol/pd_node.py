@@ -27,10 +27,13 @@ from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.kv_transfer.staging.area import Staging, StagingArea, area_of
-from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.thresholds import StagedFrom
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
+from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
+from chitu.kv_transfer.transports.staged.copier import HostCopier
+from chitu.kv_transfer.transports.staged.gatherer import Gatherer, SentGroup
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.thresholds import StagedFrom
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.testing.fake_transport import FakeTransport
@@ -49,6 +52,8 @@ NUM_SEGMENTS = 4
 VOCAB = 8
 AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
 POISON = 0xEE
+WAIT_TURNS = 24
+"""After which a write has waited its time."""
 DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
 LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
 
@@ -88,6 +93,44 @@ class WatchedCopier:
         self._look(copies)
         self._inner.copy(copies, after)
         self.meanwhile()
+
+
+class PumpedGatherer(Gatherer):
+    """Whose waiting thread lets the others have a turn, in this one."""
+
+    def __init__(self, area: StagingArea | None, turn: Callable[[], object]) -> None:
+        super().__init__(area)
+        self._turn = turn
+
+    def wait(self, is_over: Callable[[], bool], sent: Sequence[SentGroup], timeout_s: float) -> bool:
+        for number in range(WAIT_TURNS):
+            if is_over():
+                return True
+            if number % 4 == 3:
+                for group in sent:
+                    if group.answer is None:
+                        group.send()
+            self._turn()
+        return is_over()
+
+
+def staged(
+    inner: Transport,
+    memory: Memory,
+    way: TransferWay,
+    copier: WatchedCopier,
+    role: Role,
+    rank: int,
+    num_prefill: int,
+    turn: Callable[[], object],
+) -> StagedTransport:
+    """With `auto` smaller batches are written directly: rooms have both."""
+    assert memory.area is not None
+    scatterer = Scatterer(memory, memory.area, copier, range(num_prefill)) if role is Role.DECODE else None
+    threshold = StagedFrom(3, 1 << 20)
+    end = StagingEnd(way, memory, copier, memory.area, rank, scatterer, threshold=lambda transport: threshold)
+    end.gatherer = PumpedGatherer(memory.area if role is Role.PREFILL else None, turn)
+    return StagedTransport(inner, end)
 
 
 class DeviceQueue:
@@ -221,28 +264,24 @@ class Node:
         memory = self.memory
         self.page_sums = WatchedSums(HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes))
         self.wake: Callable[[], object] = lambda: None
-        staging: Staging | None = None
         self.copier = WatchedCopier()
         fake = FakeTransport(world.fabric, self.session)
-        transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
+        self.transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
         if world.way != "direct":
-            # With `auto` smaller batches are written directly: rooms have both.
-            staging = Staging(world.way, self.copier, self.memory.area, threshold=StagedFrom(3, 1 << 20))
-            prefills = tuple(range(world.num_prefill))
-            config = replace(config, staging_prefills=prefills, is_staging_required=world.way == "staged")
             fake.gathers = world.gathers
+            of = self.transport, memory, world.way, self.copier, role, rank, world.num_prefill
+            self.transport = staged(*of, lambda: world.wait_turn())
         self.kv = KVManager(
             role,
             replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv),
             memory=self.memory,
             aux=self.memory.aux,
-            transports=[transport],
+            transports=[self.transport],
             link=world.link,
             wake=lambda: self.wake(),
             clock=world.clock,
             is_pid_alive=world.is_pid_alive,
             page_sums=self.page_sums,
-            staging=staging,
         )
 
     @property
@@ -265,9 +304,8 @@ class Node:
         return verifier is not None and verifier.run_one()
 
     def scatter_one(self) -> bool:
-        """One turn of D's scattering thread."""
-        scatterer = self.kv.receiver.scatterer if self.kv.receiver is not None else None
-        return scatterer is not None and scatterer.run_one()
+        """One turn of the transport's thread on D."""
+        return isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
 
     # ------------------------------------------------------------------------------------------- scheduler, both roles
 

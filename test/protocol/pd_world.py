@@ -13,11 +13,10 @@ from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.kv_transfer.staging.area import TransferWay
+from chitu.kv_transfer.tensor_parallel.shard_writer import ShardWriter
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ClusterView, TransferStatus, peer_codec
-from chitu.protocol.states import SegmentState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role, new_room
@@ -64,7 +63,7 @@ class World:
         self.buried: list[Node] = []
 
     def _check_landing(self, session: str, copies: CopyList) -> None:
-        """Nothing but a segment is ever written where D takes staged groups alone."""
+        """Nothing but a segment is ever written where all writes are staged."""
         if self.way != "staged":
             return
         (node,) = (node for node in [*self.nodes, *self.buried] if node.session == session)
@@ -104,6 +103,14 @@ class World:
                     node.verify_one()
                 if self.way != "direct" and not node.is_frozen and self.rng.random() < 0.5:
                     node.scatter_one()
+
+    def wait_turn(self) -> None:
+        """A transfer thread waits for its peer: what is on the way comes, and D scatters."""
+        for _ in range(len(self.frames)):
+            self.deliver_one()
+        for node in self.of(Role.DECODE):
+            if not node.is_frozen:
+                node.scatter_one()
 
     def deliver_one(self) -> None:
         frame = self.frames.pop(0)
@@ -183,7 +190,7 @@ class World:
             if role.num_rooms:
                 left.append(f"{node.session} keeps {[entry.state for _, entry in role._table.items()]}")
             if node.kv.sender is not None:
-                left += [f"{node.session} keeps segments: {busy}" for busy in busy_segments(node.kv.sender)]
+                left += [f"{node.session} keeps segments: {busy}" for busy in busy_segments(node)]
         return left
 
     def check_all_returned(self) -> None:
@@ -194,11 +201,18 @@ class World:
                 node.memory.check_poison(page)
 
 
-def busy_segments(sender: PrefillSender) -> list[SegmentState]:
-    """Of all D that a P knows: what is not free."""
-    granted = [peer.segments for peer in sender.decode_kv_args_table.values()]
-    states = [segment.state for segments in granted for segment in segments.segments.values()]
-    return [state for state in states if state is not SegmentState.FREE]
+def busy_segments(node: Node) -> list[str]:
+    """Of all D that a P knows: what is not free, and why."""
+    if not isinstance(node.transport, StagedTransport):
+        return []
+    busy: list[str] = []
+    for peer in node.sender.decode_kv_args_table.values():
+        assert peer.writer is None or isinstance(peer.writer, ShardWriter)
+        for link in peer.writer._links if isinstance(peer.writer, ShardWriter) else ():
+            segments = link.handle.segments  # type: ignore[attr-defined]
+            if segments is not None:
+                busy += ["doubtful"] * len(segments.doubtful) + ["given up"] * len(segments.given_up)
+    return busy
 
 
 class Pair:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 from routed_world import RoutedWorld
 
+from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.types import Role
 
 CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))
@@ -91,8 +92,9 @@ def test_without_faults_every_request_finishes(script: list[Op], writes: Writes)
     world.settle_down()
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
     if writes.way == "staged":
-        senders = [process.kv.sender for process in world.of(Role.PREFILL)]
-        assert all(sender.bytes_staged == sender.bytes_moved for sender in senders if sender is not None)
+        for process in world.of(Role.PREFILL):
+            assert isinstance(process.transport, StagedTransport) and process.kv.sender is not None
+            assert process.transport.bytes_staged == process.kv.sender.bytes_moved
 
 
 @settings(MANY, max_examples=max(1, CASES // 3))

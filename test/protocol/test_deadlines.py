@@ -13,17 +13,16 @@ from cluster_process import DEADLINES as CLUSTER_DEADLINES
 from cluster_process import REQUEST_TIMEOUT_S, Process
 from cluster_world import ClusterWorld
 from pd_node import DEADLINES, Node, logits_of
-from pd_world import Pair, busy_segments
+from pd_world import Pair
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.protocol import AbortTransfer, AuxReady, Staged, TransferStatus, encode, peer_codec
+from chitu.protocol import AuxReady, TransferStatus, encode, peer_codec
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
     SENDER_DEADLINES,
     Deadline,
     ReceiverState,
-    SegmentState,
     SenderState,
     SequenceState,
 )
@@ -95,14 +94,6 @@ def d_quarantined(pair: Pair) -> None:
     pair.world.frames.clear()
 
 
-def d_disowned(pair: Pair) -> None:
-    d_quarantined(pair)
-
-
-def pair_for(state: Enum) -> Pair:
-    return Pair(way="staged" if state is ReceiverState.DISOWNED else "direct")
-
-
 REACH: dict[Enum, Callable[[Pair], None]] = {
     SenderState.REQUESTED: p_requested,
     SenderState.ANNOUNCED: p_announced,
@@ -115,7 +106,6 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
     ReceiverState.WAITING: d_waiting,
     ReceiverState.LOGITS: d_logits,
     ReceiverState.QUARANTINED: d_quarantined,
-    ReceiverState.DISOWNED: d_disowned,
 }
 WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     SenderState.REQUESTED: (BootstrapTimeout, "P0 waited 2.0 s in REQUESTED for D0's announcement"),
@@ -189,45 +179,6 @@ def test_a_status_that_nobody_acknowledges_is_repeated_for_a_while_and_then_forg
         assert len(pair.statuses()) == 1
     tick(pair, pair.p, DEADLINES.transfer_s)
     assert pair.p.sender.state(pair.room) is None
-
-
-def test_an_abort_that_p_does_not_answer_is_repeated_for_a_while_after_the_pages_came_back() -> None:
-    pair = pair_for(ReceiverState.DISOWNED)
-    d_disowned(pair)
-    pair.d.poll()
-    assert pair.seen(pair.d) == [Kind.RELEASED]
-    assert pair.d.receiver.state(pair.room) is ReceiverState.DISOWNED
-    for _ in range(4):
-        pair.world.frames.clear()
-        tick(pair, pair.d, DEADLINES.retry_interval_s)
-        assert [type(decoded(frame)) for frame in pair.world.frames] == [AbortTransfer]
-    tick(pair, pair.d, DEADLINES.transfer_s)
-    pair.d.poll()
-    assert pair.d.receiver.state(pair.room) is None
-    assert pair.seen(pair.d) == [Kind.RELEASED], "once"
-
-
-@pytest.mark.parametrize("state", [SegmentState.STAGED, SegmentState.QUARANTINED], ids=str)
-def test_no_time_frees_a_segment_that_d_may_read_or_a_write_may_hit(state: SegmentState) -> None:
-    pair = Pair(way="staged")
-    p_waiting(pair)
-    if state is SegmentState.QUARANTINED:
-        pair.world.fabric.inject(Fault(FaultKind.LATE))
-    pair.world.churn = lambda turns: None  # type: ignore[method-assign]
-    while pair.p.requests[pair.room].computed < 10:
-        pair.p.compute()
-    assert pair.p.sender.queue.run_one()
-    for _ in range(50):
-        pair.world.frames.clear()
-        tick(pair, pair.p, 100.0)
-        while pair.p.sender.queue.run_one():
-            pass
-    assert state in busy_segments(pair.p.sender)
-    kinds = [type(decoded(frame)) for frame in pair.world.frames]
-    assert (Staged in kinds) == (state is SegmentState.STAGED), "it is repeated"
-    pair.world.fabric.release_late_writes()
-    pair.world.settle_down()
-    assert not busy_segments(pair.p.sender)
 
 
 @pytest.mark.parametrize("state", [SenderState.SETTLING, ReceiverState.QUARANTINED], ids=str)

@@ -66,7 +66,7 @@ def test_an_own_fraction_comes_first_and_the_others_share_the_rest():
 def test_pages_are_what_weights_and_steps_leave_of_the_share():
     assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6) == (40 - 16 - 2 - 1) * GIB // PAGE
     assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 100) == 100
-    assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6, staging_bytes=GIB) == (40 - 16 - 2 - 2) * GIB // PAGE
+    assert device_pages(0.5, CARD, 2 * GIB, GIB, PAGE, 10**6, transfer_bytes=GIB) == (40 - 16 - 2 - 2) * GIB // PAGE
 
 
 def test_what_a_slot_keeps_is_counted():
@@ -82,7 +82,7 @@ def test_no_room_is_a_sentence_with_the_numbers():
         ConfigError, match=r"0\.2 of the GPU's 80\.0 GiB are 16\.0 GiB: 16\.0 for weights, 2\.0 for steps"
     ):
         device_pages(0.2, CARD, 2 * GIB, GIB, PAGE, 10**6)
-    with pytest.raises(ConfigError, match=r"1\.0 for aux rows, 2\.5 for staging; the rest holds no page"):
-        device_pages(0.25, CARD, GIB, GIB, PAGE, 10**6, staging_bytes=5 * GIB // 2)
+    with pytest.raises(ConfigError, match=r"1\.0 for aux rows, 2\.5 for transfers; the rest holds no page"):
+        device_pages(0.25, CARD, GIB, GIB, PAGE, 10**6, transfer_bytes=5 * GIB // 2)
     with pytest.raises(ConfigError, match=r"53\.0 for pages, but only 40\.0 GiB are free"):
         device_pages(0.9, DeviceMemory(80 * GIB, 40 * GIB, 16 * GIB), 2 * GIB, GIB, PAGE, 10**6)

@@ -36,14 +36,12 @@ from chitu.protocol import (
     RequestMark,
     RequestsReceived,
     SamplingParams,
-    Scattered,
-    Staged,
     StageTimes,
-    StagingMemory,
     StatusAck,
     TokenBatch,
     TransferInfo,
     TransferStatus,
+    TransportMessage,
     UnifiedRequest,
     encode,
     pack_i32,
@@ -61,7 +59,6 @@ ROOM = bytes(range(16))
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 LAYOUT = KVLayout("m", 1, 1, 2, 1, "float32", 8)
-STAGING = StagingMemory(0, 99, 40, 16, 2, is_required=True)
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         TransferInfo(7, pack_i32([3, 4, 260]), 2, 40),
@@ -142,55 +139,14 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "abort_ack", "incarnation": 9},
     ),
     (
-        Staged(9, 5, 2, 0, 4, 0, 3, 4096),
+        TransportMessage(9, "mooncake", b"\x01\x02"),
         peer_codec,
-        "89a474797065a6737461676564ab696e6361726e6174696f6e09a66e756d62657205a77365676d656e7402ab66697273745f6c6179657200"
-        "a9656e645f6c6179657204aa66697273745f7061676500a8656e645f7061676503a66c656e677468cd1000",
-        {
-            "type": "staged",
-            "incarnation": 9,
-            "number": 5,
-            "segment": 2,
-            "first_layer": 0,
-            "end_layer": 4,
-            "first_page": 0,
-            "end_page": 3,
-            "length": 4096,
-        },
+        "84a474797065b17472616e73706f72745f6d657373616765ab696e6361726e6174696f6e09a97472616e73706f7274a86d6f6f6e63616b"
+        "65a77061796c6f6164c4020102",
+        {"type": "transport_message", "incarnation": 9, "transport": "mooncake", "payload": b"\x01\x02"},
     ),
     (
-        Staged(9, 6, 3, 0, 0, 0, 0, 576, aux_slot=2),
-        peer_codec,
-        "",
-        {
-            "type": "staged",
-            "incarnation": 9,
-            "number": 6,
-            "segment": 3,
-            "first_layer": 0,
-            "end_layer": 0,
-            "first_page": 0,
-            "end_page": 0,
-            "length": 576,
-            "aux_slot": 2,
-        },
-    ),
-    (
-        Scattered(7, 5, 2),
-        peer_codec,
-        "84a474797065a9736361747465726564ab696e6361726e6174696f6e07a66e756d62657205a77365676d656e7402",
-        {"type": "scattered", "incarnation": 7, "number": 5, "segment": 2},
-    ),
-    (
-        TransferStatus(9, 4, bytes_per_rank=(4096,), num_staged=3),
-        peer_codec,
-        "",
-        {"type": "transfer_status", "incarnation": 9, "poll": 4, "bytes_per_rank": [4096], "num_staged": 3},
-    ),
-    (
-        KVArgsRegisterInfo(
-            3, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), 8, 4, 32, 8, 1, STAGING),), segments=(0, 1)
-        ),
+        KVArgsRegisterInfo(3, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), 8, 4, 32, 8, 1),)),
         peer_codec,
         "",
         {
@@ -221,17 +177,8 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     "aux_base": 32,
                     "aux_row_bytes": 8,
                     "num_aux_slots": 1,
-                    "staging": {
-                        "arena_base": 0,
-                        "arena_bytes": 99,
-                        "base": 40,
-                        "segment_bytes": 16,
-                        "num_segments": 2,
-                        "is_required": True,
-                    },
                 }
             ],
-            "segments": [0, 1],
         },
     ),
     (

@@ -6,17 +6,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from chitu.config.load import load_topology
 from chitu.config.staging import plan_staging
 from chitu.config.topology import find_instance
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
-from chitu.kv_transfer.staging.area import Staging, StagingArea
-from chitu.kv_transfer.staging.build import StagingParts, build_staging
-from chitu.kv_transfer.staging.copier import HostCopier
-from chitu.kv_transfer.staging.host_area import HostArena
-from chitu.protocol import TransportSession
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.staged.area import StagingArea
+from chitu.kv_transfer.transports.staged.build import wrap_transports
+from chitu.kv_transfer.transports.staged.copier import HostCopier
+from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.transport import Transport
 from chitu.testing.checksum_engine import ChecksumPool, checksum_layout
 from chitu.types import Role
 
@@ -26,34 +31,36 @@ SMALL = [f"{PD}.staging_mb=4", f"{PD}.staging_segment_mb=1"]
 
 
 @contextmanager
-def built(role: Role, *overrides: str, vocab_size: int = 512) -> Iterator[tuple[StagingParts | None, ChecksumPool]]:
+def built(role: Role, *overrides: str, vocab_size: int = 512) -> Iterator[tuple[StagingEnd | None, ChecksumPool]]:
     topology = load_topology("pd_disagg_1p1d_local", [*SMALL, *overrides])
     router, instance = topology.dp_config.router, find_instance(topology, role, 0).config
     plan = plan_staging(router, role, instance)
     layout = checksum_layout(topology.cache.page_size, vocab_size)
     pool = ChecksumPool(layout, 8, 4, plan.pool_bytes if plan is not None else 0)
+    (transport,) = wrap_transports([ShmTransport()], router, role, 0, instance, pool)
     try:
-        yield build_staging(router, role, instance, pool), pool
+        yield transport.end if isinstance(transport, StagedTransport) else None, pool
     finally:
+        transport.close()
         pool.close()
 
 
 def test_segments_of_d_lie_at_the_tail_of_its_pool_behind_the_aux_rows() -> None:
     with built(Role.DECODE, STAGED) as (parts, pool):
-        assert parts is not None and isinstance(parts.staging.copier, HostCopier)
-        area = parts.staging.area
+        assert parts is not None and isinstance(parts.copier, HostCopier)
+        area = parts.area
         assert area is not None and area.is_in(pool)
         assert (area.segment_bytes, area.num_segments) == (1 << 20, 4)
         assert area.base >= pool.aux_base + pool.num_aux_slots * pool.aux_row_bytes
         assert area.address(3) + area.segment_bytes == pool.arena_base + pool.arena_bytes
-        assert parts.prefills == (0,)
+        assert parts.scatterer is not None and parts.scatterer.owners == (0,)
 
 
 def test_p_has_own_segments_only_where_its_transport_does_not_gather() -> None:
     with built(Role.PREFILL, STAGED) as (parts, _):
-        assert parts is not None and parts.staging.area is None and parts.prefills == ()
+        assert parts is not None and parts.area is None and parts.scatterer is None
     with built(Role.PREFILL, STAGED, f"{PD}.transport=mooncake") as (parts, pool):
-        assert parts is not None and parts.staging.area is not None and parts.staging.area.is_in(pool)
+        assert parts is not None and parts.area is not None and parts.area.is_in(pool)
 
 
 def test_nothing_is_built_where_every_write_is_direct() -> None:
@@ -96,43 +103,35 @@ class NoDriver:
         self.pinned.remove(address)
 
 
-def parts_of(way: str, num_granted: int, num_prefills: int, driver: NoDriver | None = None) -> StagingParts:
-    arena = HostArena(1 << 13, driver or NoDriver())
+@pytest.mark.parametrize("is_pinned_late", [False, True])
+def test_host_memory_is_pinned_at_the_start_only_where_it_will_be_used(is_pinned_late: bool) -> None:
+    driver, pool = NoDriver(), ChecksumPool(checksum_layout(16, 512), 8, 4)
+    arena = HostArena(1 << 13, driver)
     area = StagingArea(arena.base, 1 << 12, 2, arena.base, arena.nbytes)
-    return StagingParts(Staging(way, HostCopier(), area), arena, tuple(range(num_granted)), num_prefills)  # type: ignore[arg-type]
-
-
-PAGES = TransportSession("mooncake", "x")
-SEGMENTS = TransportSession("shm", "x", {"memory": "staging"})
-
-
-@pytest.mark.parametrize(
-    ("way", "granted", "prefills", "sessions", "expected"),
-    [
-        ("staged", 2, 2, [PAGES], True),
-        ("staged", 1, 2, [PAGES], False),  # the other P has several ranks, and writes to pages
-        ("auto", 2, 2, [PAGES], False),
-        ("auto", 2, 2, [SEGMENTS], True),
-        ("auto", 2, 2, [SEGMENTS, PAGES], False),
-    ],
-)
-def test_segments_are_required_where_nobody_writes_to_pages(
-    way: str, granted: int, prefills: int, sessions: list[TransportSession], expected: bool
-) -> None:
-    parts = parts_of(way, granted, prefills)
-    assert parts.is_required(sessions) is expected
-    parts.close()
-
-
-def test_host_memory_is_pinned_at_the_start_only_where_it_will_be_used() -> None:
-    driver = NoDriver()
-    parts = parts_of("auto", 1, 1, driver)
-    assert parts.arena is not None
-    parts.pin([TransportSession("cuda_ipc", "x"), SEGMENTS])
-    assert not driver.pinned and not parts.arena.is_pinned
-    parts.pin([SEGMENTS, PAGES])
-    assert driver.pinned == [parts.arena.base] and parts.arena.is_pinned
-    assert parts.arena.device_base() == parts.arena.base, "once is enough"
-    parts.close()
-    parts.close()
+    end = StagingEnd("auto", pool, HostCopier(), area, arena=arena, is_pinned_late=is_pinned_late)
+    transports: list[Transport] = [StagedTransport(ShmTransport(), end), StagedTransport(ShmTransport(), end)]
+    register_memory(pool, transports)
+    assert driver.pinned == ([] if is_pinned_late else [arena.base]) and arena.is_pinned is not is_pinned_late
+    assert arena.device_base() == arena.base, "once is enough"
+    transports[0].close()
+    transports[0].close()
+    assert driver.pinned, "another transport still has it"
+    transports[1].close()
     assert not driver.pinned
+    pool.close()
+
+
+@pytest.mark.parametrize("text", ["x", "1:2", "-1:8:2", "0:0:2", f"{1 << 62}:{1 << 62}:2", "1:2:3:4"])
+def test_a_session_whose_segments_make_no_sense_is_refused(text: str) -> None:
+    with built(Role.DECODE, STAGED) as (theirs, pool), built(Role.PREFILL, STAGED) as (ours, own):
+        assert theirs is not None and ours is not None
+        d, p = StagedTransport(ShmTransport(), theirs), StagedTransport(ShmTransport(), ours)
+        d.register(pool.arena_base, pool.arena_bytes)
+        p.register(own.arena_base, own.arena_bytes)
+        session = d.local_session()
+        p.disconnect(p.connect(rank_memory(pool, 0, [session]), session))
+        wrong = msgspec.structs.replace(session, attributes={**session.attributes, "segments": text})
+        with pytest.raises(TransferFailed, match="segments"):
+            p.connect(rank_memory(pool, 0, [wrong]), wrong)
+        d.close()
+        p.close()

@@ -24,7 +24,6 @@ ROLES = {
         states.RECEIVER_DEADLINES,
         {
             states.ReceiverState.QUARANTINED,
-            states.ReceiverState.DISOWNED,
             states.ReceiverState.RELEASED,
         },
         states.RECEIVER_FAILURES,
@@ -98,16 +97,8 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
     states, transitions, deadlines, *_ = ROLES[role]
     for (source, event), _ in transitions.items():
         if source is not None and deadlines[source] is Deadline.HANDSHAKE:
-            assert event.name in ("SETTLED", "WRITER_STOPPED", "UNTOUCHED")
+            assert event.name in ("SETTLED", "WRITER_STOPPED")
     assert set(deadlines) == set(states)
-
-
-def test_a_segment_is_used_again_only_after_an_answer_or_a_settle_and_always_comes_back() -> None:
-    segment, transitions = states.SegmentState, states.SEGMENT_TRANSITIONS
-    for state in segment:
-        assert segment.FREE in reachable(dict(transitions), state)
-    for state, ends in ((segment.STAGED, ["SCATTERED"]), (segment.QUARANTINED, ["SETTLED"])):
-        assert [event.name for source, event in transitions if source is state] == ends
 
 
 @pytest.mark.parametrize(

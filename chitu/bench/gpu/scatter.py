@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
-from chitu.bench.staged_link import StagedLink, serve_line
+from chitu.bench.staged_link import INCARNATION, PipeMessages, lines_of
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
 from chitu.config.staging import plan_staging
 from chitu.errors import ChituError, MissingDependency
@@ -29,8 +29,10 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.staging.build import StagingParts, build_staging
 from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.staged.build import wrap_transports
+from chitu.kv_transfer.transports.staged.gatherer import StagedPeer
+from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, reaches_pages
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
 from chitu.types import Role
@@ -48,14 +50,11 @@ class LinkEnd:
     """One of the two processes: its pool, transport and segments."""
 
     pool: KVPool
-    transport: Transport
     sessions: tuple[TransportSession, ...]
-    parts: StagingParts | None
+    transport: Transport
 
     def close(self) -> None:
         self.transport.close()
-        if self.parts is not None:
-            self.parts.close()
         self.pool.close()
 
 
@@ -75,13 +74,10 @@ def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
     router = RouterConfig(prefill_schedulers=(instance,), decode_schedulers=(instance,), pd_disaggregation=config)
     plan = plan_staging(router, role, instance)
     pool_bytes = plan.pool_bytes if plan is not None else 0
-    pool = KVPool(layout, card.sizes.pool_pages, 1, str(card.device), staging_bytes=pool_bytes)
-    parts = build_staging(router, role, instance, pool)
-    transports = open_transports(config, "127.0.0.1", str(card.device))
-    sessions = register_memory(pool, transports, parts.staging.area if parts is not None else None)
-    if parts is not None:
-        parts.pin(sessions)
-    return LinkEnd(pool, transports[0], sessions, parts)
+    pool = KVPool(layout, card.sizes.pool_pages, 1, str(card.device), transfer_bytes=pool_bytes)
+    opened = open_transports(config, "127.0.0.1", str(card.device))
+    transports = wrap_transports(opened, router, role, 0, instance, pool)
+    return LinkEnd(pool, register_memory(pool, transports), transports[0])
 
 
 def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
@@ -95,21 +91,12 @@ def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
 
 
 def receive(card: Card, kind: str) -> None:
-    """The child: a registered pool. A line of pages is answered by their sums, an order to scatter when it is done."""
+    """The child: a registered pool. A line of pages is answered by their sums."""
     end = open_end(card, kind, Role.DECODE)
-    memory = rank_memory(end.pool, 0, end.sessions)
-    area = end.parts.staging.area if end.parts is not None else None
-    if area is not None:
-        memory = msgspec.structs.replace(memory, staging=area.memory())
-    print(encode(memory).hex(), flush=True)
-    for line in sys.stdin:
-        if line.startswith("["):
-            print(
-                msgspec.json.encode(page_sums(end.pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True
-            )
-        else:
-            assert area is not None and end.parts is not None
-            print(serve_line(line, end.pool, area, end.parts.staging.copier), flush=True)
+    print(encode(rank_memory(end.pool, 0, end.sessions)).hex(), flush=True)
+    lines = lines_of(end.transport, sys.stdin) if isinstance(end.transport, StagedTransport) else iter(sys.stdin)
+    for line in lines:
+        print(msgspec.json.encode(page_sums(end.pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
     end.close()
 
 
@@ -126,7 +113,6 @@ def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
                 assert child.stdin is not None and child.stdout is not None
                 yield from _rows_of(card, end, child.stdin, child.stdout)
-                child.stdin.close()
             end.close()
             del end
         except MissingDependency as error:
@@ -139,28 +125,29 @@ def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
 def _rows_of(card: Card, end: LinkEnd, to_child: IO[str], from_child: IO[str]) -> Iterator[Row]:
     memory = msgspec.msgpack.decode(bytes.fromhex(from_child.readline()), type=RankMemory)
     transport, pool = end.transport, end.pool
+    pipe = PipeMessages(transport, to_child, from_child)
     peer = transport.connect(memory, memory.sessions[0])
+    inner, inner_peer, staged = transport, peer, False
+    if isinstance(transport, StagedTransport) and isinstance(peer, StagedPeer):
+        transport.bind(peer, INCARNATION)
+        inner, inner_peer, staged = transport.inner, peer.inner, peer.segments is not None
+        peer.must_stage = staged
     rng, layers = random.Random(5), card.sizes.model.layers
     is_fast = transport.name == "cuda_ipc" or not card.is_gpu
     repeats = card.sizes.repeats if is_fast else SLOW_REPEATS
-    staged: StagedLink | None = None
-    raw_rate = 0.0
-    if end.parts is not None and memory.staging is not None:
-        area, copier = end.parts.staging.area, end.parts.staging.copier
-        staged = StagedLink(pool, memory, transport, peer, copier, area, to_child, from_child)
-        raw_rate = _rate_of_one_piece(end, memory, peer, repeats)
+    raw_rate = _rate_of_one_piece(transport, peer, pool, repeats) if staged else 0.0
     for count in card.sizes.transfer_pages:
         own, theirs = (rng.sample(range(card.sizes.pool_pages), count) for _ in range(2))
         nbytes = 2 * pool.page_bytes * count * layers
         ways: dict[str, Callable[[], None]] = {}
-        if reaches_pages(peer):
-            whole = plan_page_copies(pool, memory, own, theirs, range(layers))
+        whole = plan_page_copies(pool, memory, own, theirs, range(layers))
+        if reaches_pages(inner_peer):
             by_layer = [plan_page_copies(pool, memory, own, theirs, range(i, i + 1)) for i in range(layers)]
-            ways["one write"] = _writes(transport, peer, [whole])
+            ways["one write"] = _writes(inner, inner_peer, [whole])
             if is_fast:
-                ways["a write a layer"] = _writes(transport, peer, by_layer)
-        if staged is not None:
-            ways["staged"] = _staged(staged, own, theirs, layers)
+                ways["a write a layer"] = _writes(inner, inner_peer, by_layer)
+        if staged:
+            ways["staged"] = _writes(transport, peer, [whole])
         for way, body in ways.items():
             rate = nbytes / card.wall_seconds(body, repeats)
             what = f"{transport.name}: {count} pages, {way} ({nbytes / 2**20:.3g} MiB)"
@@ -170,8 +157,9 @@ def _rows_of(card: Card, end: LinkEnd, to_child: IO[str], from_child: IO[str]) -
                 yield at_least(what, rate / 1e9, "GB/s", ratio, "scattered copy", AIM if is_aimed else None)
             else:
                 yield at_least(what, rate / 1e9, "GB/s", rate / raw_rate, "one piece by it", None)
-            _check(end, own, theirs, to_child, from_child)
+            _check(end, own, theirs, pipe)
     transport.disconnect(peer)
+    pipe.close()
 
 
 def _writes(transport: Transport, peer: PeerHandle, lists: list[CopyList]) -> Callable[[], None]:
@@ -182,29 +170,24 @@ def _writes(transport: Transport, peer: PeerHandle, lists: list[CopyList]) -> Ca
     return body
 
 
-def _staged(link: StagedLink, own: list[int], theirs: list[int], layers: int) -> Callable[[], None]:
-    return lambda: link.write(own, theirs, layers)
-
-
-def _rate_of_one_piece(end: LinkEnd, memory: RankMemory, peer: PeerHandle, repeats: int) -> float:
+def _rate_of_one_piece(transport: Transport, peer: PeerHandle, pool: KVPool, repeats: int) -> float:
     """Bytes a second of a write of a whole segment from where this end sends from."""
-    assert memory.staging is not None and end.parts is not None
-    area = end.parts.staging.area
-    source = area.address(0) if area is not None else end.pool.arena_base
-    nbytes = min(memory.staging.segment_bytes, end.pool.arena_bytes)
-    copies = CopyList((source,), (memory.staging.base,), (nbytes,))
+    assert isinstance(transport, StagedTransport) and isinstance(peer, StagedPeer) and peer.segments is not None
+    area = transport.end.gatherer.area
+    source = area.address(0) if area is not None else pool.arena_base
+    nbytes = min(peer.segments.group_bytes, pool.arena_bytes)
+    copies = CopyList((source,), (peer.segments.base,), (nbytes,))
     times = []
     for _ in range(repeats + 1):
         start_s = time.perf_counter()
-        end.transport.write(peer, copies, TIMEOUT_S)
+        transport.inner.write(peer.inner, copies, TIMEOUT_S)
         times.append(time.perf_counter() - start_s)
     return nbytes / statistics.median(times[1:])
 
 
-def _check(end: LinkEnd, own: list[int], theirs: list[int], to_child: IO[str], from_child: IO[str]) -> None:
-    to_child.write(msgspec.json.encode(theirs).decode() + "\n")
-    to_child.flush()
-    if msgspec.json.decode(from_child.readline()) != page_sums(end.pool, own):
+def _check(end: LinkEnd, own: list[int], theirs: list[int], pipe: PipeMessages) -> None:
+    pipe.say(msgspec.json.encode(theirs).decode())
+    if msgspec.json.decode(pipe.line()) != page_sums(end.pool, own):
         raise RuntimeError(f"{end.transport.name}: the peer found other bytes in {len(own)} pages than were written")
     # What comes next has to bring its own bytes, or the check would see those of this one.
     for region in end.pool.regions:

@@ -1,8 +1,7 @@
 """D's half of the transfer protocol: announce pages to P, verify what arrives, and never give a page back too early.
 
 `DecodeReceiver` is the facade of two nouns and owns the one lock that guards both: `PrefillDirectory` (where P is and
-who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread;
-with staging memory a `Scatterer` copies what lies in segments to its pages, on another (`StagedReceiving`).
+who took our registration) and `ReceiveRooms`. With `verify_kv` a `KVVerifier` looks at the pages, on its own thread.
 Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`; a helper thread of the service brings the
 bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`, logging or a copy;
 LOGITS_READY only after the aux row verified, SUCCESS only after that, with the byte count that was announced and with
@@ -25,7 +24,7 @@ from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver.kv_verifier import Arrival, KVVerifier
 from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
 from chitu.kv_transfer.receiver.receive_rooms import ReceiveEntry, ReceiveRoom, ReceiveRooms
-from chitu.kv_transfer.staging.receiving import Receiver, StagedReceiving
+from chitu.kv_transfer.transport_messages import TransportMessages
 from chitu.net.job_thread import JobThread
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
@@ -35,9 +34,9 @@ from chitu.protocol import (
     ClusterView,
     RegisterReply,
     RouteEntry,
-    Staged,
     TransferInfo,
     TransferStatus,
+    TransportMessage,
     pack_i32,
     peer_codec,
     unpack_i32,
@@ -58,7 +57,9 @@ class DecodeReceiver:
         self._out = TransferOutbox()
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
         self._directory = PrefillDirectory(config, parts, self._view, self._out)
-        self._rooms = ReceiveRooms(config, parts.clock, self._view, self._directory, self._out)
+        self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
+        fence = self._messages.fence
+        self._rooms = ReceiveRooms(config, parts.clock, self._view, self._directory, self._out, fence)
         self._table = self._rooms.table
         self.verifier: JobThread[Arrival] | None = None
         """None where `verify_kv` is off."""
@@ -66,10 +67,6 @@ class DecodeReceiver:
             assert parts.page_sums is not None
             verifier = KVVerifier(parts.page_sums, config.layout, self._on_verified)
             self.verifier = JobThread("verify", verifier.verify)
-        own = Receiver(self._lock, self._empty_outbox, self._verify_logits)
-        self._staged = StagedReceiving.of(own, config, parts, self._rooms, self._directory, self._out)
-        self.scatterer = self._staged.scatterer if self._staged is not None else None
-        """None where no P may stage."""
         self._next_tick_s = 0.0
         self._stale_replies = 0
         self.unknown_frames = 0
@@ -78,17 +75,13 @@ class DecodeReceiver:
     # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
-        """Start the verifying and the scattering thread, where there are any; without it `run_one()` of either pumps by
-        hand."""
-        if self.scatterer is not None:
-            self.scatterer.start(ServiceThread)
+        """Start the verifying thread, where there is one; without it `run_one()` pumps by hand."""
+        self._messages.start(ServiceThread)
         if self.verifier is not None:
             self.verifier.start(ServiceThread)
 
     def close(self) -> None:
-        """Stop scattering and verifying; D has no transfer threads."""
-        if self.scatterer is not None:
-            self.scatterer.close()
+        """Stop verifying; D has no transfer threads."""
         if self.verifier is not None:
             self.verifier.close()
 
@@ -156,7 +149,6 @@ class DecodeReceiver:
             prefill_rank,
             prefill_incarnation,
             self._parts.clock.monotonic(),
-            is_staged_alone=self.scatterer is not None and self._config.is_staging_required,
         )
         with self._lock:
             self._rooms.announce(room, record)
@@ -182,16 +174,14 @@ class DecodeReceiver:
                 if room != REGISTRATION_ROOM:
                     raise BadFrame(f"a registration reply in room {room_text(room)}")
                 self._on_register_reply(message)
+            elif isinstance(message, TransportMessage):
+                self._on_transport_message(message)
             elif len(room) != 16 or room == REGISTRATION_ROOM:
                 raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
             elif isinstance(message, AuxReady):
                 self._on_aux_ready(room, message)
             elif isinstance(message, TransferStatus):
                 self._on_status(room, message)
-            elif isinstance(message, Staged):
-                if self._staged is None:
-                    raise BadFrame("a staged group for a D without staging memory")
-                self._staged.arrived(room, message)
             elif isinstance(message, AbortAck):
                 with self._lock:
                     self._rooms.on_abort_ack(room, message)
@@ -211,6 +201,18 @@ class DecodeReceiver:
                 self._rooms.tell_registered()
             else:
                 self._stale_replies += 1
+
+    def _on_transport_message(self, message: TransportMessage) -> None:
+        with self._lock:
+            rank = self._directory.rank_of(message.incarnation)
+            if rank is None:
+                self._rooms.stale_frames += 1
+                return
+        self._messages.deliver(rank, message)
+
+    def _address_of(self, incarnation: int) -> tuple[str, int] | None:
+        with self._lock:
+            return self._directory.address_of(incarnation)
 
     def _on_aux_ready(self, room: bytes, message: AuxReady) -> None:
         with self._lock:
@@ -244,8 +246,6 @@ class DecodeReceiver:
         moved_bytes = sum(message.bytes_per_rank)
         if moved_bytes != entry.data.expected_bytes:
             error = Integrity(f"P moved {moved_bytes} bytes, {entry.data.expected_bytes} were expected")
-        elif (message.num_staged, 0) != (entry.data.num_scattered, entry.data.num_scattering):
-            error = Integrity(f"P staged {message.num_staged} groups, {entry.data.num_scattered} were scattered")
         elif is_logits_missing:
             error = self._verify_logits(room, entry.data)
         arrival: Arrival | None = None

@@ -13,15 +13,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import msgspec
-
 from chitu import log
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.staging.grants import SegmentGrants
 from chitu.kv_transfer.transfer_table import NEVER_S
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
 from chitu.types import REGISTRATION_ROOM
@@ -54,11 +51,6 @@ class PrefillDirectory:
         self._view = view
         self._out = out
         self._peers: dict[int, PrefillPeer] = {}
-        area = parts.staging.area if parts.staging is not None else None
-        self.grants = SegmentGrants(area.num_segments if area is not None else 0, config.staging_prefills)
-        staging = None
-        if area is not None and config.staging_prefills:
-            staging = msgspec.structs.replace(area.memory(), is_required=config.is_staging_required)
         self.registration = KVArgsRegisterInfo(
             protocol_version=PROTOCOL_VERSION,
             engine_rank=config.engine_rank,
@@ -66,9 +58,9 @@ class PrefillDirectory:
             endpoint=config.host,
             dst_port=config.control_port,
             layout=config.layout,
-            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions, staging), *parts.follower_memories),
+            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions), *parts.follower_memories),
         )
-        """What every P is told of this instance, each with the segments that it is granted."""
+        """What every P is told of this instance."""
 
     # --------------------------------------------------------------------------------------------------------- look-ups
 
@@ -167,5 +159,4 @@ class PrefillDirectory:
             return
         peer.unanswered += 1
         peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
-        message = msgspec.structs.replace(self.registration, segments=self.grants.of(rank))
-        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, message)
+        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, self.registration)

@@ -3,14 +3,14 @@
 Owned by `DecodeReceiver`; every method runs under its lock, from the step, comm or directory thread, and nothing here
 blocks: frames and log lines go to the outbox, checksums are the owner's. Invariants: LOGITS_READY, SUCCESS, FAILED and
 RELEASED come once per room; a room of which P was told is RELEASED only when its writer is known to have stopped:
-AbortAck, a settled Failed, Success, or its process is dead. Until then AbortTransfer is repeated, without a deadline.
-Where P may write nothing but segments RELEASED comes at once, and P is told for a while (DISOWNED). In no case does it
-come while our own scatter is inside the room.
+AbortAck, a settled Failed, Success, or its process is dead and our own transports do nothing more for it (`fence`).
+Until then AbortTransfer is repeated, without a deadline.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu import log
@@ -63,27 +63,26 @@ class ReceiveRoom:
     """P said Success: nothing writes here any more, whatever becomes of the room."""
     prompt_logprobs: bytes | None = None
     """Came with that."""
-    is_staged_alone: bool = False
-    """P writes nothing but segments: neither pages nor row can be reached by a late write."""
-    num_scattering: int = 0
-    """Scatters that are inside the room now."""
-    num_scattered: int = 0
-    is_writer_stopped: bool = False
-    """Failed, and P writes no more: what is waited for is our own scatter."""
     repeat_due_s: float = NEVER_S
     error: ChituError | None = None
 
 
 ReceiveEntry = Entry[ReceiverState, ReceiveRoom]
 
-ENDING_STATES = frozenset({ReceiverState.QUARANTINED, ReceiverState.DISOWNED})
-"""Failed, and P was not heard to have stopped."""
-
 
 class ReceiveRooms:
+    """`fence`: of `TransportMessages`."""
+
     def __init__(
-        self, config: KVManagerConfig, clock: Clock, view: PeerView, directory: PrefillDirectory, out: TransferOutbox
+        self,
+        config: KVManagerConfig,
+        clock: Clock,
+        view: PeerView,
+        directory: PrefillDirectory,
+        out: TransferOutbox,
+        fence: Callable[[int], bool],
     ) -> None:
+        self._fence = fence
         self._incarnation = config.incarnation
         self._deadlines = config.deadlines
         self._clock = clock
@@ -94,7 +93,6 @@ class ReceiveRooms:
         limits_s = {
             Deadline.BOOTSTRAP: config.deadlines.bootstrap_s,
             Deadline.TRANSFER: config.deadlines.transfer_s,
-            Deadline.REPEAT: config.deadlines.transfer_s,
         }
         self.table: TransferTable[ReceiverState, ReceiverEvent, ReceiveRoom] = TransferTable(
             RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, limits_s, clock
@@ -161,8 +159,9 @@ class ReceiveRooms:
 
     def _tick_room(self, room: bytes, entry: ReceiveEntry, now_s: float) -> None:
         record = entry.data
-        is_ending = entry.state in ENDING_STATES
-        if is_ending and self._view.is_dead(record.prefill_rank, record.prefill_incarnation):
+        is_ending = entry.state is ReceiverState.QUARANTINED
+        writer = record.prefill_rank, record.prefill_incarnation
+        if is_ending and self._view.is_dead(*writer) and self._fence(record.prefill_incarnation):
             self.writer_stopped(room)
         elif record.repeat_due_s <= now_s:
             if is_ending:
@@ -177,10 +176,6 @@ class ReceiveRooms:
     def _expire(self, room: bytes) -> None:
         entry = self.table.get(room)
         assert entry is not None
-        if entry.state is ReceiverState.DISOWNED:
-            self.table.apply(room, ReceiverEvent.GIVEN_UP)
-            self._bury(room, entry.data)
-            return
         peer = instance_name(Role.PREFILL, entry.data.prefill_rank)
         text = self.table.overdue_text(entry, self._name, peer, RECEIVER_AWAITS)
         error = BootstrapTimeout(text) if entry.state is ReceiverState.BOOTSTRAPPING else TransferTimeout(text)
@@ -259,7 +254,6 @@ class ReceiveRooms:
             self.writer_stopped(room)
         elif transition.entry.state is ReceiverState.QUARANTINED:
             self._send_abort(room, record)
-            self.free_if_untouched(room)
         else:
             self._out.event(TransferEventKind.RELEASED, room)
             self._bury(room, record)
@@ -270,7 +264,7 @@ class ReceiveRooms:
             rank, incarnation = entry.data.prefill_rank, entry.data.prefill_incarnation
             if self._view.is_lost(rank, incarnation) and not entry.data.is_written:
                 self.fail(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{rank} is gone"))
-                if self._view.is_dead(rank, incarnation):
+                if self._view.is_dead(rank, incarnation) and self._fence(incarnation):
                     self.writer_stopped(room)
 
     def written(self, room: bytes, entry: ReceiveEntry) -> None:
@@ -280,28 +274,10 @@ class ReceiveRooms:
 
     def writer_stopped(self, room: bytes) -> None:
         """Nothing of P can write to the room's pages any more. Absorbed by a room that has not failed."""
-        entry = self.table.get(room)
-        if entry is None or entry.state not in ENDING_STATES:
-            return
-        entry.data.is_writer_stopped = True
-        if entry.state is ReceiverState.DISOWNED:
-            self.table.apply(room, ReceiverEvent.WRITER_STOPPED)
-            self._bury(room, entry.data)
-        else:
-            self.free_if_untouched(room)
-
-    def free_if_untouched(self, room: bytes) -> None:
-        """Give the pages of a room that failed back, if neither P nor our own scatter can write there any more."""
-        entry = self.table.get(room)
-        if entry is None or entry.state is not ReceiverState.QUARANTINED or entry.data.num_scattering:
-            return
-        if entry.data.is_writer_stopped:
-            self.table.apply(room, ReceiverEvent.WRITER_STOPPED)
+        transition = self.table.apply(room, ReceiverEvent.WRITER_STOPPED)
+        if transition is not None:
             self._out.event(TransferEventKind.RELEASED, room)
-            self._bury(room, entry.data)
-        elif entry.data.is_staged_alone:
-            self.table.apply(room, ReceiverEvent.UNTOUCHED)
-            self._out.event(TransferEventKind.RELEASED, room)
+            self._bury(room, transition.entry.data)
 
     def _bury(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.error is not None

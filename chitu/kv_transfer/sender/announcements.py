@@ -162,10 +162,7 @@ class Announcements:
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:
         """BadFrame where something of this announcement may still be written for another room of the same D: it gives
-        nothing to a request, and keeps nothing for later ones, before it heard that we stopped. A D that takes staged
-        groups alone gives pages back at once: we name none of them."""
-        if peer.is_staged_alone:
-            return
+        nothing to a request, and keeps nothing for later ones, before it heard that we stopped."""
         self._require_free("aux slot", info.dst_aux_index, peer, peer.aux_rooms.get(info.dst_aux_index))
         for page in dst_pages:
             self._require_free("page", page, peer, peer.page_rooms.get(page))

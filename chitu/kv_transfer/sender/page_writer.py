@@ -1,11 +1,11 @@
-"""The one-sided writes of P: what a transfer thread does with one batch of the queue, directly or through a segment.
+"""The one-sided writes of P: what a transfer thread does with one batch of the queue.
 
 Owned by `PrefillSender`. With `verify_kv` the pages of a batch are summed up here, from our own memory, once they are
 written. A visit has three parts: `begin` (under the sender's lock: may this batch still be written?), `run` (without
 it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room). The queue gives
 a room to one thread at most, so there are never two visits to a room at once. Invariants: Success follows the last byte
-and the last checksum, and of what was staged D's last `Scattered`; a write that failed and may still land suspends its
-D (staged: one of its segments) until a settle succeeded, and keeps the room SETTLING until then.
+and the last checksum; a write that failed and may still land suspends its D until a settle succeeded, and keeps the
+room SETTLING until then.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
-from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue, merged
-from chitu.kv_transfer.staging.stager import Place, Stager
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, merged
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove
 from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import AuxReady, Scattered
+from chitu.protocol import AuxReady
 from chitu.protocol.states import SenderEvent, SenderState
 
 
@@ -38,8 +37,6 @@ class Visit:
     batch: TransferJob
     entry: SendEntry
     writer: DecodeWriter
-    place: Place | None = None
-    """Of what is staged."""
     unsettled: dict[bytes, SendEntry] = field(default_factory=dict)
     """Of a settle: all rooms that it is for. One whose write fails later is none of them."""
 
@@ -56,17 +53,12 @@ class Outcome:
 
 
 class PageWriter:
-    def __init__(
-        self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, queue: TransferQueue, out: TransferOutbox
-    ) -> None:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, rooms: SendRooms, out: TransferOutbox) -> None:
         self._config = config
         self._parts = parts
         self._rooms = rooms
         self._out = out
-        self.stager = Stager(config, parts, queue, out)
         self.bytes_moved = 0
-        self.bytes_staged = 0
-        """Of these: through segments."""
 
     # ------------------------------------------------------------------------------------------------------------ begin
 
@@ -87,18 +79,12 @@ class PageWriter:
             error = TransferFailed(f"{entry.data.peer.name} does not take writes")
             self._rooms.fail(batch.room, SenderEvent.WRITE_FAILED, error)
             return None
-        place: Place | None = None
-        if self.stager.wants(batch, entry.data, entry.data.peer):
-            place = self.stager.place(batch, entry.data.peer)
-            if place is None:
-                return None
-            batch = place.batch
         record, verify_kv = entry.data, self._config.verify_kv
         if verify_kv != "off" and record.kv_sums is None and record.info is not None:
             chosen = choose_pages(verify_kv, record.info.prefix_pages, len(record.dst_pages))
             record.kv_sums = RoomSums.of(chosen, writer.transport)
         record.is_in_flight = True
-        return Visit(batch, entry, writer, place)
+        return Visit(batch, entry, writer)
 
     # ----------------------------------------------------------------------------------------------- run (no lock held)
 
@@ -112,26 +98,12 @@ class PageWriter:
             if batch.is_aux:
                 assert record.info is not None
                 self._parts.aux.seal(record.aux_slot, batch.room, record.cached_tokens)
-            if visit.place is not None:
-                return self._stage(visit.place, record)
-            if batch.is_aux:
-                assert record.info is not None
                 return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
             chunks = merged(batch.chunks)
             moves = _moves(chunks, record)
             return Outcome(writer.write_pages(moves, timeout_s), self._sums(chunks, record))
         except ChituError as error:
             return Outcome(error=error)
-
-    def _stage(self, place: Place, record: SendRoom) -> Outcome:
-        """Raises ChituError."""
-        timeout_s, chunk = self._config.write_timeout_s, place.group.chunk
-        if chunk is None:
-            nbytes = place.writer.write_row(record.aux_slot, place.own_segment, place.segment.index, timeout_s)
-            return Outcome((nbytes,))
-        (move,) = _moves([chunk], record)
-        nbytes = place.writer.write_pages(move, place.own_segment, place.segment.index, timeout_s)
-        return Outcome((nbytes,), self._sums([chunk], record))
 
     def _sums(self, chunks: Sequence[TransferKVChunk], record: SendRoom) -> Int64s | None:
         """What the chosen pages of these chunks hold here; zero for the others."""
@@ -150,40 +122,19 @@ class PageWriter:
     # -------------------------------------------------------------------------------------------------------------- end
 
     def end(self, visit: Visit, outcome: Outcome) -> None:
-        room, entry, place = visit.batch.room, visit.entry, visit.place
+        room, entry = visit.batch.room, visit.entry
         peer = entry.data.peer
         assert peer is not None
         entry.data.is_in_flight = False
         if visit.batch.is_settle:
             self._settle_tried(visit, peer, outcome)
         elif outcome.error is not None:
-            self._write_failed(room, entry.data, outcome.error, peer, place)
+            self._write_failed(room, entry.data, outcome.error, peer)
         else:
             if outcome.sums is not None and entry.data.kv_sums is not None:
                 entry.data.kv_sums.sums += outcome.sums
-            if place is None:
-                self._landed(room, entry, visit.batch, outcome.bytes_per_rank)
-            elif entry.state is SenderState.TRANSFERRING:
-                self.stager.written(place, peer, entry.data, outcome.bytes_per_rank[0])
-            else:  # it failed meanwhile
-                self.stager.dropped(place, peer)
+            self._landed(room, entry, visit.batch, outcome.bytes_per_rank)
         self._rooms.release_if_settled(room)
-
-    def scattered(self, room: bytes, message: Scattered, peer: DecodePeer) -> None:
-        """A staged group is in its place at D (or its room is over there, which D says by other means)."""
-        segment = self.stager.scattered(room, message, peer)
-        entry = self._rooms.table.get(room)
-        if segment is None or segment.group is None or entry is None or entry.data.peer is not peer:
-            return
-        group = segment.group
-        nbytes = self._parts.memory.aux_row_bytes
-        if group.chunk is not None:
-            memory, layout = self._parts.memory, self._config.layout
-            nbytes = group.chunk.num_units * layout.regions_per_layer * memory.page_bytes
-        entry.data.num_staged += 1
-        self.bytes_staged += nbytes
-        batch = TransferJob(room, group.chunk is None, (group.chunk,) if group.chunk is not None else ())
-        self._landed(room, entry, batch, (nbytes,), is_staged=True)
 
     def _settle_tried(self, visit: Visit, peer: DecodePeer, outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -192,38 +143,24 @@ class PageWriter:
             return
         for room, entry in visit.unsettled.items():
             entry.data.is_unsettled = False
-            self.stager.settled(room, peer)
             self._rooms.release_if_settled(room)
         if peer.is_suspended and not self._rooms.unsettled(peer):
             peer.is_suspended = False
             self._out.log(logging.INFO, "%s takes writes again", peer.name)
 
-    def _write_failed(
-        self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer, place: Place | None
-    ) -> None:
+    def _write_failed(self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer) -> None:
         if isinstance(failure, WriteError) and not failure.settled:
             record.is_unsettled = True
-            is_out_of_reach = place is None or self.stager.write_failed(place, peer)
-            if is_out_of_reach and not peer.is_suspended:
+            if not peer.is_suspended:
                 peer.is_suspended = True
                 self._out.log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
-        elif place is not None:
-            self.stager.dropped(place, peer)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
         text = "transfer of %s failed: %s"
         self._out.log(logging.WARNING, text, record.request_id, failure.message, request_id=record.request_id)
         self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
 
-    def _landed(
-        self,
-        room: bytes,
-        entry: SendEntry,
-        batch: TransferJob,
-        bytes_per_rank: Sequence[int],
-        *,
-        is_staged: bool = False,
-    ) -> None:
-        """The logits row or the chunks of the batch are in D's memory. Of a staged row D knows before us."""
+    def _landed(self, room: bytes, entry: SendEntry, batch: TransferJob, bytes_per_rank: Sequence[int]) -> None:
+        """The logits row or the chunks of the batch are in D's memory."""
         record = entry.data
         totals = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
         record.bytes_per_rank = tuple(before + now for before, now in totals)
@@ -234,7 +171,6 @@ class PageWriter:
         if batch.is_aux:
             record.is_aux_written = True
             self._out.log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
-        if batch.is_aux and not is_staged:
             info = record.peer.info
             self._out.frame(info.endpoint, info.dst_port, room, AuxReady(self._config.incarnation))
         record.units_left -= sum(chunk.num_units for chunk in batch.chunks)

@@ -24,18 +24,19 @@ from chitu.kv_transfer.sender.page_writer import PageWriter
 from chitu.kv_transfer.sender.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.sender.send_rooms import SendRooms
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferQueue
+from chitu.kv_transfer.transport_messages import TransportMessages
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
     ClusterView,
     KVArgsRegisterInfo,
-    Scattered,
     StatusAck,
     TransferInfo,
+    TransportMessage,
     peer_codec,
 )
-from chitu.protocol.states import SegmentState, SenderEvent, SenderState
+from chitu.protocol.states import SenderEvent, SenderState
 from chitu.types import REGISTRATION_ROOM, Ready, Role, room_text
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ class PrefillSender:
         self._table = self._rooms.table
         self._feed = ChunkFeed(config, parts.clock, self._rooms, self.queue)
         self._announcements = Announcements(config, parts.clock, self._view, self._rooms, self._feed, self._out)
-        self._writer = PageWriter(config, parts, self._rooms, self.queue, self._out)
+        self._writer = PageWriter(config, parts, self._rooms, self._out)
+        self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Undecodable or misdirected frames so far."""
@@ -86,16 +88,6 @@ class PrefillSender:
     @property
     def bytes_moved(self) -> int:
         return self._writer.bytes_moved
-
-    @property
-    def bytes_staged(self) -> int:
-        """Of `bytes_moved`: through segments."""
-        return self._writer.bytes_staged
-
-    @property
-    def num_quarantined_segments(self) -> int:
-        """Of all D: a write to them may still land."""
-        return sum(peer.segments.count(SegmentState.QUARANTINED) for peer in list(self._peers.table.values()))
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
@@ -160,14 +152,14 @@ class PrefillSender:
                 if room != REGISTRATION_ROOM:
                     raise BadFrame(f"a registration in room {room_text(room)}")
                 self._on_register(message)
+            elif isinstance(message, TransportMessage):
+                self._on_transport_message(message)
             elif len(room) != 16 or room == REGISTRATION_ROOM:
                 raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
             elif isinstance(message, TransferInfo):
                 self._on_transfer_info(room, message)
             elif isinstance(message, StatusAck):
                 self._on_status_ack(room, message)
-            elif isinstance(message, Scattered):
-                self._on_scattered(room, message)
             elif isinstance(message, AbortTransfer):
                 self._on_abort(room, message)
             elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
@@ -211,13 +203,16 @@ class PrefillSender:
         with self._lock:
             self._rooms.on_abort(room, message, peer)
 
-    def _on_scattered(self, room: bytes, message: Scattered) -> None:
+    def _on_transport_message(self, message: TransportMessage) -> None:
         peer = self._peers.table.get(message.incarnation)
         if peer is None:
             self.stale_frames += 1
             return
-        with self._lock:
-            self._writer.scattered(room, message, peer)
+        self._messages.deliver(peer.info.engine_rank, message)
+
+    def _address_of(self, incarnation: int) -> tuple[str, int] | None:
+        peer = self._peers.table.get(incarnation)
+        return (peer.info.endpoint, peer.info.dst_port) if peer is not None else None
 
     def on_view(self, view: ClusterView) -> None:
         with self._lock:
@@ -232,7 +227,6 @@ class PrefillSender:
         self._next_tick_s = now_s + TICK_INTERVAL_S
         with self._lock:
             self._rooms.tick(now_s)
-            self._writer.stager.repeat(self._peers.present(), now_s)
             idle = self._peers.take_idle(entry.data.peer for _, entry in self._table.items())
         self._empty_outbox()
         for writer in idle:

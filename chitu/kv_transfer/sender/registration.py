@@ -13,15 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.errors import BadFrame, ChituError, IncompatibleLayout, TransferFailed
+from chitu.errors import BadFrame, ChituError, IncompatibleLayout
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.staging.copier import reaches_segments
-from chitu.kv_transfer.staging.granted import GrantedSegments
-from chitu.kv_transfer.staging.staged_writer import StagedWriter
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, ShardWriter, open_shards
-from chitu.kv_transfer.transports.transport import reaches_pages
 from chitu.net.sockets import check_address
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
 
@@ -36,12 +32,8 @@ class DecodePeer:
     memory: RankMemory
     """Of its main rank; the others have as many pages."""
     writer: DecodeWriter | None
-    staged_writer: StagedWriter | None = None
-    """None while `writer` is, and where all writes are direct."""
-    segments: GrantedSegments = field(default_factory=GrantedSegments)
-    """Of its staging memory, none where it has none; kept over reconnects, like its incarnation."""
     is_suspended: bool = False
-    """A write to it failed and may still land (staged: in every segment): no new write before a settle succeeded."""
+    """A write to it failed and may still land: no new write before a settle succeeded."""
     settle_due_s: float = 0.0
     """The next attempt, of whichever of its rooms is to be settled."""
 
@@ -49,11 +41,6 @@ class DecodePeer:
     """The last room that each page was announced for, over or not: no more than it has pages."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
     """The same of its aux slots."""
-
-    @property
-    def is_staged_alone(self) -> bool:
-        """Its pages and rows are never written by us."""
-        return self.memory.staging is not None and self.memory.staging.is_required
 
     @property
     def name(self) -> str:
@@ -82,7 +69,7 @@ class DecodePeers:
         if known is None:
             try:
                 memory = check_registration(info, self._config.layout, self._parts.memory)
-                peer = DecodePeer(info, memory, *self._open(info, memory), segments=GrantedSegments.of(info.segments))
+                peer = DecodePeer(info, memory, self._open(info))
             except ChituError as error:
                 refusal = error
         elif known.info != info:
@@ -108,15 +95,11 @@ class DecodePeers:
         if peer.writer is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
             return None
         try:
-            peer.writer, peer.staged_writer = self._open(peer.info, peer.memory)
+            peer.writer = self._open(peer.info)
         except ChituError as error:
             return error
         peer.is_suspended = False
         return None
-
-    def present(self) -> list[DecodePeer]:
-        """Those that are not lost."""
-        return [p for p in self.table.values() if not self._view.is_lost(p.info.engine_rank, p.info.incarnation)]
 
     def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
         """Writers to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
@@ -128,44 +111,19 @@ class DecodePeers:
                 continue
             if peer.writer is not None:
                 idle.append(peer.writer)
-                peer.writer = peer.staged_writer = None
+                peer.writer = None
             if self._view.is_replaced(rank, incarnation):
                 del self.table[incarnation]
         return idle
 
-    def _open(self, info: KVArgsRegisterInfo, theirs: RankMemory) -> tuple[DecodeWriter, StagedWriter | None]:
-        """Connect all our ranks to those of a D; with the way into its segments, where there is one. Raises
-        TransferFailed, also where D takes nothing that we could send."""
+    def _open(self, info: KVArgsRegisterInfo) -> DecodeWriter:
+        """Connect all our ranks to those of a D. Raises TransferFailed."""
         parts = self._parts
 
         def open_own() -> ShardWriter:
             return open_shards(info, self._config.layout, MAIN_RANK, parts.memory, parts.transports)
 
-        if parts.fan_out is not None or info.layout.tp_size > 1:
-            if theirs.staging is not None and theirs.staging.is_required:
-                raise TransferFailed("it takes staged transfers alone, which an instance of several TP ranks has not")
-            return (open_own() if parts.fan_out is None else parts.fan_out.open(info, open_own)), None
-        writer = open_own()
-        try:
-            return writer, self._open_staged(writer, info, theirs)
-        except ChituError:
-            writer.close()
-            raise
-
-    def _open_staged(self, writer: ShardWriter, info: KVArgsRegisterInfo, theirs: RankMemory) -> StagedWriter | None:
-        """None: every write is direct, and may be."""
-        link, staging = writer.main_link, self._parts.staging
-        has_segments = reaches_segments(link.handle, theirs) and bool(info.segments)
-        if has_segments and theirs.staging is not None and staging is not None:
-            return StagedWriter(
-                self._parts.memory, link, theirs.staging, staging, self._config.layout.regions_per_layer
-            )
-        if not reaches_pages(link.handle) or (theirs.staging is not None and theirs.staging.is_required):
-            why = (
-                "it granted us no segments" if staging is not None else "this P has pd_disaggregation.transfer: direct"
-            )
-            raise TransferFailed(f"D{info.engine_rank} takes staged transfers alone, but {why}")
-        return None
+        return open_own() if parts.fan_out is None else parts.fan_out.open(info, open_own)
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:
@@ -188,9 +146,4 @@ def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: Paged
         check_rank_memory(rank, memory, tp_size, page_bytes)
     if len({rank.num_pages for rank in info.ranks}) > 1:
         raise BadFrame(f"the ranks have {sorted({rank.num_pages for rank in info.ranks})} pages, not as many each")
-    main = next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)
-    num_segments = main.staging.num_segments if main.staging is not None else 0
-    is_sane = len(set(info.segments)) == len(info.segments)
-    if not is_sane or not all(0 <= segment < num_segments for segment in info.segments):
-        raise BadFrame(f"segments {list(info.segments)} granted of {num_segments}")
-    return main
+    return next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)

@@ -63,8 +63,6 @@ class SendRoom:
     """Moved by each of our TP ranks."""
     kv_sums: RoomSums | None = None
     """Checksums of what was written; None until the first write, and where `verify_kv` is off."""
-    num_staged: int = 0
-    """Groups that D has scattered."""
     is_kv_logged: bool = False
     is_in_flight: bool = False
     """A transfer thread is inside a transport call for this room."""
@@ -287,7 +285,6 @@ class SendRooms:
                 bytes_per_rank=record.bytes_per_rank,
                 times=record.times,
                 kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
-                num_staged=record.num_staged,
                 prompt_logprobs=record.prompt_logprobs,
             )
         else:

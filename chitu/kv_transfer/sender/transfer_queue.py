@@ -4,8 +4,7 @@ The step thread puts jobs in (`on_layer_done`), transfer threads take batches ou
 (token 1 waits for them), then rooms first come, first served; jobs of one room leave in the order in which they came,
 and a room is in the hands of one thread at most, so Success can never overtake data. Jobs of a room that wait together
 leave as one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt
-does not hold up the next aux row. What cannot be written now (no segment of D is free) is put back and parked until
-`resume`, so that no thread waits for a peer. Without `start`, `run_one` pumps the queue in the caller's thread
+does not hold up the next aux row. Without `start`, `run_one` pumps the queue in the caller's thread
 (tests).
 """
 
@@ -14,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from chitu.types import Ready
 
@@ -52,23 +51,12 @@ class TransferJob:
 @dataclass(slots=True)
 class _Pending:
     is_aux: bool = False
-    is_aux_parked: bool = False
     is_settle: bool = False
-    is_parked: bool = False
-    """Its chunks."""
     chunks: deque[TransferKVChunk] = field(default_factory=deque)
 
     @property
     def is_empty(self) -> bool:
         return not (self.is_aux or self.is_settle or self.chunks)
-
-    @property
-    def has_aux_now(self) -> bool:
-        return self.is_aux and not self.is_aux_parked
-
-    @property
-    def has_others_now(self) -> bool:
-        return (bool(self.chunks) or self.is_settle) and not self.is_parked
 
 
 Work = Callable[[TransferJob], None]
@@ -90,20 +78,6 @@ def merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
         else:
             found.append(chunk)
     return found
-
-
-def cut(chunk: TransferKVChunk, max_units: int) -> list[TransferKVChunk]:
-    """In order: a first piece of at most `max_units` (at least 1) layer pages, then what is left."""
-    layers, pages = chunk.end_layer - chunk.first_layer, chunk.end_page - chunk.first_page
-    if chunk.num_units <= max_units:
-        return [chunk]
-    if pages <= max_units:
-        border = chunk.first_layer + max_units // pages
-        return [replace(chunk, end_layer=border), replace(chunk, first_layer=border)]
-    end_layer, border = chunk.first_layer + 1, chunk.first_page + max_units
-    pieces = [replace(chunk, end_layer=end_layer, end_page=border)]
-    pieces.append(replace(chunk, end_layer=end_layer, first_page=border))
-    return pieces if layers == 1 else [*pieces, replace(chunk, first_layer=end_layer)]
 
 
 class TransferQueue:
@@ -132,27 +106,6 @@ class TransferQueue:
         with self._changed:
             self._of(room).is_settle = True
             self._changed.notify()
-
-    def put_back(self, batch: TransferJob, is_parked: bool = False) -> None:
-        """What a visit did not write is the room's first again. Parked: not before `resume`."""
-        with self._changed:
-            pending = self._of(batch.room)
-            if batch.is_aux:
-                pending.is_aux, pending.is_aux_parked = True, is_parked
-            else:
-                pending.chunks.extendleft(reversed(batch.chunks))
-                pending.is_parked = is_parked
-            self._pending.move_to_end(batch.room, last=False)
-            self._changed.notify()
-
-    def resume(self, rooms: Iterable[bytes]) -> None:
-        """What was parked of these rooms may be tried again."""
-        with self._changed:
-            for room in rooms:
-                pending = self._pending.get(room)
-                if pending is not None:
-                    pending.is_aux_parked = pending.is_parked = False
-            self._changed.notify_all()
 
     def drop(self, room: bytes) -> bool:
         """Forget what waits for a room; True where a thread is busy with it right now."""
@@ -221,15 +174,15 @@ class TransferQueue:
         for room, pending in self._pending.items():
             if room in self._busy:
                 continue
-            if pending.has_aux_now:
+            if pending.is_aux:
                 return room
-            if first is None and pending.has_others_now:
+            if first is None:
                 first = room
         return first
 
     def _batch(self, room: bytes) -> TransferJob:
         pending = self._pending[room]
-        if pending.has_aux_now:
+        if pending.is_aux:
             pending.is_aux = False
             batch = TransferJob(room, True, ())
         elif pending.chunks:

@@ -17,7 +17,14 @@ from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.plan import PageSlice, join, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.tensor_parallel.head_plan import head_copy
-from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, PeerHandle, Transport, WriteError
+from chitu.kv_transfer.transports.transport import (
+    CopyList,
+    MessagingTransport,
+    OrderedTransport,
+    PeerHandle,
+    Transport,
+    WriteError,
+)
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, RankMemory
 from chitu.types import Ready
 
@@ -88,11 +95,6 @@ class ShardWriter:
     def transport(self) -> str:
         return "+".join(sorted({link.transport.name for link in self._links}))
 
-    @property
-    def main_link(self) -> RankConnection:
-        """To D's main rank."""
-        return self._links[0]
-
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
         planned = [(link, self._plan(link, moves)) for link in self._links]
         after = [move.ready for move in moves if move.ready is not None]
@@ -157,14 +159,14 @@ def open_shards(
             heads = head_copy(layout.num_kv_heads, layout.tp_size, tp_rank, info.layout.tp_size, rank.tp_rank)
             if heads is not None:
                 part = PageSlice(*(head_bytes * number for number in heads))
-                links.append(RankConnection(rank, part, *_connect(rank, transports)))
+                links.append(RankConnection(rank, part, *_connect(rank, transports, info.incarnation)))
     except ChituError:
         ShardWriter(memory, links).close()
         raise
     return ShardWriter(memory, links, layout.regions_per_layer)
 
 
-def _connect(memory: RankMemory, transports: Sequence[Transport]) -> tuple[Transport, PeerHandle]:
+def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:
     """Connect by the first own transport (they are in order of preference) that the rank offers and that works."""
     reasons: list[str] = []
     for transport in transports:
@@ -175,9 +177,13 @@ def _connect(memory: RankMemory, transports: Sequence[Transport]) -> tuple[Trans
                 reasons.append(f"{transport.name} cannot reach {session.session_id}")
                 continue
             try:
-                return transport, transport.connect(memory, session)
+                handle = transport.connect(memory, session)
             except ChituError as error:
                 reasons.append(f"{transport.name}: {error.message}")
+                continue
+            if isinstance(transport, MessagingTransport):
+                transport.bind(handle, incarnation)
+            return transport, handle
     offered = ", ".join(session.transport for session in memory.sessions) or "none"
     mine = ", ".join(transport.name for transport in transports) or "none"
     raise TransferFailed(f"no common transport (offered: {offered}; mine: {mine}) {'; '.join(reasons)}".rstrip())

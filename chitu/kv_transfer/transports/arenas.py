@@ -1,26 +1,42 @@
-"""The ranges of a peer's memory that a transport may write: its pool, its staging memory, or both."""
+"""The ranges of a peer's memory that a transport may write: its pool, a second allocation, or both."""
 
 from __future__ import annotations
 
+from chitu.errors import TransferFailed
 from chitu.protocol import RankMemory, TransportSession
 
 MEMORY = "memory"
-"""Attribute of a session that reaches not the pool, but `STAGING` alone, or `NOTHING` (P's: nobody writes there)."""
+"""Attribute of a session that reaches not the pool, but the second allocation alone (`STAGING`), or `NOTHING` (P's:
+nobody writes there)."""
 STAGING = "staging"
 NOTHING = "nothing"
+APART = "apart"
+"""Attribute of a session: base and bytes of the second allocation, where there is one."""
 
 Arena = tuple[int, int]
 """Base and bytes."""
 
 
 def writable_arenas(memory: RankMemory, session: TransportSession) -> tuple[Arena, ...]:
-    """One or two. None where the session reaches staging memory alone and the peer has none."""
-    staging = memory.staging
-    pool = (memory.arena_base, memory.arena_bytes)
-    apart = (staging.arena_base, staging.arena_bytes) if staging is not None else None
+    """One or two. None where the session reaches a second allocation alone and the peer has none. Raises
+    TransferFailed."""
+    pool, apart = (memory.arena_base, memory.arena_bytes), _apart(session)
     if session.attributes.get(MEMORY, "") != "":
         return (apart,) if apart is not None and session.attributes[MEMORY] == STAGING else ()
-    return (pool,) if apart is None or apart == pool else (pool, apart)
+    return (pool,) if apart is None else (pool, apart)
+
+
+def _apart(session: TransportSession) -> Arena | None:
+    text = session.attributes.get(APART)
+    if text is None:
+        return None
+    try:
+        base, nbytes = (int(number) for number in text.split(":"))
+    except ValueError as error:
+        raise TransferFailed(f"session {session.session_id} has the arena {text[:80]!r}") from error
+    if min(base, nbytes) < 0 or base + nbytes >= 1 << 63:
+        raise TransferFailed(f"session {session.session_id} has an arena of {nbytes} bytes at {base:#x}")
+    return base, nbytes
 
 
 def arena_of(arenas: tuple[Arena, ...], address: int) -> Arena:

@@ -9,13 +9,14 @@ thread that builds the service. Nothing here knows rooms, pages or requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import TransferFailed
+from chitu.net.job_thread import Spawn
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 
@@ -113,6 +114,37 @@ class OrderedTransport(Protocol):
 
     def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
         """`Transport.write`, of bytes that are there once all of `after` have passed."""
+        ...
+
+
+SendToPeer = Callable[[int, bytes], None]
+"""A message to the transport of the same name of this incarnation; it may be lost, doubled or come late. Any thread, no
+lock held."""
+
+
+@runtime_checkable
+class MessagingTransport(Protocol):
+    """A transport whose two ends talk. Their messages travel on the sockets between P and D, whose other users do not
+    read them."""
+
+    def attach(self, send: SendToPeer) -> None:
+        """Before anything is connected."""
+        ...
+
+    def bind(self, peer: PeerHandle, incarnation: int) -> None:
+        """Whose memory this is. After `connect`, before the first write."""
+        ...
+
+    def on_message(self, rank: int, incarnation: int, payload: bytes) -> None:
+        """Comm thread: of a registered peer. Raises ProtocolError."""
+        ...
+
+    def fence(self, incarnation: int) -> bool:
+        """That peer is dead: nothing more is done for it. True once nothing of it is being written into our pages."""
+        ...
+
+    def start(self, spawn: Spawn) -> None:
+        """Start what it has of threads; `close` ends them."""
         ...
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.plan import require_inside
+from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.cuda_ipc.driver import IpcDriver
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time

@@ -27,9 +27,9 @@ over TCP; RDMA was never run here. What the code below is shaped by:
   settled at once. Over RDMA only a dead peer is settled.
 * `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
   just then.
-* One entry a round trip: over a real network many small pieces are slow, which is another reason for `staging/`.
+* One entry a round trip: over a real network many small pieces are slow, which is another reason for `staged/`.
 * GPU memory is registered and sent like the host's, by a build with CUDA; without it only staging memory on the host
-  can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staging/`. Both
+  can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staged/`. Both
   ways were never run here.
 * A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
 """
@@ -47,8 +47,8 @@ from typing import Any
 import numpy as np
 
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
-from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.transports.arenas import MEMORY, STAGING, Arena, arena_of, writable_arenas
+from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mooncake.closing_sockets import has_unacknowledged
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s

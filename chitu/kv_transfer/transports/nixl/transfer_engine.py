@@ -18,7 +18,7 @@ What the code below is shaped by:
 * Its progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
   period of 0: it would spin on a core of every instance for as long as that lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
-* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staging/`, whose
+* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staged/`, whose
   segments lie in the pool's arena and are registered with it, as memory of the same kind.
 """
 
@@ -38,9 +38,9 @@ from typing import Any
 import numpy as np
 
 from chitu.errors import MissingDependency, TransferFailed
-from chitu.kv_transfer.plan import Int64s, require_inside
+from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s
+from chitu.kv_transfer.transports.transport import CopyList, Int64s, PeerHandle, WriteError, pause_s
 from chitu.protocol import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Transport `shm` for pools in GPU memory: where GPUs of one host cannot map each other's memory, through the host's.
 
-D has its segments in an anonymous shared file (`staging/host_area.py`) and scatters from there. P maps that file, pins
+D has its segments in an anonymous shared file (`staged/host_area.py`) and scatters from there. P maps that file, pins
 its mapping too, and its GPU gathers straight into D's segment: one launch and one way over PCIe, no segment of its own
 and no copy of the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A write is over
 when `write` returns, so `settle` is always True. A mapping is pinned as long as it is there.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chitu.errors import ChituError, TransferFailed
-from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.transports.arenas import MEMORY, NOTHING, STAGING, writable_arenas
+from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.cuda_ipc.driver import PinDriver
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.plan import require_inside
 from chitu.kv_transfer.transports.arenas import MEMORY
+from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.host_memory import mapping_of
 from chitu.kv_transfer.transports.mapped_peers import MappedPeers
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time

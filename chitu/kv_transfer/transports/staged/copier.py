@@ -15,8 +15,7 @@ import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.transports.shm.copy_engine import CopyEngine, CopyFault
-from chitu.kv_transfer.transports.transport import CopyList, Int64s, LaunchedCopies, PeerHandle
-from chitu.protocol import RankMemory
+from chitu.kv_transfer.transports.transport import CopyList, Int64s, LaunchedCopies
 from chitu.types import Ready
 
 
@@ -77,12 +76,3 @@ class DeviceCopier:
             if inside_N.any():
                 address_N = np.where(inside_N, address_N - window.base + window.device_base(), address_N)
         return address_N
-
-
-def reaches_segments(peer: PeerHandle, memory: RankMemory) -> bool:
-    """Whether the peer's segments can be written by this connection: those in its pool's arena always, those in host
-    memory of their own where the handle says so."""
-    staging = memory.staging
-    if staging is None:
-        return False
-    return staging.arena_base == memory.arena_base or bool(getattr(peer, "reaches_host_segments", False))

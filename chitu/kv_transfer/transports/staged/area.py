@@ -1,0 +1,92 @@
+"""Staging memory of an instance: one range of registered memory, cut into segments of equal size.
+
+D grants its segments to the P of the cluster, in equal shares by engine rank; P gathers into its own ones. Built by the
+service's main thread, then read only: any thread. Source: docs/adr/0015.
+
+Invariant: a segment lies inside the area, and the area inside the allocation that the transports have registered: the
+pool's arena, behind its pages, or a host arena of its own (`host_area.py`). Nothing else has bytes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.transports.arenas import APART
+from chitu.protocol import TransportSession
+
+SEGMENTS = "segments"
+"""Attribute of D's session: base, bytes and number of its segments."""
+OWNERS = "segment_owners"
+"""And the engine ranks of the P that share them."""
+ADDRESS_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class StagingArea:
+    base: int
+    segment_bytes: int
+    num_segments: int
+    arena_base: int
+    """Of the allocation that the transports register."""
+    arena_bytes: int
+
+    def __post_init__(self) -> None:
+        is_inside = self.arena_base <= self.base and self.base + self.nbytes <= self.arena_base + self.arena_bytes
+        if self.segment_bytes < 1 or self.num_segments < 1 or not is_inside:
+            raise ValueError(
+                f"{self.num_segments} segments of {self.segment_bytes} bytes at {self.base:#x} in an arena of"
+                f" {self.arena_bytes} bytes at {self.arena_base:#x}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_segments * self.segment_bytes
+
+    def address(self, segment: int) -> int:
+        """Of the segment's first byte. IndexError for one that does not exist."""
+        if not 0 <= segment < self.num_segments:
+            raise IndexError(f"segment {segment} of {self.num_segments}")
+        return self.base + segment * self.segment_bytes
+
+    def is_in(self, memory: PagedMemory) -> bool:
+        """Whether it lies in the pool's own arena, which every transport registers anyway."""
+        return self.arena_base == memory.arena_base
+
+    def attributes(self, memory: PagedMemory, owners: Sequence[int]) -> dict[str, str]:
+        """What a session says of D's area."""
+        found = {SEGMENTS: f"{self.base}:{self.segment_bytes}:{self.num_segments}", OWNERS: ",".join(map(str, owners))}
+        return found if self.is_in(memory) else {**found, APART: f"{self.arena_base}:{self.arena_bytes}"}
+
+
+def area_of(memory: PagedMemory, base: int, segment_bytes: int, num_segments: int) -> StagingArea:
+    """The area at the tail of a pool's arena."""
+    return StagingArea(base, segment_bytes, num_segments, memory.arena_base, memory.arena_bytes)
+
+
+def share_of(num_segments: int, owners: Sequence[int], rank: int) -> range:
+    """The segments that the P of this engine rank may write: fixed, so nobody waits for a grant, and a P that is silent
+    costs the others nothing. A P that comes back gets the segments of its predecessor, which by then is dead."""
+    ranks = sorted(set(owners))
+    share = num_segments // max(1, len(ranks))
+    first = ranks.index(rank) * share if rank in ranks else 0
+    return range(first, first + share) if rank in ranks else range(0)
+
+
+def granted(session: TransportSession, rank: int) -> tuple[int, int, range] | None:
+    """Base and bytes of the segments of a D, and those that the P of this rank may write. None where there are none.
+    Raises TransferFailed for numbers that make no sense."""
+    text = session.attributes.get(SEGMENTS, "")
+    if not text:
+        return None
+    try:
+        base, segment_bytes, num_segments = (int(number) for number in text.split(":"))
+        owners = [int(number) for number in session.attributes.get(OWNERS, "").split(",") if number]
+    except ValueError as error:
+        raise TransferFailed(f"segments {text[:80]!r} of {session.session_id} are not well formed") from error
+    if min(base, segment_bytes - 1, num_segments) < 0 or base + segment_bytes * num_segments >= ADDRESS_LIMIT:
+        raise TransferFailed(f"{num_segments} segments of {segment_bytes} bytes at {base:#x} of {session.session_id}")
+    mine = share_of(num_segments, owners, rank)
+    return (base, segment_bytes, mine) if mine else None

@@ -1,0 +1,100 @@
+"""Staging of one instance, made once its pool is: which copier, which segments, and who may write them.
+
+Called by the service's main thread (`serve/scheduler.py`), before the transports know of the pool. On a GPU the driver
+and Triton are imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from chitu.config.schema import InstanceConfig, RouterConfig
+from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging_prefills
+from chitu.errors import ConfigError
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
+from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
+from chitu.kv_transfer.transports.staged.copier import DeviceCopier, HostCopier, PieceCopier
+from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.thresholds import staged_from
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import KVLayout
+from chitu.types import Role
+
+logger = logging.getLogger(__name__)
+
+
+class TransferPool(PagedMemory, Protocol):
+    """A pool with room for transports behind its pages and rows (`StagingPlan.pool_bytes`)."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def transfer_base(self) -> int: ...
+
+
+def wrap_transports(
+    transports: Sequence[Transport],
+    router: RouterConfig,
+    role: Role,
+    engine_rank: int,
+    instance: InstanceConfig,
+    pool: TransferPool,
+) -> list[Transport]:
+    """The same, or each with its writes staged. Raises ConfigError where a segment is too small, or the memory cannot
+    be had."""
+    pd, device = router.pd_disaggregation, instance.devices[0]
+    plan = plan_staging(router, role, instance)
+    is_asked = any(plan_staging(router, Role.DECODE, decode) for decode in router.decode_schedulers)
+    if instance.tp_size != 1 or role is Role.UNIFIED or not is_asked:
+        return list(transports)
+    if plan is not None:
+        _check(plan, pool)
+    arena: HostArena | None = None
+    copier: PieceCopier = HostCopier()
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if plan is not None and plan.place == "host":
+            arena = HostArena(plan.nbytes, CudaDriver(index))
+        from chitu.ops.kernels.blocks import BlockCopier  # Triton: only where there is a GPU
+
+        blocks = BlockCopier(f"cuda:{index}")
+        blocks.warm_up()
+        copier = DeviceCopier(blocks, [arena] if arena is not None else [])
+    area: StagingArea | None = None
+    if arena is not None and plan is not None:
+        area = StagingArea(arena.base, plan.segment_bytes, plan.num_segments, arena.base, arena.nbytes)
+    elif plan is not None:
+        area = area_of(pool, pool.transfer_base, plan.segment_bytes, plan.num_segments)
+    if plan is not None:
+        where = "host memory" if arena is not None else "the pool's arena"
+        logger.info("staging: %d segments of %d bytes in %s", plan.num_segments, plan.segment_bytes, where)
+    scatterer: Scatterer | None = None
+    if role is Role.DECODE and area is not None:
+        scatterer = Scatterer(pool, area, copier, staging_prefills(router))
+    end = StagingEnd(
+        pd.transfer,
+        pool,
+        copier,
+        area,
+        engine_rank,
+        scatterer,
+        arena,
+        is_pinned_late=transports[0].name == "cuda_ipc",
+        threshold=lambda transport: staged_from(transport, device, protocol_of(pd)),
+    )
+    return [StagedTransport(transport, end) for transport in transports]
+
+
+def _check(plan: StagingPlan, pool: TransferPool) -> None:
+    """A page of one layer and a logits row fit into a segment."""
+    least = max(pool.layout.regions_per_layer * pool.page_bytes, pool.aux_row_bytes)
+    if plan.segment_bytes < least:
+        raise ConfigError(
+            f"dp_config.router.pd_disaggregation.staging_segment_mb: {plan.segment_bytes} bytes hold no page of a layer"
+            f" or no logits row, {least} bytes of this model: raise it"
+        )

@@ -1,0 +1,331 @@
+"""A transport that stages the writes of another one: gather, one large write into a segment of the peer, scatter there.
+
+It goes by the wrapped transport's name, since peers choose by it, and all bytes travel through that one. A write is cut
+into groups of at most a segment; while the peer scatters one the next is gathered and written. `write` returns when
+the peer has answered the last of them, so a staged write means what a direct one does: every byte is in its place.
+Where it does not return in time, bytes may still come to their places; `settle` is True once the wrapped transport has
+settled and the peer has answered every group. Small writes are direct where they may be (`thresholds.py`).
+
+P has a `Gatherer`, D a `Scatterer`; all staged transports of a process share it. Source: docs/adr/0015.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from chitu.errors import BadFrame, ChituError, TransferFailed
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.transports.arenas import APART
+from chitu.kv_transfer.transports.copies import as_array
+from chitu.kv_transfer.transports.staged.area import StagingArea, granted
+from chitu.kv_transfer.transports.staged.copier import PieceCopier
+from chitu.kv_transfer.transports.staged.gatherer import Gatherer, SentGroup, StagedPeer, TargetSegments
+from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.staged.messages import Group, decode
+from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.thresholds import StagedFrom, staged_from
+from chitu.kv_transfer.transports.transport import (
+    CopyList,
+    Int64s,
+    OrderedTransport,
+    PeerHandle,
+    SendToPeer,
+    Transport,
+    WriteError,
+    gathers,
+    reaches_pages,
+)
+from chitu.net.job_thread import Spawn
+from chitu.protocol import RankMemory, TransportSession
+from chitu.types import Ready
+
+logger = logging.getLogger(__name__)
+
+TransferWay = Literal["auto", "direct", "staged"]
+
+
+@dataclass(slots=True)
+class StagingEnd:
+    """What the staged transports of a process have in common."""
+
+    way: TransferWay
+    """As configured, not `direct`."""
+    memory: PagedMemory
+    copier: PieceCopier
+    area: StagingArea | None
+    """D: what it grants. P: what it gathers into; None where its transports gather by themselves."""
+    rank: int = 0
+    """Ours: P's tells it which segments of a D are its own."""
+    scatterer: Scatterer | None = None
+    """D's."""
+    arena: HostArena | None = None
+    """Of the area, where that lies apart from the pool."""
+    is_pinned_late: bool = False
+    """At the first copy, since it may never be needed."""
+    threshold: Callable[[str], StagedFrom] = lambda transport: staged_from(transport, "cpu")
+    """By the wrapped transport's name."""
+    gatherer: Gatherer = field(init=False)
+    num_users: int = 0
+    """Transports that are not closed."""
+
+    def __post_init__(self) -> None:
+        self.gatherer = Gatherer(self.area if self.scatterer is None else None)
+
+
+class StagedTransport:
+    """See `kv_transfer.transports.transport`: a `Transport`, an `OrderedTransport` and a `MessagingTransport`."""
+
+    gathers = False
+
+    def __init__(self, inner: Transport, end: StagingEnd) -> None:
+        self.inner = inner
+        self.end = end
+        self._threshold = end.threshold(inner.name)
+        self._send: SendToPeer = lambda incarnation, payload: None
+        self._is_closed = False
+        end.num_users += 1
+        self.bytes_staged = 0
+        """Written through segments. For tests and benchmarks."""
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    # --------------------------------------------------------------------------------------------- memory and sessions
+
+    def register(self, base: int, nbytes: int) -> None:
+        """The area goes with the pool, also where it lies apart. A transport that can use nothing else stays."""
+        area = self.end.area
+        apart = area if area is not None and not area.is_in(self.end.memory) else None
+        failure: ChituError | None = None
+        try:
+            self.inner.register(base, nbytes)
+        except ChituError as error:
+            failure = error
+        if apart is not None:
+            try:
+                self.inner.register(apart.arena_base, apart.arena_bytes)
+                if self.end.arena is not None and not self.end.is_pinned_late:
+                    self.end.arena.device_base()
+                if failure is not None:
+                    logger.warning("transport %s stages everything: %s", self.name, failure.message)
+                return
+            except ChituError as error:
+                failure = failure or (None if self.end.is_pinned_late else error)
+        if failure is not None:
+            raise failure
+
+    def local_session(self) -> TransportSession:
+        session, area = self.inner.local_session(), self.end.area
+        if self.end.scatterer is None or area is None:
+            return session
+        offered = area.attributes(self.end.memory, self.end.scatterer.owners)
+        return TransportSession(session.transport, session.session_id, {**session.attributes, **offered})
+
+    def can_reach(self, session: TransportSession) -> bool:
+        return self.inner.can_reach(session)
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> StagedPeer:
+        """Raises TransferFailed where we cannot write to its pages, and may not or cannot write to segments of it."""
+        found, own = granted(session, self.end.rank), self.end.gatherer.area
+        inner = self.inner.connect(memory, session)
+        is_reachable = APART not in session.attributes or bool(getattr(inner, "reaches_host_segments", False))
+        segments: TargetSegments | None = None
+        if found is not None and is_reachable and (own is not None or gathers(self.inner)):
+            base, segment_bytes, mine = found
+            group_bytes = segment_bytes if own is None else min(segment_bytes, own.segment_bytes)
+            segments = TargetSegments(base, segment_bytes, group_bytes, deque(mine))
+        if segments is None and not reaches_pages(inner):
+            self.inner.disconnect(inner)
+            raise TransferFailed(f"{self.name}: {session.session_id} takes staged writes alone, and granted us none")
+        must_stage = segments is not None and (self.end.way == "staged" or not reaches_pages(inner))
+        if segments is not None:
+            what = "all writes" if must_stage else f"writes of {self._threshold.pieces} pieces or more"
+            text = "%s to %s: %s are staged, in %d segments of %d bytes"
+            logger.info(text, self.name, session.session_id, what, len(segments.free), segments.group_bytes)
+        return StagedPeer(inner, segments, must_stage)
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, StagedPeer)
+        self.end.gatherer.forget(peer)
+        self.inner.disconnect(peer.inner)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.end.scatterer is not None:
+            self.end.scatterer.close()
+        self.inner.close()
+        self.end.num_users -= 1
+        if self.end.arena is not None and not self.end.num_users:
+            self.end.arena.close()
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def attach(self, send: SendToPeer) -> None:
+        self._send = send
+
+    def bind(self, peer: PeerHandle, incarnation: int) -> None:
+        assert isinstance(peer, StagedPeer)
+        peer.incarnation, peer.send = incarnation, self._send
+
+    def on_message(self, rank: int, incarnation: int, payload: bytes) -> None:
+        message, scatterer = decode(payload), self.end.scatterer
+        if not isinstance(message, Group):
+            self.end.gatherer.on_message(incarnation, message)
+        elif scatterer is not None:
+            scatterer.on_message(rank, incarnation, message, self._send)
+        else:
+            raise BadFrame("a staged group for an instance without segments")
+
+    def fence(self, incarnation: int) -> bool:
+        return self.end.scatterer is None or self.end.scatterer.fence(incarnation)
+
+    def start(self, spawn: Spawn) -> None:
+        if self.end.scatterer is not None:
+            self.end.scatterer.start(spawn)
+
+    def scatter_one(self) -> bool:
+        """D's scattering thread by hand: one group, where one waits."""
+        return self.end.scatterer is not None and self.end.scatterer.jobs.run_one()
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        self.write_after(peer, copies, (), timeout_s)
+
+    def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+        assert isinstance(peer, StagedPeer)
+        is_small = not peer.must_stage and not self._threshold.is_met(len(copies.src), copies.nbytes)
+        if peer.segments is None or is_small:
+            self._write_inner(peer, copies, after, timeout_s)
+        else:
+            self._stage(peer, peer.segments, copies, after, timeout_s)
+
+    def _write_inner(self, peer: StagedPeer, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
+        if isinstance(self.inner, OrderedTransport):
+            self.inner.write_after(peer.inner, copies, after, timeout_s)
+            return
+        for ready in after:
+            ready.synchronize()
+        self.inner.write(peer.inner, copies, timeout_s)
+
+    def _stage(
+        self, peer: StagedPeer, segments: TargetSegments, copies: CopyList, after: Sequence[Ready], timeout_s: float
+    ) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        gatherer, sent = self.end.gatherer, list[SentGroup]()
+        failure: ChituError | None = None
+        try:
+            for group in groups_of(copies, segments.group_bytes):
+                sent.append(self._put(peer, segments, group, after, sent, deadline_s))
+        except ChituError as error:
+            failure = error
+        left_s = max(0.0, deadline_s - time.monotonic())
+        gatherer.wait(lambda: all(group.answer is not None for group in sent), sent, left_s)
+        is_settled = not gatherer.give_up(segments, sent)
+        if isinstance(failure, WriteError):
+            raise WriteError(failure.message, settled=failure.settled and is_settled) from failure
+        if failure is not None or not is_settled:
+            text = failure.message if failure is not None else "the peer did not scatter"
+            raise WriteError(f"{self.name}: writing to {peer.session_id}: {text} in {timeout_s} s", settled=is_settled)
+        errors = [told.answer.error for told in sent if told.answer is not None and told.answer.error]
+        if errors:
+            raise WriteError(f"{self.name}: {peer.session_id} could not scatter: {errors[0]}", settled=True)
+        self.bytes_staged += copies.nbytes
+
+    def _put(
+        self,
+        peer: StagedPeer,
+        segments: TargetSegments,
+        copies: CopyList,
+        after: Sequence[Ready],
+        sent: Sequence[SentGroup],
+        deadline_s: float,
+    ) -> SentGroup:
+        """Gather and write one group, and tell the peer. Raises WriteError, or another ChituError before anything was
+        written."""
+        gatherer = self.end.gatherer
+        segment = gatherer.take(segments, sent, deadline_s - time.monotonic())
+        if segment is None:
+            raise TransferFailed("no segment was free")
+        is_settled = True
+        try:
+            self._fill(peer, segments.address(segment), copies, after, sent, deadline_s)
+        except ChituError as error:
+            is_settled = not isinstance(error, WriteError) or error.settled
+            gatherer.dropped(segments, segment, is_settled)
+            raise
+        target_N, length_N = (np.asarray(column, dtype="<i8") for column in (copies.dst, copies.length))
+        return gatherer.tell(peer, segment, target_N.tobytes(), length_N.tobytes())
+
+    def _fill(
+        self,
+        peer: StagedPeer,
+        target: int,
+        copies: CopyList,
+        after: Sequence[Ready],
+        sent: Sequence[SentGroup],
+        deadline_s: float,
+    ) -> None:
+        gatherer, own = self.end.gatherer, self.end.gatherer.area
+        if gathers(self.inner) or own is None:
+            self._write_inner(peer, packed(copies, target), after, max(0.0, deadline_s - time.monotonic()))
+            return
+        number = gatherer.take_own(sent, deadline_s - time.monotonic())
+        if number is None:
+            raise TransferFailed("no segment of our own was free")
+        try:
+            self.end.copier.copy(packed(copies, own.address(number)), after)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TransferFailed("gathering was not over")
+            self.inner.write(peer.inner, CopyList((own.address(number),), (target,), (copies.nbytes,)), left_s)
+        finally:
+            gatherer.give_own(number)
+
+    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+        assert isinstance(peer, StagedPeer)
+        deadline_s = time.monotonic() + timeout_s
+        segments = peer.segments
+        doubtful, given_up = (list(segments.doubtful), list(segments.given_up)) if segments is not None else ([], [])
+        if not self.inner.settle(peer.inner, timeout_s):
+            return False
+        if segments is None:
+            return True
+        self.end.gatherer.settled(segments, doubtful)
+        for group in given_up:
+            group.send()
+        left_s = max(0.0, deadline_s - time.monotonic())
+        return self.end.gatherer.wait(lambda: all(group.answer is not None for group in given_up), (), left_s)
+
+
+def packed(copies: CopyList, base: int) -> CopyList:
+    """The same pieces to `base` and behind it, without gaps."""
+    length_N: Int64s = np.asarray(copies.length, dtype=np.int64)
+    return CopyList(copies.src, as_array(base + np.cumsum(length_N) - length_N), copies.length)
+
+
+def groups_of(copies: CopyList, nbytes: int) -> Iterator[CopyList]:
+    """The same bytes in lists of at most `nbytes` each; pieces are cut only where one alone is longer."""
+    src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
+    parts_N = -(-length_N // nbytes)
+    piece_N = np.repeat(np.arange(len(length_N)), parts_N)
+    offset_N = (np.arange(len(piece_N)) - np.repeat(np.cumsum(parts_N) - parts_N, parts_N)) * nbytes
+    src_N, dst_N = src_N[piece_N] + offset_N, dst_N[piece_N] + offset_N
+    length_N = np.minimum(length_N[piece_N] - offset_N, nbytes)
+    end_N = np.cumsum(length_N)
+    first = done = 0
+    while first < len(length_N):
+        end = int(np.searchsorted(end_N, done + nbytes, side="right"))
+        part = slice(first, end)
+        yield CopyList(as_array(src_N[part]), as_array(dst_N[part]), as_array(length_N[part]))
+        first, done = end, int(end_N[end - 1])
