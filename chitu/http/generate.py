@@ -26,10 +26,10 @@ from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import (
     ID_PREFIXES,
+    AnswerFormat,
     ChatFormat,
     CompletionFormat,
     FinishedChoice,
-    ResponseFormat,
     UsageCount,
 )
 from chitu.http.token_logprobs import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs
@@ -128,13 +128,13 @@ class GenerationRoutes:
     def answer_responses(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
         return self._answer(exchange, scope, request_id, self._parser.responses, self._responses_format)
 
-    def _completion_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+    def _completion_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
         return CompletionFormat(request_id, created_s, self._model.name, job.options.include_usage)
 
-    def _chat_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+    def _chat_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
         return ChatFormat(request_id, created_s, self._model.name, job.options.include_usage)
 
-    def _responses_format(self, job: Job, request_id: str, created_s: int) -> ResponseFormat:
+    def _responses_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
         return ResponsesFormat(request_id, created_s, self._model.name, job.echo)
 
     async def _answer(
@@ -143,7 +143,7 @@ class GenerationRoutes:
         scope: Scope,
         request_id: str,
         parse: Callable[[bytes, Exchange], Awaitable[Job]],
-        make_format: Callable[[Job, str, int], ResponseFormat],
+        make_format: Callable[[Job, str, int], AnswerFormat],
     ) -> None:
         choices: list[Choice] = []
         wakeup = Wakeup()
@@ -268,7 +268,7 @@ class GenerationRoutes:
     # ------------------------------------------------------------------------------------------------------- answering
 
     async def _collect(
-        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: AnswerFormat
     ) -> None:
         options = job.options
         texts: list[list[str | MessageDelta]] = [[] for _ in choices]
@@ -312,7 +312,7 @@ class GenerationRoutes:
         exchange.answer(200, form.full([finished[i] for i in kept], self._usage(job, choices)))
 
     async def _stream(
-        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: ResponseFormat
+        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: AnswerFormat
     ) -> None:
         """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
         open_choices = list(enumerate(choices))
@@ -364,7 +364,7 @@ class GenerationRoutes:
             echoed.begin_output(len(prompt.echo), self._model.tokenizer.detokenizer(options.skip_special_tokens))
 
     def _append_events(
-        self, events: list[bytes], index: int, choice: Choice, form: ResponseFormat, options: OutputOptions
+        self, events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions
     ) -> None:
         generation, decoder = choice.generation, choice.decoder
         reason = generation.finish.reason if generation.finish is not None else None

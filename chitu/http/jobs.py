@@ -17,6 +17,7 @@ from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_
 from chitu.http.body_threads import BodyThreads, wait
 from chitu.http.exchange import Exchange
 from chitu.http.grammar_fields import grammar_of
+from chitu.http.messages.forced import forced_calls
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
@@ -187,6 +188,8 @@ class JobParser:
             job = self._chat_job(chat, frame, warnings)
         except InvalidRequest as error:
             raise own_error(error) from None
+        if job.grammar_param is not None:
+            job.grammar_param = own_error(InvalidRequest("", job.grammar_param)).param
         job.echo = echo_of(body)
         job.options.include_usage = True
         return job
@@ -198,9 +201,14 @@ class JobParser:
             **template_variables(body.chat_template_kwargs),
         }
         tools = chosen_tools(body)
-        text = self._model.render(chat_messages(body.messages), variables, warnings, tools)
-        plan = self._model.message_plan(body, text, tools)
-        job = self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings)
+        text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
+        plan, call = self._model.message_plan(body, text, tools.offered), None
+        if tools.enforced and plan is not None and plan.calls is not None:
+            call = forced_calls(plan.calls, tools.enforced, plan.is_parallel)
+        job = self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings, call)
+        if plan is not None and job.samplings[0].grammar is not None:
+            # The grammar holds from the first token on, so there is no reasoning, even if the prompt ends within it.
+            plan = plan._replace(reasoning=None, is_reasoning=False)
         job.plan = plan
         return job
 
@@ -212,6 +220,7 @@ class JobParser:
         frame: _Frame,
         default_tokens: int | None,
         warnings: list[str],
+        call: Grammar | None = None,
     ) -> Job:
         options = output_options(body)
         wanted = wanted_tokens(body)
@@ -221,7 +230,7 @@ class JobParser:
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
-        grammar, grammar_param = grammar_of(body) or (None, None)
+        grammar, grammar_param = grammar_of(body, call) or (None, None)
         bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []
         samplings = []

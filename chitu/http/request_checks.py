@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -150,14 +150,20 @@ def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     return list(offered.values())
 
 
-def chosen_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """What the body offers the model; None where it offers nothing, or forbids calls. InvalidRequest for a choice that
-    is none, or cannot be had."""
+class ChosenTools(NamedTuple):
+    offered: list[dict[str, Any]] | None
+    """What the prompt has; None if the body offers nothing, or forbids calls."""
+    enforced: list[dict[str, Any]]
+    """The answer is a call of one of them; empty: the model is free."""
+
+
+def chosen_tools(body: ChatBody) -> ChosenTools:
+    """The tools of the body, by its `tool_choice`. InvalidRequest for a choice that names no tool."""
     tools, choice = offered_tools(body.tools), body.tool_choice
     if choice is None or choice == "auto":
-        return tools
+        return ChosenTools(tools, [])
     if choice == "none":
-        return None
+        return ChosenTools(None, [])
     if isinstance(choice, str) and choice not in TOOL_CHOICES:
         raise InvalidRequest(
             f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or a function of tools, not {choice[:40]!r}",
@@ -165,7 +171,14 @@ def chosen_tools(body: ChatBody) -> list[dict[str, Any]] | None:
         )
     if not tools:
         raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
-    raise InvalidRequest("tool_choice: only 'auto' and 'none' are supported yet", "tool_choice")
+    if isinstance(choice, str):
+        return ChosenTools(tools, tools)
+    if choice.type != "function":
+        raise InvalidRequest(f"tool_choice.type must be 'function', not {choice.type[:40]!r}", "tool_choice.type")
+    named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+    if not named:
+        raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")
+    return ChosenTools(tools, named)
 
 
 def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:

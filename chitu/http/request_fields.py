@@ -197,7 +197,7 @@ FIELDS: tuple[Field, ...] = (
         (
             "tool_choice",
             "`auto` (default; what the model writes as a call of one of `tools` is one), `none` (the prompt has no "
-            "tools); `required` or a function are refused yet",
+            "tools), `required` or a function: the answer is a call, or with `required` several, of their schemas",
         ),
         ("tool_choice.type", "`function`"),
         ("tool_choice.function", ""),
@@ -252,7 +252,8 @@ FIELDS: tuple[Field, ...] = (
         ("reasoning.effort", "as `reasoning_effort` of a chat"),
         ("text", ""),
         ("text.format", ""),
-        ("text.format.type", "`text`"),
+        ("text.format.type", "`text`, `json_object` or `json_schema`"),
+        ("text.format.schema", "of `json_schema`: the answer follows it"),
         ("metadata", "to 16 texts; repeated in the answer"),
         ("chat_template_kwargs", "as of a chat"),
     ),
@@ -271,6 +272,9 @@ FIELDS: tuple[Field, ...] = (
         ("reasoning.summary", "reasoning is given as it is"),
         ("reasoning.generate_summary", "the same"),
         ("text.verbosity", ""),
+        ("text.format.name", ""),
+        ("text.format.description", ""),
+        ("text.format.strict", "the answer always follows the schema"),
         ("tools[].strict", "arguments follow the schema where a call is enforced, and only there"),
         ("user", ""),
         ("safety_identifier", ""),

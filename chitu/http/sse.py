@@ -44,7 +44,7 @@ class FinishedChoice(NamedTuple):
     """None where they were not asked for."""
 
 
-class ResponseFormat(Protocol):
+class AnswerFormat(Protocol):
     """One response's bodies: `CompletionFormat`, `ChatFormat` or `ResponsesFormat`. `logprobs`: JSON."""
 
     @property

@@ -11,13 +11,14 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import jsonschema_rs
 import msgspec
 import numpy as np
 import openai
+import pydantic
 import pytest
 import torch
 import transformers
@@ -40,6 +41,10 @@ CLOSE = 1e-4
 KINDS = ["shm", "mooncake", "tp", "unified"]
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
+TEMPLATE = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
+{%- if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}<think>
+"""
+"""Calls as Hermes, and every answer begins with reasoning."""
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5, "top_p": 0.9},
@@ -50,7 +55,9 @@ SAMPLINGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB}
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
+    folder = make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +343,37 @@ def test_every_answer_to_a_hundred_random_schemas_is_valid(
             return await asyncio.gather(*(ask(client, seed) for seed in range(part, 100, len(KINDS))))
 
     assert len(set(asyncio.run(ask_all()))) > 12, "the schemas say what the answers are, and nothing is drawn"
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+    days: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["shm"], indirect=True)
+def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_a_class(client: openai.OpenAI) -> None:
+    names = ("weather", "forecast")
+    tools = [openai.pydantic_function_tool(Weather, name=name) for name in names]
+    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "temperature": 1.0}
+    for seed in range(2):
+        asked = {**chat, "seed": seed, "tools": tools, "max_tokens": 900}
+        named = {"type": "function", "function": {"name": "forecast"}}
+        for choice, parallel in (("required", False), ("required", True), (named, False)):
+            body = {**asked, "tool_choice": choice, "parallel_tool_calls": parallel}
+            with client.chat.completions.stream(**body) as stream:
+                streamed = stream.until_done().get_final_completion()
+            for answer in (client.chat.completions.parse(**body), streamed):
+                message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+                assert message.tool_calls and not message.content and reason == "tool_calls", answer
+                assert parallel or len(message.tool_calls) == 1
+                for call in message.tool_calls:
+                    assert isinstance(call.function.parsed_arguments, Weather)
+                    assert call.function.name in (names if choice == "required" else names[1:])
+        parsed = client.chat.completions.parse(**chat, seed=seed, max_tokens=900, response_format=Weather)
+        assert isinstance(parsed.choices[0].message.parsed, Weather)
+        response = client.responses.parse(model="m", input="abc", max_output_tokens=900, text_format=Weather)
+        assert isinstance(response.output_parsed, Weather), response
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: 
     assert [event for part in parts_of(stream, cuts) for event in parser.feed(part)] == texts
 
 
-def streamed(form: sse.ResponseFormat, texts: list[str]) -> bytes:
+def streamed(form: sse.AnswerFormat, texts: list[str]) -> bytes:
     """A response as the router writes it."""
     deltas = [form.delta(0, text, None) for text in texts]
     end = [form.last(0, "!", "stop", None), form.usage(sse.UsageCount(7, 3, 0)), sse.DONE]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
+from chitu.http.messages.forced import forced_calls
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
@@ -23,6 +25,7 @@ from chitu.http.messages.reasoning import MARKS, MAX_SPACE_CHARS, ReasoningMarks
 from chitu.http.request_bodies import ChatBody
 from chitu.http.request_checks import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.sampling_fields import OutputOptions
+from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
 from chitu.tokenizer.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
@@ -342,19 +345,53 @@ def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:
         assert chat_messages(given.messages)[0]["tool_calls"][0]["function"]["arguments"] == expected
 
 
+@pytest.mark.parametrize("calls", KNOWN.values())
+def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
+    grammar = forced_calls(calls, tools, True)
+    record = msgspec.json.decode(grammar.text, type=ToolCalls)
+    assert (
+        grammar.kind == "tool_calls"
+        and record.is_required
+        and [*map(bytes, (c.schema for c in record.calls))] == [b'{"type":"object"}'] * len(tools)
+    )
+    assert all(call.begin.startswith(record.trigger) for call in record.calls)
+    written = [call.begin + ADD + call.end for call in record.calls]
+    text = record.separator.join(written if record.is_parallel else written[:1])
+    for streamed in (True, False):
+        expected = [(name, ADD) for name in sorted(NAMES)][: len(written) if record.is_parallel else 1]
+        assert read(plan(calls, streamed), text, 3) == ("", "", expected)
+    assert not msgspec.json.decode(forced_calls(calls, tools, False).text, type=ToolCalls).is_parallel
+
+
+def test_what_cannot_be_enforced_is_refused() -> None:
+    for parameters in ({"type": "array"}, {"enum": ["x" * MAX_GRAMMAR_CHARS]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        with pytest.raises(InvalidRequest) as raised:
+            forced_calls(HermesParser, [tool], True)
+        assert raised.value.param == "tools"
+
+
 def test_mistrals_ids_are_what_its_template_takes() -> None:
     calls = joined(parts(plan(MistralParser), "[TOOL_CALLS]add{}", 4))
     assert isinstance(calls, MessageDelta) and len(calls.calls[0].id) == 9 and calls.calls[0].id.isalnum()
 
 
 def test_a_choice_of_tools_is_served_or_refused_by_name() -> None:
-    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) is None
-    assert chosen_tools(body(tool_choice="auto")) is None
-    assert len(chosen_tools(body(tools=[TOOL])) or ()) == 1
+    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) == (None, [])
+    assert chosen_tools(body(tool_choice="auto")).offered is None
+    assert [len(tools or ()) for tools in chosen_tools(body(tools=[TOOL]))] == [1, 0]
+    two = [TOOL, {"type": "function", "function": {"name": "other"}}]
+    offered, enforced = chosen_tools(body(tools=two, tool_choice="required"))
+    assert offered == enforced and len(enforced) == 2
+    named = {"type": "function", "function": {"name": "other"}}
+    offered, enforced = chosen_tools(body(tools=two, tool_choice=named))
+    assert offered is not None and enforced == offered[1:]
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "requird"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "function": {"name": "f"}}}, "tool_choice.type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type"),
     ):

@@ -73,6 +73,10 @@ def object_head(text: str) -> HeadFound:
     return CallHead(name, at - 1, 1)
 
 
+def json_text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
 class CallParser(abc.ABC):
     """One per choice: `push` its text, then `finish`."""
 
@@ -80,6 +84,10 @@ class CallParser(abc.ABC):
     """They begin a call in free text."""
     needed: ClassVar[tuple[str, ...]] = ()
     """Texts without which calls are not found, and which may be special tokens."""
+    trigger: ClassVar[str]
+    """What every call that `written` gives begins with."""
+    separator: ClassVar[str | None] = None
+    """Between calls; None: an answer has one at most, if it is made to have one."""
     end_mark: ClassVar[str] = ""
     """Behind each call; empty: none."""
     takes_any_order: ClassVar[bool] = False
@@ -133,6 +141,11 @@ class CallParser(abc.ABC):
     @abc.abstractmethod
     def _between(self, text: str) -> str:
         """Behind a call: a state, as below."""
+
+    @classmethod
+    @abc.abstractmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        """What stands ahead of the arguments of a call, as the model writes it, and behind."""
 
     def _find_head(self, text: str) -> HeadFound:
         return object_head(text)

@@ -6,15 +6,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser, json_text
 
 
 class LlamaParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
 
+    trigger: ClassVar[str] = "{"
+    separator: ClassVar[str | None] = "; "
+
     def __init__(self, names: Collection[str], is_streamed: bool, is_parallel: bool) -> None:
         super().__init__(names, is_streamed, is_parallel)
         self._state = self._at_start
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {json_text(name)}, "parameters": ', "}"
 
     def _at_start(self, text: str) -> str:
         rest = text.lstrip()

@@ -7,7 +7,7 @@ import os
 import re
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import CallHead, CallParser, HeadFound, object_head
+from chitu.http.messages.call_parser import CallHead, CallParser, HeadFound, json_text, object_head
 
 MARK = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([^\s\[{\"]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -19,6 +19,12 @@ class MistralParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = (MARK,)
 
     needed: ClassVar[tuple[str, ...]] = (MARK,)
+
+    trigger: ClassVar[str] = MARK
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'{MARK} [{{"name": {json_text(name)}, "arguments": ', "}]"
 
     def _find_head(self, text: str) -> HeadFound:
         opened = _ARRAY.match(text)

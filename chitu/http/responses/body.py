@@ -5,7 +5,7 @@ All other fields that clients have are in `request_fields.py`, as those of the o
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -81,7 +81,12 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["text"])]
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
+    # without effect
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Answers and server-sent events of `/v1/responses`, as bytes. Pure; a `ResponseFormat` beside those in `sse.py`.
+"""Answers and server-sent events of `/v1/responses`, as bytes. Pure; an `AnswerFormat` beside those in `sse.py`.
 
 What a chat's message has is here a list of items: reasoning, message, function calls, each opened, filled and closed by
 events of its own. The last event is the whole answer.

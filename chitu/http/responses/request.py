@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
+
 from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import (
     CalledFunction,
@@ -16,7 +18,9 @@ from chitu.http.request_bodies import (
     ChatMessage,
     ChosenFunction,
     ChosenTool,
+    JsonSchemaFormat,
     MessageToolCall,
+    ResponseFormat,
     Tool,
     ToolFunction,
 )
@@ -27,6 +31,7 @@ _NAMES = (
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"response_format(\.json_schema)?"), "text.format"),
 )
 """Fields of a chat, and what they were made of."""
 
@@ -54,8 +59,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         messages += _messages(body.input)
     chosen = body.tool_choice
     choice = ChosenTool(chosen.type, ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise InvalidRequest("text.format.type: only 'text' is supported yet", "text.format.type")
+    text = body.text.format if body.text is not None else None
     return ChatBody(
         model=body.model,
         messages=messages,
@@ -65,6 +69,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         stream=body.stream,
         tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
         tool_choice=choice,
+        response_format=ResponseFormat(text.type, JsonSchemaFormat(text.schema)) if text is not None else None,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
@@ -135,9 +140,17 @@ def echo_of(body: ResponsesBody) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format_of(body)},
         "truncation": "disabled",
         "store": False,
         "background": False,
         "previous_response_id": None,
     }
+
+
+def _format_of(body: ResponsesBody) -> dict[str, Any]:
+    given = body.text.format if body.text is not None else None
+    if given is None:
+        return {"type": "text"}
+    fields = {"name": given.name, "description": given.description, "strict": given.strict, "schema": given.schema}
+    return {"type": given.type, **{name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)}}

@@ -1,0 +1,34 @@
+"""The grammar of an answer that must be a call (`tool_choice`: `required`, or a function). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.messages.call_parser import CallParser
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
+
+
+def forced_calls(parser: type[CallParser], tools: Sequence[dict[str, Any]], is_parallel: bool) -> Grammar:
+    """A call of one of `tools`, as the chat template takes them, in the format that the parser reads; several with
+    `is_parallel`, where the format has that. InvalidRequest for parameters that are no object, or too long a schema."""
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        if schema["type"] != "object":
+            name = f"tools: the parameters of {function['name']!r}"
+            raise InvalidRequest(f"{name} must be of type 'object' where a call is enforced", "tools")
+        begin, end = parser.written(function["name"])
+        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end))
+    several = is_parallel and parser.separator is not None
+    record = ToolCalls(tuple(calls), parser.trigger, True, several, parser.separator or "")
+    text = msgspec.json.encode(record).decode()
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"tools: {len(text)} characters of JSON; a call can be enforced of at most {MAX_GRAMMAR_CHARS}", "tools"
+        )
+    return Grammar("tool_calls", text)
