@@ -85,7 +85,7 @@ def test_an_answer_is_what_the_router_streamed(
 def test_an_error_in_the_middle_keeps_what_came() -> None:
     form = sse.ChatFormat("r", 0, "m", True)
     answer = Answer("r")
-    piece = AnswerReader(answer).feed(form.delta(0, "half an", None) + sse.error_event(DecodeLost("D0 is gone")))
+    piece = AnswerReader(answer).feed(form.delta(0, "half an", None) + form.error(DecodeLost("D0 is gone")))
     assert piece == answer.text == "half an"
     assert isinstance(answer.error, DecodeLost)
     assert answer.error.message == "D0 is gone"
