@@ -28,6 +28,8 @@ from chitu.testing.clock import FakeClock
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 
+FIRST_ROUTER = 1
+"""Its incarnation."""
 TURN_S = 0.01
 MAX_LIVE_REQUESTS = 12
 
@@ -55,7 +57,7 @@ class Cluster(ABC):
         self.reports: deque[Callable[[], None]] = deque()
         """Instances -> router, in order; they wait while it is away."""
         self.is_router_alive = True
-        self.router_incarnation = 1
+        self.router_incarnation = FIRST_ROUTER
         self.view_version = 0
         self.told_dead: tuple[int, ...] = ()
         """What launchers told the present router."""
@@ -235,6 +237,9 @@ class Cluster(ABC):
             process.is_frozen = process.is_slow = process.is_deaf = False
         self.fabric._faults.clear()
         self.interruptions.clear()
+        if self.router_incarnation != FIRST_ROUTER:
+            # Which of two lives came first, views of two routers need not say: launchers do.
+            self.tell_deaths()
         self.turns(3)  # all join again
         start_s = self.clock.monotonic()
         while self.leftovers():
