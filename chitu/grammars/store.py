@@ -75,9 +75,8 @@ class GrammarStore:
             outcome = self._ready_compiler().compile(grammar)
         except ChituError as error:
             outcome = error
-        except (
-            BaseException
-        ) as error:  # what the library does not take, down to a panic of it, costs this request alone
+        except BaseException as error:
+            # What the library does not take, down to a panic of it, costs this request alone.
             outcome = InvalidRequest(f"{grammar.kind}: it cannot be compiled ({type(error).__name__})")
         with self._lock:
             self._running.pop(grammar, None)
