@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 REPORT_S = 0.5
-"""Who has not answered by then is shown as it last did."""
+"""A process that has not answered by then is shown as it last did."""
 BEHIND_S = 0.01
 """Until one that has not the newest view is asked again."""
 ANSWER_S = 2.0
