@@ -96,7 +96,7 @@ class PDRequestRouter:
     def running(self) -> list[RequestSnapshot]:
         """What is in flight, oldest first; the newest `KEPT_RECORDS` of it."""
         newest = itertools.islice(reversed(self._attempts.rooms.values()), KEPT_RECORDS)
-        return [a.snapshot("prefill" if a.first_token_s is None else "decode") for a in newest][::-1]
+        return [attempt.snapshot() for attempt in newest][::-1]
 
     def rejected(self, error: ChituError, count: int = 1) -> ChituError:
         """The error for this many requests that are refused on arrival; the caller raises it."""

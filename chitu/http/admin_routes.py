@@ -31,8 +31,15 @@ class DrainReply(BaseModel):
     status: str
 
 
-def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[], Topology]) -> None:
-    """`topology`: what an instance needs to know to join."""
+class AbortHere(BaseModel):
+    rid: str
+    tenant: str
+
+
+def add_admin_routes(
+    app: FastAPI, cluster: ClusterSource, topology: Callable[[], Topology], abort: Callable[[str, str], int]
+) -> None:
+    """`topology`: what an instance needs to know to join. `abort`: see `RunningAnswers`."""
 
     @app.post("/admin/drain")
     async def drain(body: DrainBody) -> DrainReply:
@@ -48,6 +55,11 @@ def add_admin_routes(app: FastAPI, cluster: ClusterSource, topology: Callable[[]
         `pages_cached` in `GET /cluster` is 0 where nothing runs."""
         await cluster.flush_caches()
         return {"status": "flushing"}
+
+    @app.post("/admin/abort", include_in_schema=False)
+    async def abort_here(body: AbortHere) -> dict[str, int]:
+        """What `/abort_request` of another API process ends of this one's."""
+        return {"aborted": abort(body.rid, body.tenant)}
 
     @app.get("/admin/record", include_in_schema=False)
     async def record() -> Response:

@@ -89,6 +89,9 @@ class ClusterSource(Protocol):
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
 
+    async def abort_elsewhere(self, name: str, tenant: str) -> int:
+        """`RunningAnswers.abort` in every other API process. Internal where one does not answer."""
+
     async def flush_caches(self) -> None:
         """Every instance forgets the prefixes that it has cached, within a heartbeat or so."""
 

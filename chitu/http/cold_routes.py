@@ -7,7 +7,7 @@ answered beside it (`generate.py`) and only appear in its OpenAPI document. Ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ def make_cold_app(
     threads: BodyThreads,
     config: RouterConfig,
     version: str,
-    abort: Callable[[str, Scope], int],
+    abort: Callable[[str, Scope], Awaitable[int]],
 ) -> FastAPI:
     """`abort` ends the requests of that id, and says how many."""
     app = FastAPI(title="chitu", version=version, redoc_url=None)
@@ -128,7 +128,7 @@ def _add_model_routes(app: FastAPI, model: ServedModel, router: PDRequestRouter)
         return card()
 
 
-def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], int], takes_unknown: bool) -> None:
+def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], Awaitable[int]], takes_unknown: bool) -> None:
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """End a request that this API key sent: its client gets the error `cancelled`, and P and D end it at their
@@ -140,7 +140,7 @@ def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], int], takes_unk
         body = abort_decoder.decode(raw, warnings if takes_unknown else None)
         if warnings:
             request.scope[EXCHANGE].headers.append(warning_header(warnings))
-        return JSONResponse({"aborted": abort(body.rid, request.scope)})
+        return JSONResponse({"aborted": await abort(body.rid, request.scope)})
 
 
 def _add_tokenizer_routes(

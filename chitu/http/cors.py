@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.net.http import Headers, Scope, header
 
-EXPOSED = b"x-request-id, x-chitu-warning, retry-after"
+EXPOSED = b", ".join((b"x-request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
 """Headers of answers that scripts may read, beside those that they always may."""
 PREFLIGHT_S = b"600"
 """How long a browser may remember the answer to a preflight."""

@@ -9,34 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
+from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
-from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled
+from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.http.body_decoder import warning_header
 from chitu.http.body_threads import BodyThreads
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, JobParser, Prompt, client_timeout_s
+from chitu.http.jobs import Job, JobParser, client_timeout_s
 from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.proof import Moments, Proof, headers_of, proof_of
 from chitu.http.responses.events import ResponsesFormat
+from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
-from chitu.http.sse import (
-    ID_PREFIXES,
-    AnswerFormat,
-    ChatFormat,
-    CompletionFormat,
-    FinishedChoice,
-    UsageCount,
-)
-from chitu.http.token_logprobs import ChoiceLogprobs, CompletionLogprobs, PromptLogprobs
+from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, FinishedChoice, UsageCount
+from chitu.http.token_logprobs import CompletionLogprobs
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import prompt_lines, unpack_i32
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest
 from chitu.tokenizer import StopScanner
 
 PROMPT_TOKENS_A_TURN = 128
@@ -44,56 +39,6 @@ PROMPT_TOKENS_A_TURN = 128
 ABORTED = "the request was aborted"
 CHOICES_A_TURN = 16
 """Of one request, sent on their way before others have a turn of the loop."""
-
-
-class Wakeup:
-    """A one-waiter event that costs nothing while it is set already."""
-
-    __slots__ = ("_is_set", "_waiter")
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Returns after the next `set` (or at once after one that nobody waited for), and clears it."""
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        self._is_set = False
-
-
-@dataclass(slots=True)
-class Choice:
-    generation: Generation
-    decoder: ChoiceDecoder
-    prompt: Prompt
-    logprobs: ChoiceLogprobs | None = None
-    """None where they were not asked for."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Of the field; the same."""
-    num_shown: int = 0
-    """Tokens that its events stand for, where these say so."""
-    is_open: bool = False
-    """Its first event was written."""
-    has_prompt: bool = False
-    """The prompt's logprobs were written. Another attempt may bring them again."""
-
-
-@dataclass(slots=True, eq=False)
-class _RunningAnswer:
-    """As `abort` finds it."""
-
-    tenant: str
-    choices: list[Choice]
-    wakeup: Wakeup
-    is_aborted: bool = False
 
 
 class GenerationRoutes:
@@ -105,17 +50,17 @@ class GenerationRoutes:
         router: PDRequestRouter,
         threads: BodyThreads,
         config: RouterConfig,
+        clock: Clock,
         tenant_salt: Callable[[Scope], str],
     ) -> None:
-        """`tenant_salt`: prefix of a request's own `cache_salt`."""
+        """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`."""
         self._model = model
         self._router = router
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
         self._max_body_bytes = config.max_body_bytes
+        self._clock = clock
         self._tenant_salt = tenant_salt
-        self._has_siblings = config.workers > 1
-        self._running: dict[str, list[_RunningAnswer]] = {}
-        """By request id, which clients may give to several."""
+        self.running = RunningAnswers(router.cancel)
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
@@ -145,12 +90,11 @@ class GenerationRoutes:
         parse: Callable[[bytes, Exchange], Awaitable[Job]],
         make_format: Callable[[Job, str, int], AnswerFormat],
     ) -> None:
-        choices: list[Choice] = []
-        wakeup = Wakeup()
-        running = _RunningAnswer(self._tenant_salt(scope), choices, wakeup)
-        self._running.setdefault(request_id, []).append(running)
+        running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
+        self.running.add(request_id, running)
         try:
             raw = await exchange.body(self._max_body_bytes)
+            running.received_s = self._clock.monotonic()
             if self.draining:
                 raise self._router.rejected(NoInstance("the server is shutting down"))
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
@@ -165,13 +109,13 @@ class GenerationRoutes:
                 job.cache_salt = running.tenant + job.cache_salt
             if exchange.is_client_gone:
                 raise ClientGone
-            exchange.call_when_gone(partial(self._on_gone, choices, wakeup))
+            exchange.call_when_gone(partial(self.running.end, running))
             await self._start(job, request_id, running, exchange)
             form = make_format(job, request_id, int(time.time()))
             if job.options.stream:
-                await self._stream(exchange, job, choices, wakeup, form)
+                await self._stream(exchange, job, running, form)
             else:
-                await self._collect(exchange, job, choices, wakeup, form)
+                await self._collect(exchange, job, running, form)
         except ClientGone:
             pass
         except ChituError as error:
@@ -179,36 +123,11 @@ class GenerationRoutes:
                 exchange.fail(error)
         finally:
             exchange.call_when_gone(None)
-            known = self._running[request_id]
-            known.remove(running)
-            if not known:
-                del self._running[request_id]
-            for choice in choices:
-                self._router.cancel(choice.generation)
-
-    def abort(self, name: str, scope: Scope) -> int:
-        """End what runs under this request id, or as the answer of this id, for the tenant who asks, as if its client
-        were gone; the client is told. How many requests: none where they ended already, or nobody knows them.
-        Idempotent. InvalidRequest where another API process may have it."""
-        if self._has_siblings:
-            raise InvalidRequest("/abort_request is not served yet where router.workers is above 1")
-        tenant = self._tenant_salt(scope)
-        bare = next((name.removeprefix(p) for p in ID_PREFIXES if name.startswith(p)), name)
-        known = [answer for each in {name, bare} for answer in self._running.get(each, ())]
-        found = [answer for answer in known if answer.tenant == tenant and not answer.is_aborted]
-        for answer in found:
-            answer.is_aborted = True
-            self._on_gone(answer.choices, answer.wakeup)
-        return len(found)
-
-    def _on_gone(self, choices: list[Choice], wakeup: Wakeup) -> None:
-        for choice in choices:
-            self._router.cancel(choice.generation)
-        wakeup.set()
+            self.running.remove(request_id, running)
 
     # -------------------------------------------------------------------------------------------------------- choices
 
-    async def _start(self, job: Job, request_id: str, running: _RunningAnswer, exchange: Exchange) -> None:
+    async def _start(self, job: Job, request_id: str, running: RunningAnswer, exchange: Exchange) -> None:
         """Send every choice on its way; all or none. Fills `running.choices` as it goes, so that the caller can cancel
         them. Others have their turn in between. RequestCancelled where it was aborted by then."""
         options, model, choices = job.options, self._model, running.choices
@@ -265,12 +184,16 @@ class GenerationRoutes:
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
         return UsageCount(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
 
+    def _proof(self, job: Job, running: RunningAnswer, kept: Iterable[int] = ()) -> Proof:
+        """As of now. `kept`: the choices that are returned."""
+        moments = Moments(running.arrived_s, running.received_s, self._clock.monotonic())
+        records = [choice.generation.attempts() for choice in running.choices]
+        return proof_of(moments, records, kept, self._usage(job, running.choices).cached_tokens)
+
     # ------------------------------------------------------------------------------------------------------- answering
 
-    async def _collect(
-        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: AnswerFormat
-    ) -> None:
-        options = job.options
+    async def _collect(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
+        options, choices, wakeup = job.options, running.choices, running.wakeup
         texts: list[list[str | MessageDelta]] = [[] for _ in choices]
         ids: list[list[int]] = [[] for _ in choices]
         open_choices = list(enumerate(choices))
@@ -309,12 +232,13 @@ class GenerationRoutes:
             for choice, parts, token_ids in zip(choices, texts, ids, strict=True)
         ]
         kept = _best(choices, options) if options.num_returned else range(len(choices))
-        exchange.answer(200, form.full([finished[i] for i in kept], self._usage(job, choices)))
+        proof = self._proof(job, running, kept) if options.return_proof else None
+        body = form.full([finished[i] for i in kept], self._usage(job, choices), proof)
+        exchange.answer(200, body, headers_of(proof) if proof is not None else None)
 
-    async def _stream(
-        self, exchange: Exchange, job: Job, choices: list[Choice], wakeup: Wakeup, form: AnswerFormat
-    ) -> None:
+    async def _stream(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
         """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
+        choices, wakeup, with_proof = running.choices, running.wakeup, job.options.return_proof
         open_choices = list(enumerate(choices))
         while open_choices:
             await wakeup.wait()
@@ -334,13 +258,17 @@ class GenerationRoutes:
             else:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
-                    if job.options.include_usage:
-                        events.append(form.usage(self._usage(job, choices)))
+                    usage = self._usage(job, choices) if job.options.include_usage else None
+                    proof = self._proof(job, running, range(len(choices))) if with_proof else None
+                    if usage is not None or proof is not None:
+                        events.append(form.usage(usage, proof))
                     events.append(form.done)
             if not events:
                 continue
             if exchange.is_full:
                 await exchange.drained()
+            if with_proof and not exchange.is_started:
+                exchange.headers += headers_of(self._proof(job, running))
             exchange.stream(b"".join(events), is_last=not open_choices)
 
     async def _write_prompt(self, choice: Choice, options: OutputOptions) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from chitu.http.proof import Proof
 from chitu.http.request_bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
 from chitu.http.responses.body import ResponsesBody
@@ -69,6 +70,8 @@ class CompletionReply(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
+    """With `return_proof`."""
 
 
 class CalledFunctionReply(msgspec.Struct):
@@ -124,6 +127,7 @@ class ChatReply(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: UsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -154,6 +158,7 @@ class ResponsesReply(msgspec.Struct):
     output: list[dict[str, Any]]
     """Items of the types reasoning, message and function_call."""
     usage: ResponsesUsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
 
 
 class AbortReply(msgspec.Struct):

@@ -150,6 +150,11 @@ FIELDS: tuple[Field, ...] = (
         ("skip_special_tokens", "default true"),
         ("return_token_ids", "`token_ids` in every choice"),
         (
+            "return_proof",
+            "object `chitu` in the answer, or behind the last event of a stream's choices, and headers: which P and D, "
+            "bytes moved, tokens cached, attempts, times (operations.md)",
+        ),
+        (
             "truncate_prompt_tokens",
             "1 to the context: only this many last tokens of each prompt (a bos that the tokenizer puts ahead stays); "
             "-1: as many as leave room for `max_tokens`",
@@ -256,6 +261,7 @@ FIELDS: tuple[Field, ...] = (
         ("text.format.schema", "of `json_schema`: the answer follows it"),
         ("metadata", "to 16 texts; repeated in the answer"),
         ("chat_template_kwargs", "as of a chat"),
+        ("return_proof", "as of a chat; a stream has it in its last event"),
     ),
     *_of(
         (RESPONSES,),
@@ -312,9 +318,7 @@ FIELDS: tuple[Field, ...] = (
         ("reasoning.context", ""),
         ("reasoning.mode", ""),
     ),
-    *_of(
-        (ABORT,), SERVED, ("rid", "the X-Request-Id, or the `id` of the answer; not where `router.workers` is above 1")
-    ),
+    *_of((ABORT,), SERVED, ("rid", "the X-Request-Id, or the `id` of the answer")),
     *_of((ABORT,), REFUSED, ("abort_all", "", (False,))),
     *_of((DETOKENIZE,), SERVED, ("tokens", "to 262,144 token ids"), ("skip_special_tokens", "default false")),
     *_of(

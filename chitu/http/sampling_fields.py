@@ -33,6 +33,8 @@ class OutputOptions:
     include_stop: bool
     skip_special_tokens: bool
     return_token_ids: bool
+    return_proof: bool = False
+    """The answer says how it was served."""
     logprobs: int | None = None
     """Most likely tokens with each token; None: no logprobs."""
     prompt_logprobs: int | None = None
@@ -100,6 +102,7 @@ def output_options(body: GenerationBody) -> OutputOptions:
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
+        return_proof=bool(body.return_proof),
         logprobs=num_logprobs(body),
         prompt_logprobs=num_prompt_logprobs(body),
         echo=isinstance(body, CompletionBody) and bool(body.echo),

@@ -13,6 +13,7 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.messages.delta import CallDelta, MessageDelta
+from chitu.http.proof import Proof
 from chitu.net.http import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -61,14 +62,15 @@ class AnswerFormat(Protocol):
         self, index: int, text: str | MessageDelta, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
     ) -> bytes: ...
 
-    def usage(self, usage: UsageCount) -> bytes: ...
+    def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
+        """What is said behind the last event of a choice: one of them at least."""
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes: ...
 
     def error(self, error: ChituError) -> bytes:
         """The last event of a stream that began."""
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes: ...
+    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes: ...
 
 
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
@@ -77,6 +79,10 @@ ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
 
 def _ids(token_ids: list[int] | None) -> bytes:
     return b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
+
+
+def _proof(proof: Proof | None) -> bytes:
+    return b"" if proof is None else b',"chitu":' + _json(proof)
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
@@ -119,8 +125,9 @@ class _Format(abc.ABC):
         """Of an event, behind its text."""
         return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
 
-    def usage(self, usage: UsageCount) -> bytes:
-        return self._start + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
+    def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
+        told = b"" if usage is None else b',"usage":' + _json(usage.as_dict())
+        return self._start + b"]" + told + _proof(proof) + b"}\n\n"
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         """One of the events of a choice, which then says so itself."""
@@ -133,14 +140,14 @@ class _Format(abc.ABC):
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
         """One entry of `choices` of an unstreamed response."""
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes:
+    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
         body = {
             **self._head,
             "object": self.object_name,
             "choices": [self._choice_dict(i, choice) for i, choice in enumerate(choices)],
             "usage": usage.as_dict(),
         }
-        return _json(body)
+        return _json(body)[:-1] + _proof(proof) + b"}"
 
 
 class CompletionFormat(_Format):
@@ -241,8 +248,8 @@ class ChatFormat(_Format):
             result["token_ids"] = choice.token_ids
         return result
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes:
+    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
         """The choices of a chat share their prompt, and so what is said of it."""
-        body = super().full(choices, usage)
+        body = super().full(choices, usage, proof)
         shared = choices[0].prompt_logprobs
         return body if shared is None else body[:-1] + b',"prompt_logprobs":' + shared + b"}"

@@ -228,7 +228,6 @@ class Attempts:
     def _attempt(self, generation: Generation, target: Target, token_ids: bytes, group: PromptGroup | None) -> Attempt:
         """The next one of a generation, which is to be sent."""
         now_s = self._clock.monotonic()
-        generation.num_attempts += 1
         attempt = Attempt(
             room=new_room(),
             target=target,
@@ -236,7 +235,7 @@ class Attempts:
             prefill=None if target.prefill is None else instance_key(target.prefill),
             decode=instance_key(target.decode),
             created_s=now_s,
-            number=generation.num_attempts,
+            number=len(generation.ended) + 1,
             token_ids=token_ids,
             num_continued=generation.num_emitted,
         )
@@ -396,7 +395,9 @@ class Attempts:
         del self.rooms[attempt.room]
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
-        self.journal.add(attempt.snapshot(state, self._clock.monotonic()))
+        record = attempt.snapshot(state, self._clock.monotonic())
+        self.journal.add(record)
+        attempt.generation.ended.append(record)
         if attempt.prefill is not None and attempt.leads and attempt.first_token_s is None:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
         if (group := attempt.group) is not None:

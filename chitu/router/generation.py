@@ -107,7 +107,8 @@ class Attempt:
         self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
         self.generation.cached_tokens = min(self.cached_tokens, self.generation.request.num_tokens)
 
-    def snapshot(self, state: RequestState, ended_s: float | None = None) -> RequestSnapshot:
+    def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
+        """`state`: None while it runs."""
         generation = self.generation
         prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
         return RequestSnapshot(
@@ -115,14 +116,15 @@ class Attempt:
             request_id=generation.request.request_id,
             prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
             decode=instance_name(decode.role, decode.engine_rank),
-            state=state,
+            state=state or ("prefill" if self.first_token_s is None else "decode"),
             prompt_tokens=generation.request.num_tokens,
             output_tokens=generation.num_emitted,
             created_at_s=self.created_s,
             first_token_at_s=self.first_token_s,
             ended_at_s=ended_s,
             kv_bytes=finish.kv_bytes if finish is not None else 0,
-            stages=finish.stages if finish is not None else None,
+            # Zeros: the last token came, and D's word of the end did not.
+            stages=finish.stages if finish is not None and finish.stages.total_s else None,
             error=self.error.code if self.error is not None else "",
             attempt=self.number,
             continued_tokens=self.num_continued,
@@ -157,7 +159,8 @@ class Generation:
     error: ChituError | None = None
     attempt: Attempt | None = None
     """The present one; None once it is over."""
-    num_attempts: int = 0
+    ended: list[RequestSnapshot] = field(default_factory=list)
+    """Its attempts that are over, the first one first."""
     record: Record = field(default_factory=Record)
     """What became of those that failed."""
     dirty: bool = False
@@ -168,6 +171,15 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.attempt is None
+
+    @property
+    def num_attempts(self) -> int:
+        """With the present one."""
+        return len(self.ended) + (self.attempt is not None)
+
+    def attempts(self) -> list[RequestSnapshot]:
+        """All of them, the present one last; never empty."""
+        return self.ended if self.attempt is None else [*self.ended, self.attempt.snapshot()]
 
     @property
     def num_emitted(self) -> int:

@@ -33,6 +33,7 @@ from chitu.http.generate import GenerationRoutes
 from chitu.http.served_model import ServedModel
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
+from chitu.net.http import Scope
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.router.request_dispatch import ReplyAddress
@@ -77,21 +78,27 @@ class ApiEndpoint:
         cluster = make_cluster(self.router)
         self._threads = BodyThreads()
         access = Access(config, secrets, clock)
-        self._routes = GenerationRoutes(model, self.router, self._threads, config, access.cache_salt)
+        self._routes = GenerationRoutes(model, self.router, self._threads, config, clock, access.cache_salt)
         hot = {
             "/v1/completions": self._routes.answer_completion,
             "/v1/chat/completions": self._routes.answer_chat,
             "/v1/responses": self._routes.answer_responses,
         }
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
+        running = self._routes.running
+
+        async def abort(name: str, scope: Scope) -> int:
+            tenant = access.cache_salt(scope)
+            return running.abort(name, tenant) + await cluster.abort_elsewhere(name, tenant)
+
         cold = make_cold_app(
-            model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__, self._routes.abort
+            model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__, abort
         )
 
         def for_joining() -> Topology:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
 
-        add_admin_routes(cold, cluster, for_joining)
+        add_admin_routes(cold, cluster, for_joining, running.abort)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()

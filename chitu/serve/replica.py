@@ -96,6 +96,9 @@ class ReplicaCluster:
         reply = msgspec.json.decode(await self._siblings.ask_first("/admin/drain", asked))
         return Draining(reply["instance"], int(reply["incarnation"]))
 
+    async def abort_elsewhere(self, name: str, tenant: str) -> int:
+        return await self._siblings.abort(name, tenant)
+
     async def flush_caches(self) -> None:
         await self._siblings.ask_first("/admin/cache/flush", b"")
 

@@ -75,6 +75,23 @@ class Siblings:
             raise Internal(f"the process that keeps the membership does not answer: {error!r}") from error
         raise refusal
 
+    async def abort(self, name: str, tenant: str) -> int:
+        """Requests that all others ended; see `RunningAnswers.abort`. Internal where one does not answer."""
+        body = msgspec.json.encode({"rid": name, "tenant": tenant})
+        return sum(await asyncio.gather(*(self._abort(process, body) for process in self._others)))
+
+    async def _abort(self, process: ApiProcess, body: bytes) -> int:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, content = await self._ask(process.port, "POST", "/admin/abort", body)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            return int(msgspec.json.decode(content)["aborted"])
+        except ConnectionError:
+            return 0  # it is no more, or not yet, and so are its requests
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise Internal(f"API process {process.index} does not answer: {error!r}") from error
+
     async def _report(self, process: ApiProcess, view_version: int) -> WorkerReport | None:
         try:
             async with asyncio.timeout(REPORT_S):

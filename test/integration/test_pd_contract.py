@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -14,6 +17,7 @@ import pytest
 from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, wait_until
 
 from chitu.config.load import load_topology
+from chitu.http.proof import Proof
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -96,6 +100,62 @@ def test_the_cluster_tells_where_a_request_went_and_where_its_time_went(
     assert [(i.name, i.status, i.pid) for i in snapshot.instances] == [
         (name, "up", cluster.pid(name)) for name in ("P0", "D0")
     ]
+
+
+def test_an_answer_proves_which_pair_served_it_what_moved_and_where_its_time_went(cluster: LocalCluster) -> None:
+    page, row = 4 * 2 * (16 * 4 * 16 * 4), 64 + 512 * 4
+    text = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_proof": True}
+    chat = {**text, "messages": [{"role": "user", "content": "Say something."}]}
+    responses = {"model": "m", "input": "Say something.", "max_output_tokens": 8, "return_proof": True}
+
+    def new(token: int) -> dict[str, Any]:
+        """A prompt that nobody has cached, of seven pages."""
+        return {**text, "prompt": [token] * 100}
+
+    usage_too = {"stream_options": {"include_usage": True}}
+    drawn = {"temperature": 1, "seed": 1}
+    cases: list[tuple[str, dict[str, Any], int, int | None]] = [
+        ("completions", new(20), 1, 7 * page + row),
+        ("completions", {**new(21), "stream": True}, 1, 7 * page + row),
+        ("completions", {**new(22), "n": 4, "stream": True, **usage_too}, 4, 7 * page + row),
+        ("completions", {**new(23), "n": 2, "best_of": 3, **drawn}, 3, 7 * page + row),
+        ("completions", {**new(24), "max_tokens": 1}, 1, row),
+        ("completions", {**text, "prompt": [[25] * 100, [26] * 33]}, 2, 10 * page + 2 * row),
+        ("completions", new(20), 1, None),
+        ("chat/completions", chat, 1, None),
+        ("chat/completions", {**chat, "stream": True, "n": 2}, 2, None),
+        ("responses", responses, 1, None),
+        ("responses", {**responses, "stream": True}, 1, None),
+    ]
+    for route, body, num_choices, kv_bytes in cases:
+        asked_s = time.monotonic()
+        answer = httpx.post(f"{cluster.url}/v1/{route}", json=body, timeout=60.0, trust_env=False)
+        waited_s, case = time.monotonic() - asked_s, f"{route} {body}: {answer.text[-3000:]}"
+        assert answer.status_code == 200, case
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        last = events[-1] if body.get("stream") else answer.json()
+        proof = msgspec.convert(last.get("response", last)["chitu"], Proof)
+        assert (proof.prefill, proof.decode, proof.attempts) == (["P0"], ["D0"], 1), case
+        assert 0 < proof.total_s < waited_s, case
+        for choice in proof.choices:
+            spans = [span_s for span_s in msgspec.structs.asdict(choice.stages).values() if span_s is not msgspec.UNSET]
+            assert len(spans) == 8 and round(sum(spans), 6) == proof.total_s, case
+        indices = [choice.index for choice in proof.choices]
+        assert sorted(i for i in indices if i is not None) == list(range(len(indices) - indices.count(None))), case
+        assert len(indices) == num_choices, case
+        assert kv_bytes is None or proof.kv_bytes == kv_bytes, case
+        usage = last.get("response", last).get("usage") or {}
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        assert details is None or details["cached_tokens"] == proof.cached_tokens, case
+        if route == "completions" and kv_bytes is None:
+            assert proof.cached_tokens > 0 and proof.kv_bytes is not None and proof.kv_bytes <= 7 * page + row, case
+        headers = answer.headers
+        assert (headers["x-chitu-prefill"], headers["x-chitu-decode"], headers["x-chitu-attempts"]) == ("P0", "D0", "1")
+        assert headers["x-chitu-cached-tokens"] == str(proof.cached_tokens), case
+        assert headers["server-timing"].startswith("receive;dur="), case
+        assert body.get("stream") or headers["x-chitu-kv-bytes"] == str(proof.kv_bytes), case
+    unasked = httpx.post(f"{cluster.url}/v1/completions", json={**new(27), "return_proof": False}, trust_env=False)
+    assert "chitu" not in unasked.json() and "server-timing" not in unasked.headers
 
 
 def test_only_d_is_connected_to_the_token_port(cluster: LocalCluster) -> None:

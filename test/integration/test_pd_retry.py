@@ -45,6 +45,8 @@ class Answer:
         self.texts: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self.usage: dict[str, Any] = {}
+        self.proof: dict[str, Any] = {}
+        """How it was served: the one thing that may differ."""
 
     def add(self, record: dict[str, Any]) -> None:
         assert "error" not in record, record
@@ -55,10 +57,11 @@ class Answer:
             if choice["finish_reason"]:
                 self.reasons[index] = choice["finish_reason"]
         self.usage = record.get("usage") or self.usage
+        self.proof = record.get("chitu") or self.proof
         self.usage.pop("prompt_tokens_details", None)  # a second attempt may find what the first one cached
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Answer) and vars(self) == vars(other)
+        return isinstance(other, Answer) and {**vars(self), "proof": other.proof} == vars(other)
 
     def __repr__(self) -> str:
         return f"{self.status} {self.reasons} {self.usage} {self.tokens}"
@@ -66,7 +69,7 @@ class Answer:
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
     options = {"include_usage": True} if body.get("stream") else None
-    whole = {"model": "m", "return_token_ids": True, **body, "stream_options": options}
+    whole = {"model": "m", "return_token_ids": True, "return_proof": True, **body, "stream_options": options}
     async with client.stream("POST", "/v1/completions", json=whole) as response:
         answer.status = response.status_code
         if not body.get("stream"):
@@ -146,6 +149,16 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
     moved = [request for request in attempts(cluster) if request.continued_tokens]
     assert len(moved) >= 3 and {request.decode for request in moved} == {"D1"}
     assert all(request.state == "finished" and request.attempt == 2 for request in moved)
+    # Every answer says so itself.
+    choices = [(answer.proof, choice) for answer in answers for choice in answer.proof["choices"]]
+    assert all(round(sum(c["stages"].values()), 6) == proof["total_s"] for proof, c in choices), choices
+    told = {
+        attempt["room"]: c["attempts"] for _, c in choices for attempt in c["attempts"] if attempt["continued_tokens"]
+    }
+    assert {request.room for request in moved} <= set(told)
+    for first, second in told.values():
+        assert (first["state"], first["error"], first["decode"]) == ("retried", "decode_lost", "D0")
+        assert (second["state"], second["decode"]) == ("finished", "D1") and first["room"] != second["room"]
     cluster.wait_exit("D0")
     cluster.restart("D0")
     cluster.wait_ready(300)

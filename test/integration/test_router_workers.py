@@ -187,6 +187,44 @@ def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTe
     assert {result.headers["x-chitu-worker"] for result in results} - {watched}
 
 
+def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.02")
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    pairs: list[tuple[str, str]] = []
+
+    async def abort(rid: str) -> httpx.Response:
+        """On a connection of its own."""
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
+            return await client.post("/abort_request", json={"rid": rid})
+
+    async def one(client: httpx.AsyncClient, rid: str) -> None:
+        async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": rid}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            aborted = await abort(rid)
+            rest = "".join([line async for line in lines]) if aborted.text == '{"aborted":1}' else ""
+            served, asked = response.headers["x-chitu-worker"], aborted.headers["x-chitu-worker"]
+            assert rest, f"{served} served {rid}, {asked} was asked: {aborted.status_code} {aborted.text}"
+            assert '"code":"cancelled"' in rest, rest[-400:]
+            pairs.append((served, asked))
+        assert (await abort(rid)).json() == {"aborted": 0}
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
+            await asyncio.gather(*(one(client, f"r{number}") for number in range(16)))
+            # One that does not answer may have it: that is no silent zero.
+            stopped = workers(router)[1].pid
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                answer = await abort("r0")
+                assert answer.status_code == 500, (answer.headers, answer.text)
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+
+    asyncio.run(run())
+    assert any(served != asked for served, asked in pairs), pairs
+
+
 def test_an_instance_is_drained_through_any_of_them_and_all_know(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0,D1", "--vocab-size", "100000")
     refused = httpx.post(f"{router.url}/admin/drain", json={"instance": "P0"}, trust_env=False)

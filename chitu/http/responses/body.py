@@ -110,3 +110,4 @@ class ResponsesBody(Body, kw_only=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     """Repeated in the answer."""
     chat_template_kwargs: TemplateKwargs | None = None
+    return_proof: bool | None = None

@@ -12,6 +12,7 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.messages.delta import CallDelta, MessageDelta
+from chitu.http.proof import Proof
 from chitu.http.sse import ID_PREFIXES, FinishedChoice, UsageCount
 
 _json = msgspec.json.Encoder().encode
@@ -46,8 +47,9 @@ class ResponsesFormat:
 
     # ----------------------------------------------------------------------------------------------------- not streamed
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount) -> bytes:
+    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
         self._take(choices[0].text)
+        self._add_proof(proof)
         return _json(self._ended(choices[0].finish_reason, usage))
 
     # --------------------------------------------------------------------------------------------------------- streamed
@@ -72,7 +74,9 @@ class ResponsesFormat:
         self._whole["finish_reason"] = reason
         return self._take(text)
 
-    def usage(self, usage: UsageCount) -> bytes:
+    def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
+        assert usage is not None  # this route's answers always have it
+        self._add_proof(proof)
         reason = self._whole.pop("finish_reason")
         closing = self._close(_status(reason))
         self._ended(reason, usage)
@@ -88,6 +92,10 @@ class ResponsesFormat:
         return closing + self._lifecycle("response.failed")
 
     # -------------------------------------------------------------------------------------------------------- the items
+
+    def _add_proof(self, proof: Proof | None) -> None:
+        if proof is not None:
+            self._whole["chitu"] = proof
 
     def _ended(self, reason: str, usage: UsageCount) -> dict[str, Any]:
         self._close(_status(reason))

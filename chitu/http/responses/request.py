@@ -73,6 +73,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
+        return_proof=body.return_proof,
     )
 
 

@@ -1,0 +1,172 @@
+"""What an answer says of how it was served: stages that add up, attempts, bytes where they are known."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from router_world import World, pair, two_pairs
+
+from chitu.http.proof import HEADERS, Moments, Proof, headers_of, proof_of, stages_of
+from chitu.http.responses.events import ResponsesFormat
+from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
+from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.generation import Generation
+from chitu.types import Role
+
+SPAN_S = st.floats(0, 1e4)
+STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
+
+
+def micros(span_s: float) -> int:
+    return round(1e6 * span_s)
+
+
+def spans_us(proof: Proof) -> list[int]:
+    """Of each choice, all of its stages together."""
+    spans = [msgspec.structs.asdict(choice.stages).values() for choice in proof.choices]
+    return [sum(micros(span_s) for span_s in each if span_s is not msgspec.UNSET) for each in spans]
+
+
+def proof(world: World, *generations: Generation, kept: tuple[int, ...] = (0,)) -> Proof:
+    """Of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
+    records = [generation.attempts() for generation in generations]
+    return proof_of(Moments(-3.0, -1.0, world.clock.monotonic()), records, kept, cached_tokens=2)
+
+
+def finish(world: World, room: bytes, token: int, kv_bytes: int = 4096) -> None:
+    """The last token, and what D says of the request's end."""
+    world.router.on_tokens(TokenBatch(1, [room], [token], [Finish(room, "length", "", "", kv_bytes, STAGES)]))
+    world.router.flush()
+
+
+@given(st.lists(SPAN_S, min_size=7, max_size=7), st.booleans(), st.none() | st.tuples(SPAN_S, SPAN_S))
+def test_stages_add_up_to_the_whole_whatever_p_reports(
+    spans: list[float], has_token: bool, on_p: tuple[float, float] | None
+) -> None:
+    start, received, first_sent, last_sent, first, ended, now = accumulate(spans)
+    stages = None if on_p is None else StageTimes(PrefillTimes(*on_p, 0.0))
+    last = RequestSnapshot(
+        *("room", "id", "P0", "D0", "finished", 3, 4, last_sent, first if has_token else None, ended, 0, stages, "")
+    )
+    attempts = [msgspec.structs.replace(last, created_at_s=first_sent), last]
+    made = proof_of(Moments(start, received, now), [attempts], (0,), 0)
+    assert spans_us(made) == [micros(made.total_s)] == [micros(now - start)]
+    told = stages_of(Moments(start, received, now), attempts)
+    assert all(span_s >= 0 for span_s in msgspec.structs.asdict(told).values() if span_s is not msgspec.UNSET)
+    assert (told.queue_s is msgspec.UNSET) == (on_p is None)
+    assert abs(told.retry_s - (last_sent - first_sent)) <= 2e-6
+
+
+def test_a_request_tells_its_pair_its_bytes_and_where_its_time_went() -> None:
+    world = pair()
+    generation, room = world.add()
+    world.clock.advance(2.0)
+    world.emit(room, 7)
+    assert [attempt.state for attempt in proof(world, generation).choices[0].attempts] == ["decode"]
+    world.clock.advance(4.0)
+    finish(world, room, 8)
+    world.clock.advance(0.5)
+    made = proof(world, generation)
+    assert (made.prefill, made.decode, made.attempts, made.kv_bytes, made.cached_tokens) == (["P0"], ["D0"], 1, 4096, 2)
+    assert msgspec.structs.asdict(made.choices[0].stages) == {
+        **{"receive_s": 2.0, "prepare_s": 1.0, "retry_s": 0.0, "queue_s": 0.5, "compute_s": 1.0, "first_token_s": 0.5},
+        **{"decode_s": 4.0, "answer_s": 0.5},
+    }
+    assert made.total_s == 9.5
+    (attempt,) = made.choices[0].attempts
+    assert (attempt.state, attempt.kv_bytes, attempt.stages) == ("finished", 4096, STAGES)
+    headers = dict(headers_of(made))
+    assert set(headers) == set(HEADERS)
+    assert (headers[b"x-chitu-prefill"], headers[b"x-chitu-kv-bytes"]) == (b"P0", b"4096")
+    timing = [part.split(";dur=") for part in headers[b"server-timing"].decode().split(", ")]
+    assert timing[-1] == ["total", "9500.000"] and sum(float(span_ms) for _, span_ms in timing[:-1]) == 9500
+
+
+def test_attempts_that_failed_are_named_with_what_they_took() -> None:
+    world = two_pairs()
+    generation, room = world.add(stop_ids=frozenset({99}))
+    lost = world.pair(generation)
+    world.clock.advance(1.0)
+    world.emit(room, 7)
+    world.clock.advance(1.0)
+    world.lose(Role.DECODE, int(lost[-1]))
+    room = world.room(generation)
+    world.clock.advance(2.0)
+    finish(world, room, 8)
+    made = proof(world, generation)
+    first, second = made.choices[0].attempts
+    assert (made.attempts, made.kv_bytes, made.choices[0].stages.retry_s) == (2, 4096, 2.0)
+    assert (first.state, first.error, first.kv_bytes, f"{first.prefill}-{first.decode}") == (
+        *("retried", "decode_lost", None),
+        lost,
+    )
+    assert (second.state, second.continued_tokens, [second.decode]) == ("finished", 1, made.decode)
+    assert second.decode != first.decode
+    assert spans_us(made) == [micros(made.total_s)]
+
+
+def test_bytes_that_d_did_not_report_are_not_known() -> None:
+    """A stop string ends a request at the router."""
+    world = pair()
+    generation, room = world.add()
+    world.emit(room, 7)
+    world.router.cancel(generation, is_complete=True)
+    made = proof(world, generation)
+    (attempt,) = made.choices[0].attempts
+    assert (attempt.state, attempt.kv_bytes, attempt.stages, made.kv_bytes) == ("finished", None, None, None)
+    assert b"x-chitu-kv-bytes" not in dict(headers_of(made))
+    unified = World(Role.UNIFIED)
+    generation, room = unified.add()
+    unified.emit(room, 7)
+    unified.router.cancel(generation, is_complete=True)
+    made = proof(unified, generation)
+    assert (made.prefill, made.decode, made.kv_bytes) == ([], ["U0"], 0)
+    assert b"x-chitu-prefill" not in dict(headers_of(made))
+
+
+def test_an_end_that_d_never_told_has_no_bytes_either() -> None:
+    """Every token had come when it was lost."""
+    world = two_pairs()
+    generation, room = world.add()
+    world.emit(room, 7, 8, 9, 10)
+    world.lose(Role.DECODE, int(world.pair(generation)[-1]))
+    (attempt,) = proof(world, generation).choices[0].attempts
+    assert (attempt.state, attempt.kv_bytes, attempt.stages) == ("finished", None, None)
+
+
+def test_choices_share_their_bytes_and_those_left_out_have_no_index() -> None:
+    world = pair()
+    generations = world.add_choices(3)
+    for i, room in enumerate([world.room(generation) for generation in generations]):
+        finish(world, room, 7, kv_bytes=0 if i else 4096)
+    made = proof(world, *generations, kept=(2, 0))
+    assert [choice.index for choice in made.choices] == [1, None, 0]
+    assert (made.kv_bytes, made.attempts, made.prefill) == (4096, 1, ["P0"])
+    assert [choice.attempts[0].kv_bytes for choice in made.choices] == [4096, 0, 0]
+
+
+def test_every_form_of_an_answer_has_it_whole_or_streamed() -> None:
+    world = pair()
+    generation, room = world.add()
+    finish(world, room, 7)
+    made = proof(world, generation)
+    told, usage = json.loads(msgspec.json.encode(made)), UsageCount(3, 1, 0)
+    for make in (CompletionFormat, ChatFormat):
+        form = make("id", 1, "m", False)
+        assert json.loads(form.full([FinishedChoice("a", "stop", None)], usage, made))["chitu"] == told
+        event = json.loads(form.usage(None, made).removeprefix(b"data: "))
+        assert (event["choices"], event["chitu"], "usage" in event) == ([], told, False)
+        event = json.loads(form.usage(usage, made).removeprefix(b"data: "))
+        assert (event["choices"], event["chitu"], event["usage"]["total_tokens"]) == ([], told, 4)
+        assert "chitu" not in json.loads(form.full([FinishedChoice("a", "stop", None)], usage))
+    response = ResponsesFormat("id", 1, "m", {})
+    assert json.loads(response.full([FinishedChoice("a", "stop", None)], usage, made))["chitu"] == told
+    streamed = ResponsesFormat("id", 1, "m", {})
+    streamed.last(0, "a", "stop", None)
+    completed = json.loads(streamed.usage(usage, made).rsplit(b"data: ", 1)[1])
+    assert (completed["type"], completed["response"]["chitu"]) == ("response.completed", told)
