@@ -235,7 +235,7 @@ class PDCoordination:
             present.identity = identity
             present.lease_end_s = lease_end_s
             # Peers that see it for the first time are to know that it was new to this router.
-            info = msgspec.structs.replace(info, returns=present.info.returns)
+            info = msgspec.structs.replace(info, first_view=present.info.first_view)
             if present.info != info and not present.info.draining:
                 present.info = info
                 self._publish()

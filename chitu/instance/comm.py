@@ -317,7 +317,8 @@ class CommLoop:
             self._next_join_s = 0.0
         self._joined = own is not None
         if own is not None and not self._instance.returns:
-            self._instance = msgspec.structs.replace(self._instance, returns=True)
+            first_view = (view.router_incarnation, view.version)
+            self._instance = msgspec.structs.replace(self._instance, first_view=first_view)
         if own is not None and own.draining:
             self._start_draining(callbacks)
         if view.router_incarnation != self._router_incarnation:

@@ -7,7 +7,8 @@ cannot. Incarnations have no order of their own. The newest view says which inca
 incarnation that gave its rank to another one is lost. Dead is whom the router calls so (it knows it from its own
 machine or from the launcher there). Of a process on this machine, which we once saw alive, its pids tell, and nothing
 else (they must mean the same here: `InstanceInfo.pid_namespace`). Of others: one whose rank was given to a process that
-was just started, since a launcher ends an instance before it starts its next life (`_is_next_life`).
+was just started, since a launcher ends an instance before it starts its next life (`_is_next_life`). A process that
+returns says in which view it was new, so this holds too where that view was missed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from chitu.types import Role
 PidAlive = Callable[[int], bool]
 KEPT_ABSENT = 256
 """Incarnations that are remembered beside those in the newest view: far more lives than rooms wait for."""
+KEPT_ROUTERS = 256
+"""Routers whose order is remembered."""
 
 
 def pid_alive(pid: int) -> bool:
@@ -49,8 +52,8 @@ class _Peer:
     rank: int
     instance: InstanceInfo | None = None
     """None: it spoke to us or is in the directory, but no view had it so far."""
-    router_incarnation: int = 0
-    """Of the router in whose view it was last."""
+    last_view: tuple[int, int] = (0, -1)
+    """That had it: place of its router in the order of routers, version."""
     is_present: bool = False
     was_alive_here: bool = False
     has_ended: bool = False
@@ -70,6 +73,8 @@ class PeerView:
         self._pid_namespace = pid_namespace()
         self._router_incarnation = 0
         self._version = -1
+        self._routers: dict[int, int] = {}
+        """Incarnation -> place, from 1, in the order in which they were first heard."""
         self._peers: dict[int, _Peer] = {}
         """By incarnation; the longest known first."""
         self._holders: dict[int, int] = {}
@@ -83,6 +88,9 @@ class PeerView:
         if view.router_incarnation == self._router_incarnation and view.version <= self._version:
             return False
         self._router_incarnation, self._version = view.router_incarnation, view.version
+        self._routers.setdefault(view.router_incarnation, max(self._routers.values(), default=0) + 1)
+        if len(self._routers) > KEPT_ROUTERS:
+            del self._routers[next(iter(self._routers))]
         for peer in self._peers.values():
             peer.is_present = False
         for instance in view.instances:
@@ -107,7 +115,8 @@ class PeerView:
         peer = self._peers.setdefault(incarnation, _Peer(rank))
         if not peer.was_alive_here and instance.pid > 0 and self._shares_pids(instance):
             peer.was_alive_here = all(self._is_pid_alive(pid) for pid in _pids(instance))
-        peer.instance, peer.router_incarnation = instance, self._router_incarnation
+        peer.instance = instance
+        peer.last_view = self._place(self._router_incarnation, self._version)
         peer.is_displaced = peer.is_replaced = False
         peer.is_present = not peer.has_ended  # the router may not know yet
 
@@ -115,11 +124,16 @@ class PeerView:
         """Whether a process in the present view was started after one of its rank that views had before."""
         if former.instance is None:
             return False
-        # A router gives a rank to no process that it knows to be older; one that was in no view before is younger; on
-        # one machine (that has not been booted since) the times since the boot tell.
+        # A router gives a rank to no process that it knows to be older; one that was in no view before is younger, and
+        # says later in which view it was new; on one machine (not booted since) the times since the boot tell.
         is_here = instance.pid_namespace != "" and instance.pid_namespace == former.instance.pid_namespace
         is_younger = is_here and instance.start_ticks > former.instance.start_ticks
-        return former.router_incarnation == self._router_incarnation or not instance.returns or is_younger
+        first_view = instance.first_view if instance.returns else (self._router_incarnation, self._version)
+        return is_younger or self._place(*first_view) > former.last_view
+
+    def _place(self, router_incarnation: int, version: int) -> tuple[int, int]:
+        """Of a view in the order of all; before all others where its router was never heard."""
+        return self._routers.get(router_incarnation, 0), version
 
     def _shares_pids(self, instance: InstanceInfo) -> bool:
         """Whether its pid is the same process for us. One that does not say where its pid counts is judged by its
@@ -171,7 +185,8 @@ class PeerView:
         peer = self._peer(rank, incarnation)
         if peer is None:
             return incarnation in self._dead
-        gone = peer.instance is not None and not peer.is_present and peer.router_incarnation == self._router_incarnation
+        has_joined = peer.instance is not None and peer.last_view[0] == self._routers.get(self._router_incarnation)
+        gone = has_joined and not peer.is_present
         return gone or peer.is_displaced or peer.has_ended or peer.is_called_dead
 
     def is_dead(self, rank: int, incarnation: int) -> bool:

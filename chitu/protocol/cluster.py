@@ -214,9 +214,10 @@ class InstanceInfo(Wire, frozen=True):
     """Where `pid` means something (`net/process_deaths.py`): a reader of another one can tell nothing by it."""
     start_ticks: int = 0
     """Start time of `pid`, since pids are used again."""
-    returns: bool = False
-    """It was in a view before it joined this router, so it says nothing of others of its rank: they may be younger. One
-    that does not return was started after them."""
+    first_view: tuple[int, int] = (0, 0)
+    """Router incarnation and version of the first view in which it saw itself, if that was before it joined this
+    router: it was started after all of its rank that were in views before that one, and may be older than others. (0,
+    0): it was in none before, so it was started after all that this router, or an earlier one, had."""
     device: str = ""
     """What its pages lie in: `cpu` or `cuda`. Empty, as are the `ways`, of one that does not say."""
     ways: tuple[str, ...] = ()
@@ -228,6 +229,11 @@ class InstanceInfo(Wire, frozen=True):
     num_pages: int = 0
     yields: bool = False
     """It came for a rank that nobody has (`chitu join`), and takes nobody's place."""
+
+    @property
+    def returns(self) -> bool:
+        """It was in a view before it joined this router."""
+        return self.first_view != (0, 0)
 
 
 class Join(Wire, frozen=True, tag="join"):

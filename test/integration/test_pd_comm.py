@@ -102,14 +102,14 @@ class Router:
         self.drains += 1
         self.happened.wake()
 
-    def joins(self, count: int, returns: bool = False) -> bytes:
-        """Take so many joins; returns the identity that they came from. `returns`: of an instance that was a member."""
+    def joins(self, count: int, first_view: tuple[int, int] = (0, 0)) -> bytes:
+        """Take so many joins; returns the identity that they came from. `first_view`: of one that was a member."""
         identity = b""
         for _ in range(count):
             assert self.coordination.poll(5000), "no join came"
             identity, frame = self.coordination.recv_multipart()
             assert coordination_codec.decode(frame) == Join(
-                PROTOCOL_VERSION, msgspec.structs.replace(self.info, returns=returns)
+                PROTOCOL_VERSION, msgspec.structs.replace(self.info, first_view=first_view)
             )
         return identity
 
@@ -181,7 +181,7 @@ def test_after_a_lease_without_a_view_it_hears_the_next_one_and_joins_a_new_rout
         router.send_view(ClusterView(2, 1, ()))
         if router.coordination.poll(50):
             break
-    router.joins(1, returns=True)
+    router.joins(1, first_view=(1, 1))
     assert router.new_routers == 1
     router.publish(2, 2)
     assert router.loop.joined

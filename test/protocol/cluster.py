@@ -237,8 +237,9 @@ class Cluster(ABC):
             process.is_frozen = process.is_slow = process.is_deaf = False
         self.fabric._faults.clear()
         self.interruptions.clear()
-        if self.router_incarnation != FIRST_ROUTER:
-            # Which of two lives came first, views of two routers need not say: launchers do.
+        born = {process.first_view[0] for process in self.processes} - {0, self.router_incarnation}
+        if not all(born <= process.routers for process in self.processes if len(process.table)):
+            # Of a life that was new to a router which one with rooms never heard no view says when it began.
             self.tell_deaths()
         self.turns(3)  # all join again
         start_s = self.clock.monotonic()

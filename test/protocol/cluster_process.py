@@ -71,6 +71,7 @@ class Surroundings(Protocol):
     writes: Writes
     watch: WriteWatch
     num_prefill: int
+    router_incarnation: int
     writing: bytes
     """Room of the write that runs now."""
 
@@ -179,8 +180,10 @@ class Process:
         self.world, self.role, self.rank = world, role, rank
         self.incarnation = self.pid = world.next_incarnation()
         self.start_ticks = world.num_started
-        self.returns = False
-        """It was in a view of an earlier router."""
+        self.first_view = (0, 0)
+        """That it saw itself in: router, version."""
+        self.routers: set[int] = set()
+        """That it heard."""
         self.port = 1000 + self.incarnation
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
@@ -285,7 +288,7 @@ class Process:
             start_ticks=self.start_ticks,
             num_slots=INFO.num_slots,
             num_pages=NUM_PAGES,
-            returns=self.returns,
+            first_view=self.first_view if self.first_view[0] != self.world.router_incarnation else (0, 0),
         )
 
     # ----------------------------------------------------------------------------------------------------- its threads
@@ -320,9 +323,11 @@ class Process:
         self._is_router_silent = False
         if view.router_incarnation != self.router:
             if self.router:
-                self.returns = True
                 self.scheduler.cancel_all()
             self.router = view.router_incarnation
+            self.routers.add(self.router)
+        if self.first_view == (0, 0) and any(own.incarnation == self.incarnation for own in view.instances):
+            self.first_view = (view.router_incarnation, view.version)
         self.kv.comm_side.on_view(view)
 
     def tick(self, now_s: float) -> None:

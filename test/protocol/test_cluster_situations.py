@@ -398,3 +398,20 @@ def test_a_pin_that_is_let_go_too_early_would_be_noticed(
     else:
         with pytest.raises((AssertionError, Internal), match=r"KV of another request|in the prefix index already"):
             world.settle_down()
+
+
+def test_the_next_life_on_another_machine_frees_ds_pages_though_the_router_ended_before_d_saw_it() -> None:
+    world = ClusterWorld(2, 1)
+    p, d = world.of(Role.PREFILL)[1], world.of(Role.DECODE)[0]
+    world.ask(1, 22, 8)
+    until(world, d, SequenceState.TRANSFER)
+    world.kill(p)
+    d.is_deaf = True
+    world.start(0)
+    world.turns(5)
+    world.play([Op("router"), Op("router")])
+    d.is_deaf = False
+    world.turns(5)
+    assert world.told_dead == () and d.cache.num_quarantined_pages == 0
+    world.settle_down()
+    world.check_it_still_serves()

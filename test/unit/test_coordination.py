@@ -174,12 +174,12 @@ def test_a_process_that_just_started_takes_the_place_of_another_which_is_refused
 def test_one_that_returns_takes_nobodys_place_and_is_shown_as_it_joined() -> None:
     """It may be an older process that was frozen while its place was taken, at a router that is gone since."""
     world = World()
-    returning = msgspec.structs.replace(info(incarnation=5), returns=True)
+    returning = msgspec.structs.replace(info(incarnation=5), first_view=(7, 1))
     assert world.join(returning).code == "" and world.core.view.instances == (returning,)
     world.core.on_message(Leave(Role.PREFILL, 0, 5))
     world.join(info(incarnation=6))
     assert world.join(returning).code == "rank_taken"
-    world.join(msgspec.structs.replace(info(incarnation=6), returns=True))
+    world.join(msgspec.structs.replace(info(incarnation=6), first_view=(7, 1)))
     assert world.core.view.instances == (info(incarnation=6),), "it was new to this router"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chitu.kv_transfer.peer_view import KEPT_ABSENT, PeerView
+from chitu.kv_transfer.peer_view import KEPT_ABSENT, KEPT_ROUTERS, PeerView
 from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role
@@ -43,16 +43,37 @@ def test_who_the_router_puts_in_anothers_place_is_alive_and_the_other_one_dead(f
 def test_the_view_of_another_router_counts_whatever_its_number(first: int, second: int) -> None:
     peers = view_of(ClusterView(first, 7, (elsewhere(1),)), ClusterView(second, 1, ()))
     assert not peers.present() and not peers.is_lost(0, 1), "it has not joined this router yet"
-    assert peers.update(ClusterView(second, 2, (elsewhere(1, returns=True),))) and peers.present()
+    assert peers.update(ClusterView(second, 2, (elsewhere(1, first_view=(7, 1)),))) and peers.present()
     assert not peers.update(ClusterView(second, 2, ())), "the same again"
 
 
 def test_one_that_returns_to_a_new_router_proves_no_death() -> None:
     """It may be an older one that was frozen, and the other one be writing."""
-    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(2, 1, (elsewhere(4, returns=True),)))
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(2, 1, (elsewhere(4, first_view=(7, 1)),)))
     assert peers.is_lost(0, 5) and not peers.is_dead(0, 5)
-    peers.update(ClusterView(2, 2, (elsewhere(5, returns=True),)))
+    peers.update(ClusterView(2, 2, (elsewhere(5, first_view=(7, 1)),)))
     assert not peers.is_lost(0, 5) and peers.is_lost(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("first_view", "is_dead"),
+    [((1, 3), True), ((1, 2), False), ((1, 1), False), ((2, 1), True), ((7, 9), False)],
+    ids=["later", "the same", "earlier", "of a later router", "of a router never heard"],
+)
+def test_one_that_was_new_to_a_view_that_we_missed_proves_it_by_the_place_of_that_view(
+    first_view: tuple[int, int], is_dead: bool
+) -> None:
+    """The router that gave it the rank ended before we heard of that."""
+    peers = view_of(ClusterView(1, 2, (elsewhere(5),)), ClusterView(2, 1, ()))
+    assert peers.update(ClusterView(3, 1, (elsewhere(4, first_view=first_view),)))
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is is_dead and not peers.is_lost(0, 4)
+
+
+@pytest.mark.parametrize("count", [KEPT_ROUTERS - 1, KEPT_ROUTERS])
+def test_of_routers_a_bounded_number_is_remembered(count: int) -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), *(ClusterView(2 + n, 1, ()) for n in range(count)))
+    peers.update(ClusterView(2, 2, (elsewhere(4, first_view=(1, 2)),)))
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is (count < KEPT_ROUTERS)
 
 
 def test_one_that_just_started_proves_it_to_whatever_router_it_joined() -> None:
@@ -62,7 +83,7 @@ def test_one_that_just_started_proves_it_to_whatever_router_it_joined() -> None:
 
 @pytest.mark.parametrize(("ticks", "is_dead"), [(70, True), (50, False)])
 def test_on_one_machine_the_later_start_proves_it_too(ticks: int, is_dead: bool) -> None:
-    next_one = elsewhere(4, returns=True, start_ticks=ticks)
+    next_one = elsewhere(4, first_view=(7, 1), start_ticks=ticks)
     peers = view_of(ClusterView(1, 1, (elsewhere(5, start_ticks=60),)), ClusterView(2, 1, (next_one,)))
     assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is is_dead
 
