@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import ChituError
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.layout import PagedMemory
@@ -21,7 +20,7 @@ from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.log import about
-from chitu.protocol import NO_TIMES, KVLayout, PrefillTimes, RankMemory, TransportSession, Wire, encode
+from chitu.protocol import KVLayout, RankMemory, TransportSession, Wire, encode
 
 TICK_INTERVAL_S = 0.02
 """A role looks at its deadlines at most so often, however often the comm thread turns."""
@@ -104,21 +103,12 @@ class TransferOutbox:
         self._frames.append((host, port, room, encode(message)))
 
     def log(self, level: int, text: str, *values: object, request_id: str = "") -> None:
-        self._lines.append(Line(level, text, values, request_id))
+        self.line(Line(level, text, values, request_id))
 
-    def event(
-        self,
-        kind: TransferEventKind,
-        room: bytes,
-        error: ChituError | None = None,
-        *,
-        kv_bytes: int = 0,
-        saved_bytes: int = 0,
-        times: PrefillTimes = NO_TIMES,
-        cached_tokens: int = 0,
-        prompt_logprobs: bytes | None = None,
-    ) -> None:
-        event = TransferEvent(kind, room, error, kv_bytes, saved_bytes, times, cached_tokens, prompt_logprobs)
+    def line(self, line: Line) -> None:
+        self._lines.append(line)
+
+    def event(self, event: TransferEvent) -> None:
         self._events.append(event)
         self._wants_wake = True
 

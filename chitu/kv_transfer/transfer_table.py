@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
-from chitu.clock import Clock
-from chitu.protocol.states import NO_CLOCK, Deadline, waited_text
+from chitu.protocol.states import Deadline, waited_text
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -34,6 +33,7 @@ class Entry(Generic[S, T]):
     data: T
     since_s: float
     """Moment (monotonic seconds) at which it came into this state."""
+    deadline: Deadline | None
     deadline_since_s: float
     """Moment from which its deadline runs."""
     deadline_s: float
@@ -62,7 +62,6 @@ class TransferTable(Generic[S, E, T]):
     deadlines: Mapping[S, Deadline]
     limits_s: Mapping[Deadline, float]
     """Of every deadline in `deadlines` that a clock ends."""
-    clock: Clock
     max_tombstones: int = MAX_TOMBSTONES
     _entries: dict[bytes, Entry[S, T]] = field(default_factory=dict)
     _tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)
@@ -80,7 +79,7 @@ class TransferTable(Generic[S, E, T]):
         """A snapshot, so that the caller may apply events while it walks."""
         return iter(list(self._entries.items()))
 
-    def apply(self, room: bytes, event: E, new: T | None = None) -> Transition[S, T] | None:
+    def apply(self, room: bytes, event: E, now_s: float, new: T | None = None) -> Transition[S, T] | None:
         """Take one event; None where it is absorbed. `new` is the record of a room that this event may create."""
         entry = self._entries.get(room)
         before = entry.state if entry is not None else None
@@ -90,20 +89,16 @@ class TransferTable(Generic[S, E, T]):
         if entry is None:
             if new is None or room in self._tombstones:
                 return None
-            entry = self._entries[room] = Entry(target, new, NEVER_S, NEVER_S, NEVER_S)
-        self._enter(entry, target, None if before is None else self.deadlines[before])
+            entry = self._entries[room] = Entry(target, new, NEVER_S, None, NEVER_S, NEVER_S)
+        entry.state, entry.since_s = target, now_s
+        deadline = self.deadlines[target]
+        if deadline is not entry.deadline:
+            entry.deadline, entry.deadline_since_s = deadline, now_s
+            entry.deadline_s = now_s + self.limits_s.get(deadline, NEVER_S)
         return Transition(room, before, entry)
 
-    def _enter(self, entry: Entry[S, T], state: S, last: Deadline | None) -> None:
-        entry.state, entry.since_s = state, self.clock.monotonic()
-        deadline = self.deadlines[state]
-        if deadline is not last:
-            entry.deadline_since_s = entry.since_s
-            entry.deadline_s = NEVER_S if deadline in NO_CLOCK else entry.since_s + self.limits_s[deadline]
-
-    def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str]) -> str:
+    def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str], now_s: float) -> str:
         """Why a room whose deadline passed ends: state, peer and seconds. `awaits`: what is missing, by state."""
-        now_s = self.clock.monotonic()
         text = waited_text(who, now_s - entry.since_s, entry.state, awaits[entry.state].format(peer=peer))
         if entry.deadline_since_s == entry.since_s:
             return text

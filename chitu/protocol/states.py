@@ -168,8 +168,14 @@ class ReceiverState(Enum):
     """Announced by the scheduler; P does not have our registration yet, so nobody was told of the pages."""
     WAITING = auto()
     """TransferInfo was sent (and is repeated until P's first sign)."""
+    CHECKING = auto()
+    """P says that the aux row is here; D looks at it."""
     LOGITS = auto()
     """The aux row is here and verified; KV is on its way."""
+    WRITTEN = auto()
+    """P said Success: nothing writes here any more, whatever becomes of the room. D looks at the aux row first."""
+    VERIFYING = auto()
+    """As WRITTEN, and the aux row is verified; D looks at the KV (`verify_kv`)."""
     SUCCEEDED = auto()
     """All bytes are here; the pages belong to the request again."""
     QUARANTINED = auto()
@@ -182,45 +188,62 @@ class ReceiverEvent(Enum):
     ANNOUNCE = auto()
     SENT = auto()
     """P acknowledged our registration, TransferInfo leaves."""
+    ROW_SENT = auto()
+    """AuxReady."""
     LOGITS = auto()
+    """The aux row is right."""
     SUCCESS = auto()
+    """P wrote its last byte, as many as were announced."""
+    VERIFIED = auto()
+    """The KV is right."""
     ABORT = auto()
     """D's own scheduler gave the room up."""
     PEER_FAILED = auto()
-    """P said Failed (or refused the registration)."""
+    """P gave the room up and may still write, or it refused the registration."""
+    STOPPED = auto()
+    """P has stopped for good and D does not have all: AbortAck, a settled Failed, Success with other bytes."""
     PEER_LOST = auto()
     """P's incarnation left the cluster view or was replaced."""
     CORRUPT = auto()
-    """The aux row, the byte count or verified KV is not what was announced."""
+    """The aux row or verified KV is not what P computed."""
     DEADLINE = auto()
-    WRITER_STOPPED = auto()
-    """AbortAck, a settled Failed, Success, or the writer's process is dead."""
+    WRITER_DEAD = auto()
+    """The writer's process is dead and none of D's own transports writes for it."""
 
 
-RECEIVER_FAILURES: Final = frozenset(
-    {
-        ReceiverEvent.ABORT,
-        ReceiverEvent.PEER_FAILED,
-        ReceiverEvent.PEER_LOST,
-        ReceiverEvent.CORRUPT,
-        ReceiverEvent.DEADLINE,
-    }
-)
+RECEIVER_OWN_FAILURES: Final = frozenset({ReceiverEvent.ABORT, ReceiverEvent.CORRUPT, ReceiverEvent.DEADLINE})
+"""Of what P has written, P takes nothing back: only these end a room behind its Success."""
+RECEIVER_FAILURES: Final = RECEIVER_OWN_FAILURES | {ReceiverEvent.PEER_FAILED, ReceiverEvent.PEER_LOST}
+_WRITTEN_TO: Final = (ReceiverState.WAITING, ReceiverState.CHECKING, ReceiverState.LOGITS)
 
 RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], ReceiverState]] = {
     (None, ReceiverEvent.ANNOUNCE): ReceiverState.BOOTSTRAPPING,
     (ReceiverState.BOOTSTRAPPING, ReceiverEvent.SENT): ReceiverState.WAITING,
-    (ReceiverState.WAITING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
-    (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.SUCCEEDED,
-    (ReceiverState.QUARANTINED, ReceiverEvent.WRITER_STOPPED): ReceiverState.RELEASED,
+    (ReceiverState.WAITING, ReceiverEvent.ROW_SENT): ReceiverState.CHECKING,
+    (ReceiverState.CHECKING, ReceiverEvent.LOGITS): ReceiverState.LOGITS,
+    **_edges((ReceiverState.WAITING, ReceiverState.CHECKING), (ReceiverEvent.SUCCESS,), ReceiverState.WRITTEN),
+    (ReceiverState.WRITTEN, ReceiverEvent.LOGITS): ReceiverState.VERIFYING,
+    (ReceiverState.LOGITS, ReceiverEvent.SUCCESS): ReceiverState.VERIFYING,
+    (ReceiverState.VERIFYING, ReceiverEvent.VERIFIED): ReceiverState.SUCCEEDED,
     **_edges((ReceiverState.BOOTSTRAPPING,), RECEIVER_FAILURES, ReceiverState.RELEASED),
-    **_edges((ReceiverState.WAITING, ReceiverState.LOGITS), RECEIVER_FAILURES, ReceiverState.QUARANTINED),
+    **_edges(_WRITTEN_TO, RECEIVER_FAILURES, ReceiverState.QUARANTINED),
+    **_edges(_WRITTEN_TO, (ReceiverEvent.STOPPED,), ReceiverState.RELEASED),
+    **_edges((ReceiverState.WRITTEN, ReceiverState.VERIFYING), RECEIVER_OWN_FAILURES, ReceiverState.RELEASED),
+    **_edges(
+        (ReceiverState.QUARANTINED,),
+        (ReceiverEvent.STOPPED, ReceiverEvent.SUCCESS, ReceiverEvent.WRITER_DEAD),
+        ReceiverState.RELEASED,
+    ),
 }
+"""As SENDER_TRANSITIONS."""
 
 RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
     ReceiverState.BOOTSTRAPPING: Deadline.BOOTSTRAP,
     ReceiverState.WAITING: Deadline.TRANSFER,
+    ReceiverState.CHECKING: Deadline.TRANSFER,
     ReceiverState.LOGITS: Deadline.TRANSFER,
+    ReceiverState.WRITTEN: Deadline.TRANSFER,
+    ReceiverState.VERIFYING: Deadline.TRANSFER,
     ReceiverState.SUCCEEDED: Deadline.TERMINAL,
     ReceiverState.QUARANTINED: Deadline.HANDSHAKE,
     ReceiverState.RELEASED: Deadline.TERMINAL,
@@ -229,7 +252,34 @@ RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
 RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
     ReceiverState.BOOTSTRAPPING: "{peer} to take its registration",
     ReceiverState.WAITING: "{peer}'s logits",
+    ReceiverState.CHECKING: "its own look at {peer}'s logits",
     ReceiverState.LOGITS: "{peer}'s last KV",
+    ReceiverState.WRITTEN: "its own look at {peer}'s logits",
+    ReceiverState.VERIFYING: "its own look at {peer}'s KV",
+}
+
+
+class RegistrationState(Enum):
+    """Of D with an incarnation of P."""
+
+    ASKED = auto()
+    """The registration is sent, and repeated until P replies."""
+    ACCEPTED = auto()
+    REFUSED = auto()
+    """For good: P will not change its mind within this incarnation."""
+
+
+class RegistrationEvent(Enum):
+    ACCEPT = auto()
+    REFUSE = auto()
+    LOST = auto()
+    """P left the view, or has another address now: it may have forgotten us."""
+
+
+REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEvent], RegistrationState]] = {
+    (RegistrationState.ASKED, RegistrationEvent.ACCEPT): RegistrationState.ACCEPTED,
+    (RegistrationState.ASKED, RegistrationEvent.REFUSE): RegistrationState.REFUSED,
+    (RegistrationState.ACCEPTED, RegistrationEvent.LOST): RegistrationState.ASKED,
 }
 
 

@@ -17,11 +17,13 @@ from pd_world import Pair
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.protocol import AuxReady, TransferStatus, encode, peer_codec
+from chitu.kv_transfer.receiver.events import Received
+from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
     SENDER_DEADLINES,
     Deadline,
+    KVPoll,
     ReceiverState,
     SenderState,
     SequenceState,
@@ -80,6 +82,33 @@ def d_bootstrapping(pair: Pair) -> None:
     assert pair.d.decode(pair.room, 10, pair.p)
 
 
+def d_checking(pair: Pair) -> None:
+    p_waiting(pair)
+    unseen(pair, AuxReady(pair.p.incarnation))
+
+
+def d_written(pair: Pair) -> None:
+    p_waiting(pair)
+    unseen(pair, TransferStatus(pair.p.incarnation, KVPoll.Success, bytes_per_rank=(expected_bytes(pair),)))
+
+
+def d_verifying(pair: Pair) -> None:
+    pair.d.receiver._machine._verifies_kv = True
+    d_logits(pair)
+    unseen(pair, TransferStatus(pair.p.incarnation, KVPoll.Success, bytes_per_rank=(expected_bytes(pair),)))
+
+
+def unseen(pair: Pair, message: PeerMessage) -> None:
+    """D's machine takes it, and what is to be looked at is not looked at."""
+    pair.d.receiver._machine.handle(Received(pair.room, message), pair.world.clock.monotonic())
+
+
+def expected_bytes(pair: Pair) -> int:
+    entry = pair.d.receiver._table.get(pair.room)
+    assert entry is not None
+    return entry.data.expected_bytes
+
+
 def d_logits(pair: Pair) -> None:
     p_waiting(pair)
     slot = pair.d.requests[pair.room].aux_slot
@@ -104,7 +133,10 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
     SenderState.RELEASED: p_released,
     ReceiverState.BOOTSTRAPPING: d_bootstrapping,
     ReceiverState.WAITING: d_waiting,
+    ReceiverState.CHECKING: d_checking,
     ReceiverState.LOGITS: d_logits,
+    ReceiverState.WRITTEN: d_written,
+    ReceiverState.VERIFYING: d_verifying,
     ReceiverState.QUARANTINED: d_quarantined,
 }
 WORDS: dict[Enum, tuple[type[ChituError], str]] = {
@@ -114,7 +146,10 @@ WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
     ReceiverState.BOOTSTRAPPING: (BootstrapTimeout, "D0 waited 1.0 s in BOOTSTRAPPING for P0 to take its registration"),
     ReceiverState.WAITING: (TransferTimeout, "D0 waited 3.0 s in WAITING for P0's logits"),
+    ReceiverState.CHECKING: (TransferTimeout, "D0 waited 3.0 s in CHECKING for its own look at P0's logits"),
     ReceiverState.LOGITS: (TransferTimeout, "D0 waited 3.0 s in LOGITS for P0's last KV"),
+    ReceiverState.WRITTEN: (TransferTimeout, "D0 waited 3.0 s in WRITTEN for its own look at P0's logits"),
+    ReceiverState.VERIFYING: (TransferTimeout, "D0 waited 3.0 s in VERIFYING for its own look at P0's KV"),
 }
 LIMITS_S = {Deadline.TRANSFER: DEADLINES.transfer_s, Deadline.REPEAT: DEADLINES.transfer_s}
 BOOTSTRAP_S = {SenderState: DEADLINES.queue_s + DEADLINES.bootstrap_s, ReceiverState: DEADLINES.bootstrap_s}

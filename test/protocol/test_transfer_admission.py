@@ -131,8 +131,8 @@ def test_an_announcement_costs_by_its_own_pages_however_many_rooms_there_are() -
 
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
     pair = Pair()
-    pair.d.receiver._directory.registration = msgspec.structs.replace(
-        pair.d.receiver._directory.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
+    pair.d.receiver._machine.prefills.registration = msgspec.structs.replace(
+        pair.d.receiver._machine.prefills.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
     )
     pair.join()
     assert pair.d.decode(pair.room, 5, pair.p)
@@ -143,9 +143,9 @@ def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_wi
 
 def test_a_registration_whose_regions_leave_the_arena_is_refused() -> None:
     pair = Pair()
-    registration = pair.d.receiver._directory.registration
+    registration = pair.d.receiver._machine.prefills.registration
     bad = msgspec.structs.replace(registration.ranks[0], num_pages=10_000)
-    pair.d.receiver._directory.registration = msgspec.structs.replace(registration, ranks=(bad,))
+    pair.d.receiver._machine.prefills.registration = msgspec.structs.replace(registration, ranks=(bad,))
     pair.join()
     assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.registered_prefills()
 

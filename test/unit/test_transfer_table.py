@@ -21,49 +21,50 @@ LIMITS_S = {Deadline.BOOTSTRAP: 5.0, Deadline.TRANSFER: 7.0}
 
 
 def make_table(max_tombstones: int = 10) -> TransferTable[ReceiverState, ReceiverEvent, str]:
-    return TransferTable(RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, FakeClock(), max_tombstones)
+    return TransferTable(RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, max_tombstones)
 
 
 def test_an_event_moves_a_room_and_one_without_a_transition_is_absorbed() -> None:
     table = make_table()
-    assert table.apply(ROOM, ReceiverEvent.SENT, "x") is None
-    created = table.apply(ROOM, ReceiverEvent.ANNOUNCE, "x")
+    assert table.apply(ROOM, ReceiverEvent.SENT, 0.0, "x") is None
+    created = table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "x")
     assert created is not None and created.before is None and created.entry.data == "x"
-    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, "y") is None
-    assert table.apply(ROOM, ReceiverEvent.SUCCESS) is None
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is None
+    assert table.apply(ROOM, ReceiverEvent.SUCCESS, 0.0) is None
     assert table.get(ROOM) is created.entry and created.entry.state is ReceiverState.BOOTSTRAPPING
 
 
 def test_a_room_that_ended_is_never_created_again_until_its_tombstone_is_pushed_out() -> None:
     table = make_table(max_tombstones=1)
-    table.apply(ROOM, ReceiverEvent.ANNOUNCE, "x")
+    table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "x")
     table.bury(ROOM, Tombstone("cancelled", "why"))
-    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, "y") is None
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is None
     assert table.tombstone(ROOM) == Tombstone("cancelled", "why")
     table.bury(OTHER, Tombstone("", ""))
     assert table.tombstone(ROOM) is None
-    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, "y") is not None
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is not None
 
 
 def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() -> None:
     clock = FakeClock(100.0)
     table: TransferTable[ReceiverState, ReceiverEvent, str] = TransferTable(
-        RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, clock
+        RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S
     )
-    transition = table.apply(ROOM, ReceiverEvent.ANNOUNCE, "x")
+    transition = table.apply(ROOM, ReceiverEvent.ANNOUNCE, clock.monotonic(), "x")
     assert transition is not None
     entry = transition.entry
     assert table.expired(104.9) == [] and table.expired(105.0) == [ROOM]
     clock.advance(4.0)
-    table.apply(ROOM, ReceiverEvent.SENT)
+    table.apply(ROOM, ReceiverEvent.SENT, clock.monotonic())
     assert table.expired(110.9) == [] and table.expired(111.0) == [ROOM]
     clock.advance(4.5)
-    table.apply(ROOM, ReceiverEvent.LOGITS)
+    table.apply(ROOM, ReceiverEvent.ROW_SENT, clock.monotonic())
+    table.apply(ROOM, ReceiverEvent.LOGITS, clock.monotonic())
     assert entry.since_s == 108.5 and table.expired(111.0) == [ROOM], "logits do not buy time for the rest"
     clock.advance(2.5)
-    text = table.overdue_text(entry, "D1", "P0", RECEIVER_AWAITS)
+    text = table.overdue_text(entry, "D1", "P0", RECEIVER_AWAITS, clock.monotonic())
     assert text == "D1 waited 2.5 s in LOGITS for P0's last KV (7.0 s since the announcement)"
-    table.apply(ROOM, ReceiverEvent.DEADLINE)
+    table.apply(ROOM, ReceiverEvent.DEADLINE, clock.monotonic())
     assert entry.state is ReceiverState.QUARANTINED
     assert entry.deadline_s == NEVER_S and table.expired(1e9) == []
 

@@ -1,27 +1,25 @@
-"""D's directory of P: where each is, and whether it took our registration.
+"""D's registrations with P: where each P is, and whether it took our registration. Pure: the machine's other table.
 
-Owned by `DecodeReceiver`; every method runs under its lock: `found` from the comm thread (cluster view) and from the
-helper thread that reads the bootstrap server, the rest from the comm thread, `peer` also from the step thread.
-Invariants: of a rank one incarnation is kept, the one in the view, or else the one that was found last; the
-registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation. P answers each
-registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it: who does not
-answer is silent until it is heard again.
+Owned by `ReceiverMachine`. Invariants: of a rank one incarnation is kept, the one in the view, or else the one that was
+found last; the registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation.
+P answers each registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it:
+who does not answer is silent until it is heard again. What is to be sent is returned.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chitu import log
-from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, from_code
-from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
+from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.transfer_table import NEVER_S
-from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RegisterReply
-from chitu.types import REGISTRATION_ROOM
+from chitu.kv_transfer.receiver.events import Effect, Send
+from chitu.protocol import KVArgsRegisterInfo, RegisterReply, RouteEntry
+from chitu.protocol.states import REGISTRATION_TRANSITIONS, RegistrationEvent, RegistrationState
+from chitu.types import REGISTRATION_ROOM, Role
 
 MAX_UNANSWERED = 2
 """Registrations that a P may owe an answer to, `retry_interval_s` apart, before it counts as silent."""
@@ -34,33 +32,28 @@ class PrefillPeer:
     incarnation: int
     host: str
     port: int
-    is_registered: bool = False
+    state: RegistrationState = RegistrationState.ASKED
     refusal: ChituError | None = None
-    """P refused our registration; it will not change its mind within this incarnation."""
     repeat_due_s: float = 0.0
     """It need not be asked before, again or for a sign of life."""
     unanswered: int = 0
     """Registrations sent since it was last heard."""
 
+    def take(self, event: RegistrationEvent) -> bool:
+        """False where the event is absorbed."""
+        before, self.state = self.state, REGISTRATION_TRANSITIONS.get((self.state, event), self.state)
+        return self.state is not before
+
 
 class PrefillDirectory:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView, out: TransferOutbox) -> None:
-        self._incarnation = config.incarnation
-        self._retry_interval_s = config.deadlines.retry_interval_s
-        self._clock = parts.clock
+    """`registration`: what every P is told of this instance."""
+
+    def __init__(self, registration: KVArgsRegisterInfo, retry_interval_s: float, view: PeerView) -> None:
+        self.registration = registration
+        self._retry_interval_s = retry_interval_s
         self._view = view
-        self._out = out
         self._peers: dict[int, PrefillPeer] = {}
-        self.registration = KVArgsRegisterInfo(
-            protocol_version=PROTOCOL_VERSION,
-            engine_rank=config.engine_rank,
-            incarnation=config.incarnation,
-            endpoint=config.host,
-            dst_port=config.control_port,
-            layout=config.layout,
-            ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions), *parts.follower_memories),
-        )
-        """What every P is told of this instance."""
+        """By engine_rank."""
 
     # --------------------------------------------------------------------------------------------------------- look-ups
 
@@ -70,10 +63,8 @@ class PrefillDirectory:
         return peer if peer is not None and peer.incarnation == incarnation else None
 
     def address_of(self, incarnation: int) -> tuple[str, int] | None:
-        for peer in self._peers.values():
-            if peer.incarnation == incarnation:
-                return peer.host, peer.port
-        return None
+        rank = self.rank_of(incarnation)
+        return (self._peers[rank].host, self._peers[rank].port) if rank is not None else None
 
     def rank_of(self, incarnation: int) -> int | None:
         """None where it has none, or no longer."""
@@ -81,82 +72,87 @@ class PrefillDirectory:
 
     def registered(self) -> dict[int, int]:
         """engine_rank -> incarnation of the P that took our registration."""
-        return {rank: peer.incarnation for rank, peer in self._peers.items() if peer.is_registered}
+        peers = self._peers.items()
+        return {rank: peer.incarnation for rank, peer in peers if peer.state is RegistrationState.ACCEPTED}
 
     def silent(self) -> tuple[int, ...]:
         """Incarnations of the P of the cluster that do not answer: nothing passes between us, one way or both."""
-        peers = self._peers.items()
         return tuple(
             peer.incarnation
-            for rank, peer in peers
+            for rank, peer in self._peers.items()
             if peer.unanswered >= MAX_UNANSWERED and not self._view.is_lost(rank, peer.incarnation)
         )
 
     # ----------------------------------------------------------------------------------------------------- registration
 
-    def found(self, rank: int, incarnation: int, host: str, port: int) -> None:
-        """Register with a P once per incarnation; repeated by `tick` until it replies. Where the view has another
-        incarnation of the rank, the view is right: the directory's may be an older one."""
-        self._view.note(rank, incarnation)
-        peer = self._peers.get(rank)
-        if not self._view.is_present(rank, incarnation) and self._view.has_present(rank):
-            return
-        if peer is None or peer.incarnation != incarnation:
-            peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
-        elif (peer.host, peer.port) != (host, port):
-            peer.host, peer.port, peer.is_registered = host, port, False
-        if not peer.is_registered and peer.refusal is None and peer.repeat_due_s <= self._clock.monotonic():
-            self._register(rank, peer)
-
-    def take_view(self) -> None:
-        """The view was updated: register with each P that is new in it, and again with each that returns after it was
-        lost."""
+    def take_view(self, now_s: float) -> list[Effect]:
+        """Register with each P that is new in the view, and again with each that returns after it was lost."""
+        found: list[Effect] = []
         for instance in self._view.present():
             if instance.control_port:
-                self.found(instance.engine_rank, instance.incarnation, instance.host, instance.control_port)
+                address = instance.host, instance.control_port
+                found += self._found(instance.engine_rank, instance.incarnation, *address, now_s)
         for rank, peer in self._peers.items():
             if self._view.is_lost(rank, peer.incarnation):
-                peer.is_registered, peer.repeat_due_s, peer.unanswered = False, 0.0, 0
+                peer.take(RegistrationEvent.LOST)
+                peer.repeat_due_s, peer.unanswered = 0.0, 0
+        return found
 
-    def tick(self, now_s: float) -> None:
+    def take_routes(self, routes: Iterable[RouteEntry], now_s: float) -> list[Effect]:
+        """The same knowledge from the bootstrap server."""
+        found: list[Effect] = []
+        for route in routes:
+            if route.role is Role.PREFILL:
+                found += self._found(route.engine_rank, route.incarnation, route.rank_ip, route.rank_port, now_s)
+        return found
+
+    def _found(self, rank: int, incarnation: int, host: str, port: int, now_s: float) -> list[Effect]:
+        """Register with a P once per incarnation. Where the view has another incarnation of the rank, the view is
+        right: the bootstrap server's may be an older one."""
+        self._view.note(rank, incarnation)
+        if not self._view.is_present(rank, incarnation) and self._view.has_present(rank):
+            return []
+        peer = self.peer(rank, incarnation)
+        if peer is None:
+            peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
+        elif (peer.host, peer.port) != (host, port):
+            peer.host, peer.port = host, port
+            peer.take(RegistrationEvent.LOST)
+        return self._register(peer, now_s) if peer.state is RegistrationState.ASKED else []
+
+    def tick(self, now_s: float) -> list[Effect]:
+        asked: list[Effect] = []
         for rank, peer in self._peers.items():
-            is_asked = peer.unanswered or not peer.is_registered
-            if is_asked and peer.repeat_due_s <= now_s and not self._view.is_lost(rank, peer.incarnation):
-                self._register(rank, peer)
+            is_owing = peer.unanswered or peer.state is RegistrationState.ASKED
+            if is_owing and not self._view.is_lost(rank, peer.incarnation):
+                asked += self._register(peer, now_s)
+        return asked
 
-    def heard(self, incarnation: int) -> None:
+    def ask(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
+        """A room has waited for a sign of this P for `retry_interval_s`: it is to give one, unless it just did."""
+        peer = self.peer(rank, incarnation)
+        return self._register(peer, now_s) if peer is not None else []
+
+    def heard(self, incarnation: int, now_s: float) -> None:
         """A frame of this P came."""
         for peer in self._peers.values():
             if peer.incarnation == incarnation:
-                peer.unanswered = 0
-                peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
+                peer.unanswered, peer.repeat_due_s = 0, now_s + self._retry_interval_s
 
-    def ask(self, rank: int, incarnation: int) -> None:
-        """A room has waited for a sign of this P for `retry_interval_s`: it is to give one, unless it just did."""
-        peer = self.peer(rank, incarnation)
-        if peer is not None and peer.repeat_due_s <= self._clock.monotonic():
-            self._register(rank, peer)
+    def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Effect]:
+        """P took or refused the registration, perhaps not for the first time."""
+        rank, text = message.engine_rank, message.message
+        if not message.code and peer.take(RegistrationEvent.ACCEPT):
+            return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
+        if message.code and peer.take(RegistrationEvent.REFUSE):
+            peer.refusal = from_code(message.code, text)
+            return [Line(logging.ERROR, "P%d refused this instance: %s", (rank, text), "")]
+        return []
 
-    def on_reply(self, message: RegisterReply) -> bool:
-        """P took or refused the registration. False: the reply is of or to another incarnation."""
-        peer = self.peer(message.engine_rank, message.incarnation)
-        if peer is None or message.peer_incarnation != self._incarnation:
-            return False
-        if peer.is_registered or peer.refusal is not None:
-            return True
-        if message.code:
-            peer.refusal = from_code(message.code, message.message)
-            text = "P%d refused this instance: %s"
-            self._out.log(logging.ERROR, text, message.engine_rank, message.message)
-        else:
-            peer.is_registered = True
-            self._out.log(logging.INFO, log.DECODE_REGISTERED, message.engine_rank)
-        return True
-
-    def _register(self, rank: int, peer: PrefillPeer) -> None:
-        if peer.refusal is not None:
-            peer.repeat_due_s = NEVER_S
-            return
+    def _register(self, peer: PrefillPeer, now_s: float) -> list[Effect]:
+        """Nothing where it is not due, or P refused us: it will not change its mind within this incarnation."""
+        if peer.repeat_due_s > now_s or peer.state is RegistrationState.REFUSED:
+            return []
         peer.unanswered += 1
-        peer.repeat_due_s = self._clock.monotonic() + self._retry_interval_s
-        self._out.frame(peer.host, peer.port, REGISTRATION_ROOM, self.registration)
+        peer.repeat_due_s = now_s + self._retry_interval_s
+        return [Send(peer.host, peer.port, REGISTRATION_ROOM, self.registration)]

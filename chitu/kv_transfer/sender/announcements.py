@@ -13,7 +13,7 @@ from array import array
 
 from chitu.clock import Clock
 from chitu.errors import BadFrame, ChituError, DecodeLost, TransferFailed, from_code
-from chitu.kv_transfer.events import TransferEventKind
+from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.chunk_feed import ChunkFeed
@@ -52,10 +52,10 @@ class Announcements:
         if tombstone is not None:
             # D gave up before the router's half came (or the room is used twice): the step thread must not wait for it.
             error = from_code(tombstone.code or "protocol", tombstone.message or "this room ended already")
-            self._out.event(TransferEventKind.FAILED, room, error)
-            self._out.event(TransferEventKind.RELEASED, room)
+            self._out.event(TransferEvent(TransferEventKind.FAILED, room, error))
+            self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
             return
-        transition = self._table.apply(room, SenderEvent.ADD_REQUEST, SendRoom())
+        transition = self._table.apply(room, SenderEvent.ADD_REQUEST, self._clock.monotonic(), SendRoom())
         if transition is None:
             self._add_too_late(room, request_id, num_tokens)
             return
@@ -84,9 +84,9 @@ class Announcements:
             self._out.log(logging.WARNING, "room %s was added twice", room_text(room))
             return
         record.request_id, record.num_tokens = request_id, num_tokens
-        self._out.event(TransferEventKind.FAILED, room, record.error)
+        self._out.event(TransferEvent(TransferEventKind.FAILED, room, record.error))
         if entry.state is SenderState.RELEASED:  # else RELEASED follows when the room has settled
-            self._out.event(TransferEventKind.RELEASED, room)
+            self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
 
     # --------------------------------------------------------------------------------------------------------- D's half
 
@@ -131,7 +131,7 @@ class Announcements:
         self._refuse(room, peer, TransferFailed("this room was announced already"), is_settled)
 
     def _accept(self, room: bytes, info: TransferInfo, peer: DecodePeer, dst_pages: array[int]) -> None:
-        transition = self._table.apply(room, SenderEvent.ANNOUNCE, SendRoom())
+        transition = self._table.apply(room, SenderEvent.ANNOUNCE, self._clock.monotonic(), SendRoom())
         assert transition is not None
         entry, record = transition.entry, transition.entry.data
         record.info, record.peer, record.dst_pages = info, peer, dst_pages
@@ -182,7 +182,7 @@ class Announcements:
 
     def _go_on(self, room: bytes, entry: SendEntry) -> None:
         """The room can be delivered: tell the step thread, and let go of what was computed so far."""
-        self._out.event(TransferEventKind.ANNOUNCED, room)
+        self._out.event(TransferEvent(TransferEventKind.ANNOUNCED, room))
         self._feed.let_go(room, entry)
 
 

@@ -134,12 +134,12 @@ class ChunkFeed:
         first_page = max(chunk.first_page, info.prefix_pages)
         if first_page >= chunk.end_page or not entry.data.dst_pages:
             return
-        self._table.apply(room, SenderEvent.DATA)
+        self._table.apply(room, SenderEvent.DATA, self._clock.monotonic())
         layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
         for layer in range(chunk.first_layer, chunk.end_layer, layers):
             end_layer = min(layer + layers, chunk.end_layer)
             self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page, chunk.ready))
 
     def _queue_aux(self, room: bytes) -> None:
-        self._table.apply(room, SenderEvent.DATA)
+        self._table.apply(room, SenderEvent.DATA, self._clock.monotonic())
         self._queue.put_aux(room)

@@ -138,7 +138,7 @@ class PrefillSender:
         with self._lock:
             waiting = self._out.drop_events(room)
             if TransferEventKind.SUCCESS in waiting:
-                self._out.event(TransferEventKind.RELEASED, room)
+                self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
             else:
                 self._rooms.fail(room, SenderEvent.ABORT, error)
         self._empty_outbox()

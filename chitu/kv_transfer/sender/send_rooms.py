@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from chitu.clock import Clock
 from chitu.errors import BootstrapTimeout, ChituError, DecodeLost, TransferTimeout, from_code
 from chitu.kv_transfer.checksums import RoomSums
-from chitu.kv_transfer.events import TransferEventKind
+from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.registration import DecodePeer
@@ -123,14 +123,14 @@ class SendRooms:
             Deadline.REPEAT: deadlines.transfer_s,
         }
         self.table: TransferTable[SenderState, SenderEvent, SendRoom] = TransferTable(
-            SENDER_TRANSITIONS, SENDER_DEADLINES, limits_s, clock
+            SENDER_TRANSITIONS, SENDER_DEADLINES, limits_s
         )
 
     # -------------------------------------------------------------------------------------------------- how a room ends
 
     def fail(self, room: bytes, event: SenderEvent, error: ChituError) -> None:
         """Every failure goes through here, once per room: later ones (and those of unknown rooms) are absorbed."""
-        transition = self.table.apply(room, event)
+        transition = self.table.apply(room, event, self._clock.monotonic())
         if transition is None:
             return
         record = transition.entry.data
@@ -138,7 +138,7 @@ class SendRooms:
         record.backlog = []
         self._queue.drop(room)
         if event is not SenderEvent.ABORT and record.num_tokens:
-            self._out.event(TransferEventKind.FAILED, room, error)
+            self._out.event(TransferEvent(TransferEventKind.FAILED, room, error))
         if record.peer is not None and not record.is_peer_done:
             record.repeat_due_s = self._clock.monotonic()
         self.release_if_settled(room)
@@ -155,9 +155,9 @@ class SendRooms:
 
     def succeed(self, room: bytes, entry: SendEntry) -> None:
         """The last byte landed."""
-        self.table.apply(room, SenderEvent.LANDED)
+        self.table.apply(room, SenderEvent.LANDED, self._clock.monotonic())
         entry.data.landed_s = self._clock.monotonic()
-        self._out.event(TransferEventKind.SUCCESS, room, kv_bytes=sum(entry.data.bytes_per_rank))
+        self._out.event(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=sum(entry.data.bytes_per_rank)))
         self._send_status(room, entry)
 
     def release_if_settled(self, room: bytes) -> None:
@@ -172,10 +172,10 @@ class SendRooms:
             assert peer is not None
             if not self._view.is_dead(peer.info.engine_rank, peer.info.incarnation):
                 return
-        self.table.apply(room, SenderEvent.SETTLED)
+        self.table.apply(room, SenderEvent.SETTLED, self._clock.monotonic())
         self._queue.drop(room)
         if record.num_tokens:
-            self._out.event(TransferEventKind.RELEASED, room)
+            self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
         if peer is None:
             self._forget(room, SenderEvent.ACKNOWLEDGED)
         elif self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
@@ -186,7 +186,7 @@ class SendRooms:
                 self._forget(room, SenderEvent.ACKNOWLEDGED)
 
     def _forget(self, room: bytes, event: SenderEvent) -> None:
-        transition = self.table.apply(room, event)
+        transition = self.table.apply(room, event, self._clock.monotonic())
         if transition is not None and transition.entry.state is SenderState.FORGOTTEN:
             error = transition.entry.data.error
             self.table.bury(room, Tombstone(error.code if error else "", error.message if error else ""))
@@ -228,7 +228,7 @@ class SendRooms:
             self._forget(room, SenderEvent.GIVEN_UP)
         else:
             peer = instance_name(Role.DECODE, entry.data.decode[0])
-            text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS)
+            text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS, self._clock.monotonic())
             error = BootstrapTimeout(text) if entry.state is SenderState.REQUESTED else TransferTimeout(text)
             self.fail(room, SenderEvent.DEADLINE, error)
 

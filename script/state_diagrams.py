@@ -1,0 +1,47 @@
+"""Draws the diagrams in docs/protocol.md from `chitu/protocol/states.py`; a test fails where they are old.
+
+Call `python script/state_diagrams.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+from chitu.protocol import states
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
+BEGIN = "<!-- drawn by script/state_diagrams.py -->\n"
+END = "<!-- end -->\n"
+TABLES = {
+    "A room on P": states.SENDER_TRANSITIONS,
+    "A room on D": states.RECEIVER_TRANSITIONS,
+    "D's registration with a P": states.REGISTRATION_TRANSITIONS,
+}
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The page as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    parts = [f"{title}:\n\n{diagram(table)}\n" for title, table in TABLES.items()]
+    return before + BEGIN + "\n" + "".join(parts) + END + rest.partition(END)[2]
+
+
+def diagram(transitions: Mapping[tuple[Enum, Enum], Enum] | Mapping[tuple[Enum | None, Enum], Enum]) -> str:
+    """`FROM, FROM --EVENT, EVENT--> TO`, in the order of the table: sources that share their events have one line."""
+    events: dict[tuple[str, str], list[str]] = {}
+    for (source, event), target in transitions.items():
+        events.setdefault((source.name if source is not None else "(unknown)", target.name), []).append(event.name)
+    sources: dict[tuple[str, str], list[str]] = {}
+    for (source_name, target_name), names in events.items():
+        sources.setdefault((", ".join(sorted(names)), target_name), []).append(source_name)
+    return "".join(f"    {', '.join(known)} --{names}--> {target}\n" for (names, target), known in sources.items())
+
+
+if __name__ == "__main__":
+    main()

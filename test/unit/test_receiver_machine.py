@@ -1,0 +1,225 @@
+"""D's machine: every event in every state does what the table says, and where the table says nothing, nothing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chitu.errors import Integrity, TransferFailed
+from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.parts import KVManagerConfig
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.receiver import events, machine
+from chitu.kv_transfer.receiver.machine import ReceiverMachine
+from chitu.kv_transfer.receiver.prefill_directory import PrefillPeer
+from chitu.protocol import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    ClusterView,
+    InstanceInfo,
+    KVArgsRegisterInfo,
+    KVLayout,
+    PeerMessage,
+    RegisterReply,
+    TransferInfo,
+    TransferStatus,
+)
+from chitu.protocol.states import (
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    REGISTRATION_TRANSITIONS,
+    Deadline,
+    KVPoll,
+    ReceiverEvent,
+    ReceiverState,
+    RegistrationEvent,
+    RegistrationState,
+)
+from chitu.types import REGISTRATION_ROOM, Role
+
+ROOM = b"r" * 16
+P, OTHER_P, D = 7, 8, 9
+"""Incarnations."""
+NUM_BYTES = 100
+LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
+E, S = ReceiverEvent, ReceiverState
+OPEN = [state for state in S if RECEIVER_DEADLINES[state] is not Deadline.TERMINAL]
+
+
+def of_p(message: PeerMessage) -> events.Received:
+    return events.Received(ROOM, message)
+
+
+SUCCESS = of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,)))
+LOST, PASSED = events.ViewChanged(), events.Tick()
+"""What they mean is in what came before: P left the view; the deadline is over."""
+INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
+    "abort": (events.Aborted(ROOM, TransferFailed("gone")), E.ABORT),
+    "aux_ready": (of_p(AuxReady(P)), E.ROW_SENT),
+    "success": (SUCCESS, E.SUCCESS),
+    "success_of_other_bytes": (of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES - 1,))), E.STOPPED),
+    "failed": (of_p(TransferStatus(P, KVPoll.Failed, True, "transfer_failed", "x")), E.STOPPED),
+    "failed_and_may_land": (of_p(TransferStatus(P, KVPoll.Failed, False, "transfer_failed", "x")), E.PEER_FAILED),
+    "abort_ack": (of_p(AbortAck(P)), E.STOPPED),
+    "abort_of_p": (of_p(AbortTransfer(P)), E.PEER_FAILED),
+    "success_of_another": (of_p(TransferStatus(OTHER_P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,))), None),
+    "row_right": (events.RowChecked(ROOM, None, 3), E.LOGITS),
+    "row_wrong": (events.RowChecked(ROOM, Integrity("row")), E.CORRUPT),
+    "pages_right": (events.PagesChecked(ROOM, None), E.VERIFIED),
+    "pages_wrong": (events.PagesChecked(ROOM, Integrity("pages")), E.CORRUPT),
+    "p_lost": (LOST, E.PEER_LOST),
+    "p_dead": (events.WriterDead(P), E.WRITER_DEAD),
+    "another_p_dead": (events.WriterDead(OTHER_P), None),
+    "deadline": (PASSED, E.DEADLINE),
+    "time": (events.Tick(), None),
+}
+FRAMES_OF_A_ROOM = {name for name, (event, _) in INPUTS.items() if isinstance(event, events.Received)}
+ROAD: dict[ReceiverState, tuple[str, ...]] = {
+    S.WAITING: (),
+    S.CHECKING: ("aux_ready",),
+    S.LOGITS: ("aux_ready", "row_right"),
+    S.WRITTEN: ("success",),
+    S.VERIFYING: ("success", "row_right"),
+    S.QUARANTINED: ("abort",),
+}
+"""From WAITING on."""
+
+
+class World:
+    def __init__(self, verify_kv: Any = "all") -> None:
+        config = KVManagerConfig(0, D, "d", 1, LAYOUT, verify_kv=verify_kv)
+        self.limit_s = config.deadlines.bootstrap_s + config.deadlines.transfer_s
+        self.view = PeerView(Role.PREFILL, "d", lambda pid: True)
+        self.machine = ReceiverMachine(config, KVArgsRegisterInfo(7, 0, D, "d", 1, LAYOUT, ()), self.view)
+        self.effects: list[events.Effect] = []
+        self.now_s = 100.0
+        instance = InstanceInfo(Role.PREFILL, 0, P, "p", 1, 2, LAYOUT, 100)
+        self.view.update(ClusterView(1, 1, (instance,)))
+        self.handle(events.ViewChanged())
+
+    def handle(self, event: events.Event) -> list[events.Effect]:
+        effects = self.machine.handle(event, self.now_s)
+        self.effects += effects
+        return effects
+
+    def announce(self) -> None:
+        info = TransferInfo(D, b"", 0, 4)
+        self.handle(events.Announced(ROOM, events.ReceiveRoom("r1", info, 0, NUM_BYTES, 0, 0, P)))
+
+    def register(self) -> None:
+        self.handle(events.Received(REGISTRATION_ROOM, RegisterReply(0, P, D)))
+
+    def give(self, name: str) -> list[events.Effect]:
+        event, _ = INPUTS[name]
+        if event is LOST:
+            self.view.update(ClusterView(1, 2, ()))
+        if event is PASSED:
+            self.now_s += self.limit_s
+        return self.handle(event)
+
+    @property
+    def state(self) -> ReceiverState | None:
+        entry = self.machine.table.get(ROOM)
+        return entry.state if entry is not None else None
+
+    def kinds(self) -> list[Kind]:
+        return [effect.kind for effect in self.effects if isinstance(effect, TransferEvent)]
+
+
+def in_state(state: ReceiverState) -> World:
+    world = World()
+    world.announce()
+    if state is not S.BOOTSTRAPPING:
+        world.register()
+        for name in ROAD[state]:
+            world.give(name)
+    assert world.state is state
+    return world
+
+
+def end_of(target: ReceiverState) -> ReceiverState | None:
+    return None if RECEIVER_DEADLINES[target] is Deadline.TERMINAL else target
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("state", OPEN, ids=lambda state: state.name)
+def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: ReceiverState, name: str) -> None:
+    world = in_state(state)
+    before = world.kinds()
+    # Nobody was told of the room, so no P can mean it.
+    is_stale = state is S.BOOTSTRAPPING and name in FRAMES_OF_A_ROOM
+    event = None if is_stale else INPUTS[name][1]
+    target = RECEIVER_TRANSITIONS.get((state, event)) if event is not None else None
+    effects = world.give(name)
+    told = world.kinds()[len(before) :]
+    if target is None:
+        assert world.state is state and told == []
+        return
+    assert world.state is end_of(target)
+    is_first_failure = target in (S.QUARANTINED, S.RELEASED) and state is not S.QUARANTINED and event is not E.ABORT
+    expected = [Kind.FAILED] if is_first_failure else []
+    expected += [Kind.LOGITS_READY] if event is E.LOGITS else []
+    expected += {S.RELEASED: [Kind.RELEASED], S.SUCCEEDED: [Kind.SUCCESS]}.get(target, [])
+    assert told == expected
+    sent = [effect.message for effect in effects if isinstance(effect, events.Send) and effect.room == ROOM]
+    assert any(isinstance(message, AbortTransfer) for message in sent) == (target is S.QUARANTINED)
+    checks = [type(effect) for effect in effects if isinstance(effect, events.CheckRow | events.CheckPages)]
+    is_row_due = target is S.CHECKING or (state, target) == (S.WAITING, S.WRITTEN)
+    assert checks == ([events.CheckRow] if is_row_due else [events.CheckPages] if target is S.VERIFYING else [])
+
+
+def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:
+    brought = {event for _, event in INPUTS.values()} | {E.ANNOUNCE, E.SENT, E.PEER_FAILED}
+    assert {event for _, event in RECEIVER_TRANSITIONS} == brought - {None}
+    assert set(ROAD) | {S.BOOTSTRAPPING} == set(OPEN)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("end", ["pages_right", "pages_wrong"])
+def test_a_room_that_is_over_stays_over(end: str, name: str) -> None:
+    world = in_state(S.VERIFYING)
+    world.give(end)
+    before = world.kinds()
+    world.give(name)
+    has_succeeded = end == "pages_right"
+    assert world.state is None
+    assert world.kinds()[len(before) :] == ([Kind.RELEASED] if has_succeeded and name == "abort" else [])
+    with_announcement = len(world.kinds())
+    world.announce()
+    assert world.state is None and world.kinds()[with_announcement:] == [Kind.FAILED, Kind.RELEASED]
+
+
+@pytest.mark.parametrize("road", [("success", "row_right"), ("aux_ready", "row_right", "success")])
+def test_without_verify_kv_the_row_and_success_are_all(road: tuple[str, ...]) -> None:
+    world = World(verify_kv="off")
+    world.announce()
+    world.register()
+    for name in road:
+        world.give(name)
+    assert world.state is None and world.kinds() == [Kind.LOGITS_READY, Kind.SUCCESS]
+    assert world.machine.bytes_moved == NUM_BYTES
+
+
+@pytest.mark.parametrize("event", RegistrationEvent)
+@pytest.mark.parametrize("state", RegistrationState)
+def test_a_registration_moves_by_its_table_alone(state: RegistrationState, event: RegistrationEvent) -> None:
+    peer = PrefillPeer(P, "p", 2, state)
+    target = REGISTRATION_TRANSITIONS.get((state, event))
+    assert peer.take(event) is (target is not None) and peer.state is (target or state)
+
+
+def test_the_machine_knows_no_thread_socket_clock_lock_or_log() -> None:
+    folder = Path(machine.__file__).parent
+    for name in ("machine.py", "prefill_directory.py", "events.py"):
+        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {m for m in imported if m.split(".")[0] in ("threading", "time", "queue", "zmq", "socket")}
+        assert not {m for m in imported if m.startswith(("chitu.net", "chitu.clock"))}
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not used & {"getLogger", "monotonic", "acquire", "release"}
