@@ -62,7 +62,7 @@ class PDScheduler:
         self._clock = parts.clock
         role = parts.role
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
-        self._resources.settle = self._settle
+        self._resources.sync_step = self._sync_step
         self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
         admission = None if role is Role.PREFILL else self._open_admission
         self._prefill = PrefillManager(
@@ -135,7 +135,7 @@ class PDScheduler:
         if is_launching:
             self._launch(step)
         if not (is_launching and self._parts.overlap):
-            self._settle()
+            self._sync_step()
         self._tokens.flush(self._clock.monotonic())
         worked = is_launching or self._load.steps > steps_before
         if worked:
@@ -147,7 +147,7 @@ class PDScheduler:
 
     def close(self) -> None:
         """After the last turn: what was launched is read, so that nothing computes any more."""
-        self._settle()
+        self._sync_step()
         self._tokens.flush(self._clock.monotonic())
         self._tokens.close()
 
@@ -220,7 +220,7 @@ class PDScheduler:
                 *(self._load.steps, num_prompt_tokens, len(chunks), len(step.first_tokens), len(step.decoding)),
                 *(self._cache.num_free_pages, self._cache.num_pages),
             )
-        self._settle()
+        self._sync_step()
         self._pending = launched
 
     def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
@@ -233,11 +233,11 @@ class PDScheduler:
         def on_layer(layer: int, ready: Ready | None = None) -> None:
             sender.on_layer_done(layer, ready)
             if self._pending is before and before.handle.is_done():
-                self._settle()
+                self._sync_step()
 
         return on_layer
 
-    def _settle(self) -> None:
+    def _sync_step(self) -> None:
         """Read what is in flight; nothing is then."""
         step, self._pending = self._pending, None
         if step is not None:

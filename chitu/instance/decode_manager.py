@@ -138,7 +138,7 @@ class DecodeManager:
     def _grow(self, plan: StepPlan) -> None:
         needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
-            self._resources.settle()  # a sequence that ended in it needs no page, and gives some back
+            self._resources.sync_step()  # a sequence that ended in it needs no page, and gives some back
             needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
             available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()

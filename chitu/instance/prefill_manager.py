@@ -234,7 +234,7 @@ class PrefillManager:
         assert self._sender is not None
         if not self._speculators(wanting):
             return
-        self._resources.settle()  # a step in flight may compute for those that give way
+        self._resources.sync_step()  # a step in flight may compute for those that give way
         for sequence in self._speculators(wanting):
             if not self._sender.reset_chunks(sequence.room):
                 continue  # announced in this very moment: it is urgent itself now

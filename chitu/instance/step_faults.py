@@ -77,7 +77,7 @@ class StepFaults:
 
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """What is left of a step whose launch raised `error`, and is done. Raises it where nothing can be computed."""
-        self._resources.settle()  # the step before was launched, and is sound
+        self._resources.sync_step()  # the step before was launched, and is sound
         plan = step.plan
         slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
         self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))

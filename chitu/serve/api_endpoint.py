@@ -162,7 +162,7 @@ def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:
     return with_router_ports(with_api_keys(with_cluster_key(topology, ""), ()), ports)
 
 
-def settle_memory() -> None:
+def freeze_gc() -> None:
     """Call once ready: what lives as long as the process is nothing for the collector to walk through every time."""
     gc.collect()
     gc.freeze()

@@ -40,7 +40,7 @@ from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
-from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, with_share
+from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import OwnCluster
@@ -128,7 +128,7 @@ async def _serve(topology: Topology, ready_file: str | None, flush_log: Callable
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.on_signal)
     await router.start()
-    settle_memory()
+    freeze_gc()
     # What `--ready-file` says.
     facts = {"pid": os.getpid(), "host": topology.dp_config.router.host, **router.port_table()}
     log.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))

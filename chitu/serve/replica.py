@@ -49,7 +49,7 @@ from chitu.protocol import (
     view_codec,
 )
 from chitu.router.routing import InstanceKey, instance_key
-from chitu.serve.api_endpoint import ApiEndpoint, settle_memory, with_share
+from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.siblings import HOST, Siblings
 from chitu.types import instance_name
@@ -186,7 +186,7 @@ class ReplicaProcess:
         await self._http.start()
         self._own.resume()
         self._say(accepts=True)
-        settle_memory()
+        freeze_gc()
         ProgressWriter().ready(self._incarnation)
         await self._ending.is_due.wait()
         self._http.stop_accepting()

@@ -32,14 +32,14 @@ class AuxSlots(Protocol):
 
 
 class Resources:
-    """`aux`: None where the tests do without. `settle` reads what is in flight, so that nothing is: requests may
+    """`aux`: None where the tests do without. `sync_step` reads what is in flight, so that nothing is: requests may
     end in it, and what they held comes back. The scheduler sets it."""
 
     def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots | None) -> None:
         self.cache = cache
         self.slots = SlotPool(num_slots)
         self.aux = aux
-        self.settle: Callable[[], None] = lambda: None
+        self.sync_step: Callable[[], None] = lambda: None
         self._num_launched = self._num_read = 0
         self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
         """What happens when that many steps have been read."""
