@@ -210,10 +210,12 @@ class PagedKVCacheManager:
         wanted = self.pages_for(len(prompt) // 4)
         return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt, to_compute))
 
-    def commit(self, room: bytes, keys: PageKeys | None, token_ids: bytes, num_tokens: int) -> None:
+    def commit(
+        self, room: bytes, keys: PageKeys | None, token_ids: bytes, num_tokens: int, is_copy: bool = False
+    ) -> None:
         """K and V of the first `num_tokens` of the room's `token_ids` are in its pages, for good: what is launched does
         not count. From here on others find the pages that are full. A room that a peer may still write to leaves
-        nothing."""
+        nothing. `is_copy`: another instance has these pages, so `on_cached` does not hear of them."""
         found = self._rooms.get(room)
         if found is None or keys is None or room in self._in_transfer or room in self._quarantined:
             return
@@ -227,7 +229,7 @@ class PagedKVCacheManager:
             if known != own:
                 self._pin([known])
             pinned.append(known)
-        if self.on_cached is not None:
+        if self.on_cached is not None and not is_copy:
             self.on_cached(names, num_known, pinned[num_known:])
 
     def generation(self, page: int) -> int:

@@ -45,7 +45,7 @@ class DiskConfig(Section, frozen=True):
     """Where pages are kept that host memory has no room for, and that a restart survives."""
 
     path: str | None = None
-    """Folder; each instance has its own in it, by its name. Unset: none."""
+    """Folder; each instance writes to one of its own in it, by its name, and reads all. Unset: none."""
     max_bytes: Positive = 64 << 30
     """Of the files of each instance; the least recently used go first."""
 
@@ -81,7 +81,7 @@ class CacheConfig(Section, frozen=True):
     that begins alike is computed, and moved from P to D, from there on."""
     host_bytes: Annotated[int, Meta(ge=0)] = 0
     """Host memory (pinned beside a GPU) of each P and unified instance, in bytes: the prefix cache goes on there when
-    the pool has no room. 0: none."""
+    the pool has no room. With disk or store of each D, too, 1 GiB at most. 0: none."""
     load_timeout_s: Seconds = 1.0
     """The longest that a prompt waits for pages from outside the pool; what is missing then is computed. A disk or
     store of which a call takes longer is left out for a while."""

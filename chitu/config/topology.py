@@ -254,8 +254,17 @@ def _tier_problems(topology: Topology) -> Iterator[str]:
 
 
 def has_tiers(topology: Topology, instance: Instance) -> bool:
-    """Whether its prefix cache goes on in host memory: only where prompts are computed."""
-    return topology.cache.host_bytes > 0 and instance.role is not Role.DECODE
+    """Whether its prefix cache goes on in host memory: where prompts are computed, and on a D of one rank that can hand
+    the pages of its answers to those."""
+    cache = topology.cache
+    if instance.role is Role.DECODE and (instance.config.tp_size > 1 or not has_lasting_tiers(topology)):
+        return False
+    return cache.host_bytes > 0
+
+
+def has_lasting_tiers(topology: Topology) -> bool:
+    """Whether pages outlive their instance, and others read them."""
+    return topology.cache.disk.path is not None or topology.cache.store.master is not None
 
 
 def _log_problems(topology: Topology) -> Iterator[str]:

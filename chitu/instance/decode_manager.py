@@ -315,7 +315,7 @@ class DecodeManager:
         sequence.kv_ready, sequence.prompt_lines = True, event.prompt_logprobs
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
-        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len)
+        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)
         if sequence.state is SequenceState.CLOSING:
             self._free(sequence)
         elif sequence.forks:

@@ -29,6 +29,7 @@ from chitu.config.topology import (
     Instance,
     check,
     find_instance,
+    has_lasting_tiers,
     has_tiers,
     is_loopback,
     warn_of_faults,
@@ -40,7 +41,7 @@ from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
-from chitu.kv_cache.tiers.build import build_tiers
+from chitu.kv_cache.tiers.build import build_tiers, decode_cache
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -180,7 +181,8 @@ def build_engine(
         kind = instance.config.devices[MAIN_RANK].partition(":")[0]
         name, host = instance.name, instance.config.host
         free_bytes = available_cpu_bytes()
-        tiers = build_tiers(topology.cache, name, host, engine.pool, kind, cache, free_bytes, RealClock(), wake.wake)
+        config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
+        tiers = build_tiers(config, name, host, engine.pool, kind, cache, free_bytes, RealClock(), wake.wake)
     executor: Executor = engine.runner
     fan_out: FanOut | None = None
     greetings: list[Greeting] = []
@@ -232,7 +234,7 @@ def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> b
     if not topology.cache.prefix_cache:
         return None
     fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
-    if not (has_tiers(topology, instance) and (topology.cache.disk.path or topology.cache.store.master)):
+    if not (has_tiers(topology, instance) and has_lasting_tiers(topology)):
         return fingerprint
     settings = (model.dtype, model.max_model_len)
     return lasting_fingerprint(fingerprint, engine.weights_digest(), __version__, settings)

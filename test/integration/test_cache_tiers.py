@@ -6,7 +6,6 @@ The instances have the checksum engine: every token depends on every byte of KV 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import socket
@@ -15,7 +14,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,10 @@ from completions import complete_all, instance_loads, is_whole, wait_until
 
 from chitu import __version__
 from chitu.config.load import load_topology
+from chitu.kv_cache.page_keys import PageKeys, lasting_fingerprint, layout_fingerprint
 from chitu.launch.local import LocalCluster
+from chitu.protocol import pack_i32
+from chitu.testing.checksum_engine import checksum_layout
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
 
@@ -33,6 +37,8 @@ VOCAB_SIZE = 1280
 PAGE_SIZE = 16
 PROMPT_TOKENS = 20 * PAGE_SIZE + 1
 PAGES = 20
+ANSWER_TOKENS = 40
+TIERS = ("disk", "store")
 PATIENCE_S = 60.0
 
 
@@ -54,6 +60,17 @@ class Store:
     def num_keys(self) -> int:
         text = httpx.get(self.metrics_url, timeout=5.0, trust_env=False).text
         return int(next(line.split()[1] for line in text.splitlines() if line.startswith("master_key_count ")))
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        from mooncake.store import MooncakeDistributedStore
+
+        client = MooncakeDistributedStore()
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address) == 0
+        try:
+            yield client
+        finally:
+            client.close()
 
 
 @contextmanager
@@ -137,11 +154,40 @@ def prompt_of(seed: int) -> list[int]:
     return [rng.randrange(16, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]
 
 
-def ask(cluster: LocalCluster, prompt: list[int]) -> int:
+def ask(cluster: LocalCluster, prompt: list[int], max_tokens: int = 4) -> int:
     """Tokens of the prompt that P did not compute; the answer is right."""
-    (answer,) = complete_all(cluster.url, [prompt], [{"max_tokens": 4, "temperature": 0, "ignore_eos": True}])
-    assert answer.token_ids == expected_tokens(prompt, 4, VOCAB_SIZE)
+    (answer,) = complete_all(cluster.url, [prompt], [{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}])
+    assert answer.token_ids == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
     return int(answer.usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    """Of the full pages of them."""
+    layout = layout_fingerprint(checksum_layout(PAGE_SIZE, VOCAB_SIZE))
+    fingerprint = lasting_fingerprint(layout, b"", __version__, ("auto", 1024))
+    return PageKeys.of(fingerprint, PAGE_SIZE).upto(len(tokens) // PAGE_SIZE, pack_i32(tokens))
+
+
+def files_of(disk: Path, tokens: list[int]) -> list[Path]:
+    """Of the full pages of them, in all folders."""
+    names = {f"{key.hex()}.kv" for key in keys_of(tokens)}
+    return [path for path in disk.glob("*/*.kv") if path.name in names]
+
+
+def wait_for_files(disk: Path, tokens: list[int]) -> None:
+    """Each of the full pages of them is on disk."""
+    wanted = len(tokens) // PAGE_SIZE
+
+    def found() -> set[str]:
+        return {path.name for path in files_of(disk, tokens)}
+
+    wait_until(lambda: len(found()) == wanted, PATIENCE_S, lambda: f"{len(found())} of {wanted} pages")
+
+
+def seen(cluster: LocalCluster) -> str:
+    """For whoever reads why it failed."""
+    loads = "\n".join(f"{name}: {load}" for name, load in instance_loads(cluster.url).items())
+    return "\n".join([loads, *(cluster.logs(name)[-2000:] for name in ("P0", "P1", "D0"))])
 
 
 def tokens_of(cluster: LocalCluster, tier: str) -> dict[str, int]:
@@ -154,10 +200,13 @@ def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, s
     num_keys = store.num_keys()
     assert ask(cluster, prompt) == 0
     wait_until(lambda: store.num_keys() >= num_keys + PAGES, PATIENCE_S, store.num_keys)
+    wait_for_files(disk, prompt)
+    for path in files_of(disk, prompt):  # as if P were on different machines
+        path.unlink()
 
     def served_by(tier: str, names: tuple[str, ...]) -> bool:
         """Whichever P is asked: it has the pages itself, or the tier has."""
-        assert ask(cluster, prompt) == PAGES * PAGE_SIZE
+        assert ask(cluster, prompt) == PAGES * PAGE_SIZE, seen(cluster)
         tokens = tokens_of(cluster, tier)
         return sum(tokens.get(name, 0) for name in names) == PAGES * PAGE_SIZE
 
@@ -166,8 +215,10 @@ def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, s
         PATIENCE_S,
         lambda: (instance_loads(cluster.url), cluster.logs("P0")[-2000:], cluster.logs("P1")[-2000:]),
     )
-    (first,) = [name for name, tokens in tokens_of(cluster, "store").items() if not tokens]
-    wait_until(lambda: len(list((disk / first).glob("*.kv"))) >= PAGES, PATIENCE_S, lambda: os.listdir(disk / first))
+    prompt = prompt_of(3)
+    assert ask(cluster, prompt) == 0
+    wait_for_files(disk, prompt)
+    (first,) = {path.parent.name for path in files_of(disk, prompt)}
     cluster.kill(first)
     cluster.wait_exit(first)
     cluster.restart(first)
@@ -184,27 +235,17 @@ def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, s
 
 def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster, store: Store, disk: Path) -> None:
     """A byte of the eleventh page each, of whichever P: it is computed from there on, and the tokens are right."""
-    from mooncake.store import MooncakeDistributedStore
-
-    from chitu.kv_cache.page_keys import PageKeys, lasting_fingerprint, layout_fingerprint
-    from chitu.protocol import pack_i32
-    from chitu.testing.checksum_engine import checksum_layout
-
     prompt = prompt_of(2)
-    layout = layout_fingerprint(checksum_layout(PAGE_SIZE, VOCAB_SIZE))
-    fingerprint = lasting_fingerprint(layout, b"", __version__, ("auto", 1024))
-    keys = PageKeys.of(fingerprint, PAGE_SIZE).upto(PAGES, pack_i32(prompt))
+    keys = keys_of(prompt)
     num_keys = store.num_keys()
     assert ask(cluster, prompt) == 0
     wait_until(lambda: store.num_keys() >= num_keys + PAGES, PATIENCE_S, store.num_keys)
-    wait_until(lambda: list(disk.glob(f"*/{keys[-1].hex()}.kv")) != [], PATIENCE_S, lambda: os.listdir(disk))
-    client = MooncakeDistributedStore()
-    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", store.address) == 0
-    name = f"chitu-kv-{keys[10].hex()}"
-    record = bytearray(client.get(name))
-    record[100] ^= 0xFF
-    assert client.remove(name, True) == 0 and client.put(name, record) == 0
-    client.close()
+    wait_for_files(disk, prompt)
+    with store.client() as client:
+        name = f"chitu-kv-{keys[10].hex()}"
+        record = bytearray(client.get(name))
+        record[100] ^= 0xFF
+        assert client.remove(name, True) == 0 and client.put(name, record) == 0
     for path in disk.glob(f"*/{keys[10].hex()}.kv"):
         content = bytearray(path.read_bytes())
         content[100] ^= 0xFF
@@ -222,6 +263,40 @@ def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster
     )
 
 
+def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
+    cluster: LocalCluster, store: Store, disk: Path
+) -> None:
+    """Whichever P is asked: from disk, from the store alone, and after a kill of a P and of the D that wrote them."""
+    prompt, known = prompt_of(9), 0
+
+    def is_stored(tokens: list[int]) -> bool:
+        with store.client() as client:
+            return all(one == 1 for one in client.batch_is_exist([f"chitu-kv-{key.hex()}" for key in keys_of(tokens)]))
+
+    def has_served(tier: str, before: int) -> bool:
+        return tier not in TIERS or sum(tokens_of(cluster, tier).values()) > before
+
+    for source in ("", "disk", "store", "killed"):
+        before = sum(tokens_of(cluster, source).values()) if source in TIERS else 0
+        assert ask(cluster, prompt, ANSWER_TOKENS) == known // PAGE_SIZE * PAGE_SIZE, f"{source}: {seen(cluster)}"
+        tokens = prompt + expected_tokens(prompt, ANSWER_TOKENS, VOCAB_SIZE)
+        known = len(tokens) - 1  # of the newest token K and V do not exist
+        wait_until(partial(is_stored, tokens[:known]), PATIENCE_S, store.num_keys)
+        wait_until(partial(has_served, source, before), PATIENCE_S, lambda: instance_loads(cluster.url))
+        if not source:
+            wait_for_files(disk, tokens[:known])
+        elif source == "disk":
+            for path in disk.glob("*/*.kv"):
+                path.unlink()
+        elif source == "store":
+            for name in ("P0", "D0"):
+                cluster.kill(name)
+                cluster.wait_exit(name)
+                cluster.restart(name)
+            cluster.wait_ready()
+        prompt = tokens + [7] * 30
+
+
 def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
     store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -235,28 +310,39 @@ def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
         "cache.host_bytes=20000000",
         f"cache.store.master={store.address}",
         "cache.load_timeout_s=5",
+        f"{PD}.transport=shm",
     ]
-    with LocalCluster(load_topology("unified_local", settings), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=ENTRIES) as cluster:
         cluster.wait_ready()
         num_keys, seeds = store.num_keys(), itertools.count(100)
 
         def keeps_pages() -> bool:
             return ask(cluster, prompt_of(next(seeds))) == 0 and store.num_keys() > num_keys
 
-        wait_until(keeps_pages, PATIENCE_S, lambda: cluster.logs("U0")[-2000:])
+        wait_until(keeps_pages, PATIENCE_S, lambda: cluster.logs("P0")[-2000:])
         store.master.send_signal(signal.SIGSTOP)
-        try:
-            for seed in (4, 5, 6):
-                assert ask(cluster, prompt_of(seed)) == 0
-                assert ask(cluster, prompt_of(seed)) == PAGES * PAGE_SIZE
-        finally:
-            store.master.send_signal(signal.SIGCONT)
+        for seed in (4, 5, 6):
+            assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == 0
+            assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == PAGES * PAGE_SIZE
+            if seed == 4:  # D begins without it
+                cluster.kill("D0")
+                cluster.wait_exit("D0")
+                cluster.restart("D0")
+                cluster.wait_ready()
         store.master.kill()
         store.master.wait()
         for seed in (7, 8):
-            assert ask(cluster, prompt_of(seed)) == 0
-            assert ask(cluster, prompt_of(seed)) == PAGES * PAGE_SIZE
-        wait_until(lambda: "goes without store" in cluster.logs("U0"), PATIENCE_S, lambda: cluster.logs("U0")[-2000:])
-        wait_until(lambda: is_whole(instance_loads(cluster.url)["U0"]), 15.0, lambda: instance_loads(cluster.url))
-        cluster.kill("U0", signal.SIGTERM)  # a thread in a call of the store holds nobody up
-        cluster.wait_exit("U0", 30.0)
+            assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == 0
+            assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == PAGES * PAGE_SIZE
+
+        def logs() -> list[str]:
+            return [cluster.logs(name)[-4000:] for name in ("P0", "D0")]
+
+        def rests() -> bool:
+            return all(map(is_whole, instance_loads(cluster.url).values()))
+
+        wait_until(lambda: all("goes without store" in text for text in logs()), PATIENCE_S, logs)
+        wait_until(rests, 15.0, lambda: instance_loads(cluster.url))
+        for name in ("P0", "D0"):
+            cluster.kill(name, signal.SIGTERM)  # a thread in a call of the store holds nobody up
+            cluster.wait_exit(name, 30.0)

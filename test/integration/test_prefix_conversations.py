@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,13 @@ def sizes(prefill: int, decode: int) -> list[str]:
 
 CASES = {
     "unified, host memory": ("unified_local.yaml", "qwen3", ["scheduler.overlap=on", HOST_MEMORY]),
-    "shm, staged, overlap, checked, host memory": (
+    "shm, staged, overlap, checked, disk": (
         "pd_disagg_1p1d_local.yaml",
         "deepseek_v3",
-        [f"{PD}.transport=shm", f"{PD}.transfer=staged", f"{PD}.verify_kv=all", "scheduler.overlap=on", HOST_MEMORY],
+        [
+            *(f"{PD}.transport=shm", f"{PD}.transfer=staged", f"{PD}.verify_kv=all", "scheduler.overlap=on"),
+            *(HOST_MEMORY, "cache.load_timeout_s=60"),
+        ],
     ),
     "mooncake, 2 ranks to 1": ("pd_disagg_1p1d_local.yaml", "llama", [f"{PD}.transport=mooncake", *sizes(2, 1)]),
     "shm, 1 rank to 2, fp8": (
@@ -68,7 +72,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=list(CASES))
-def cluster(request: pytest.FixtureRequest, models: Path) -> Iterator[LocalCluster]:
+def cluster(
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
     topology, family, overrides = CASES[request.param]
     if "mooncake" in request.param:
         pytest.importorskip("mooncake.engine")
@@ -76,6 +82,8 @@ def cluster(request: pytest.FixtureRequest, models: Path) -> Iterator[LocalClust
     if not path.exists():
         make_model(path, family=family)
     settings = [f"model.path={path}", *SETTINGS, *overrides]
+    if "disk" in request.param:
+        settings.append(f"cache.disk.path={tmp_path_factory.mktemp('disk')}")
     with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
         cluster.wait_ready()
         yield cluster
@@ -115,21 +123,25 @@ def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluste
 
 def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluster) -> None:
     """Runs first: load reports are up to a heartbeat old, so only a cluster without a past has a known start. P lacks
-    the pages of the answer, which were computed on D; D has them, so they do not move either."""
+    the pages of the answer, which were computed on D, unless D leaves them on disk; D has them, so they do not move
+    either."""
     names = instance_loads(cluster.url)
-    is_unified = any(name.startswith("U") for name in names)
+    is_unified, disk = any(name.startswith("U") for name in names), cluster.topology.cache.disk.path
     page_bytes, row_bytes = wire_sizes(cluster)
     prompt = [400 - token for token in range(100)]
     computed, moved_pages, saved_pages, known = 0, 0, 0, 0
     for turn in range(3):
         (answer,) = answers(cluster, [prompt], "a single conversation")
-        known_to_prefill = known if is_unified or not turn else known - (OUTPUT_TOKENS - 1)
+        knows_answers = is_unified or disk is not None or not turn
+        known_to_prefill = known if knows_answers else known - (OUTPUT_TOKENS - 1)
         cached = known_to_prefill // PAGE_SIZE * PAGE_SIZE
         assert answer.usage["prompt_tokens_details"] == {"cached_tokens": cached}
         computed += len(prompt) - cached
         saved_pages += known // PAGE_SIZE
         moved_pages += -(-len(prompt) // PAGE_SIZE) - known // PAGE_SIZE
         known = len(prompt) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
+        if disk is not None:
+            wait_until(partial(is_on_disk, Path(disk), known // PAGE_SIZE), 30.0, lambda: [*Path(disk).glob("*/*")])
         prompt = prompt + answer.token_ids + [7] * 30
     assert computed < 3 * 100
     wait_until(lambda: prefiller(cluster)["cached_tokens"] > 0, 10.0, lambda: prefiller(cluster))
@@ -148,6 +160,11 @@ def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluste
     wait_until(lambda: counted() == expected, 10.0, lambda: f"{counted()}, {expected} expected")
 
 
+def is_on_disk(disk: Path, num_pages: int) -> bool:
+    """So many pages, of all instances."""
+    return len({path.name for path in disk.glob("*/*.kv")}) == num_pages
+
+
 def wire_sizes(cluster: LocalCluster) -> tuple[int, int]:
     """Bytes of a page, in all layers and on all ranks of D together, and of a logits row."""
     spec = json.loads((Path(str(cluster.topology.model.path)) / "config.json").read_text())
@@ -160,7 +177,7 @@ def wire_sizes(cluster: LocalCluster) -> tuple[int, int]:
     return tokens * 2 * spec["num_key_value_heads"] * head_bytes, row_bytes
 
 
-@pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked, host memory"], indirect=True)
+@pytest.mark.parametrize("cluster", ["shm, staged, overlap, checked, disk"], indirect=True)
 def test_a_flush_forgets_and_a_salt_is_a_text(cluster: LocalCluster) -> None:
     prompt = list(range(100, 180))
     for cached in (0, 64):

@@ -15,6 +15,7 @@ from chitu.config.topology import (
     api_url,
     check,
     find_instance,
+    has_tiers,
     host_names,
     instances,
     listening_host,
@@ -190,6 +191,19 @@ def test_host_memory_for_a_prefix_cache_that_cannot_be_is_refused() -> None:
         section = f"dp_config.router.{role}_schedulers.0"
         sentences = found(load_topology(None, [memory, f"{section}.tp_size=2", f"{section}.devices=[cpu,cpu]"]))
         assert [f"{section}.tp_size is 2" in sentence for sentence in sentences] == [True] * is_wrong
+
+
+def test_d_has_tiers_where_p_finds_what_it_leaves_there() -> None:
+    def with_tiers(*overrides: str) -> list[str]:
+        topology = load_topology("pd_disagg_1p1d_local", list(overrides))
+        return [instance.name for instance in instances(topology) if has_tiers(topology, instance)]
+
+    memory, disk = "cache.host_bytes=1000000", "cache.disk.path=somewhere"
+    assert with_tiers() == []
+    assert with_tiers(memory) == ["P0"]
+    assert with_tiers(memory, disk) == with_tiers(memory, "cache.store.master=somewhere:1") == ["P0", "D0"]
+    ranks = ("dp_config.router.decode_schedulers.0.tp_size=2", "dp_config.router.decode_schedulers.0.devices=[cpu,cpu]")
+    assert with_tiers(memory, disk, *ranks) == ["P0"]
 
 
 def test_the_model_folder_is_checked_first_thing(tmp_path: Path) -> None:

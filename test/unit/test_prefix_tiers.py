@@ -6,7 +6,7 @@ The thread `tiers` is pumped by the test, one job at a time and at moments that 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, pro
 from chitu.config.schema import CacheConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import ConfigError
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
@@ -35,7 +34,7 @@ from chitu.protocol import (
 )
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens
+from chitu.testing.fake_executor import expected_tokens
 
 GREEDY = SamplingParams(3, temperature=0.0)
 TIMEOUT_S = 2.0
@@ -69,11 +68,16 @@ class Tiered(Instance):
     """An instance with `host_pages` pages of host memory behind a pool of `num_pages`."""
 
     def __init__(
-        self, num_pages: int, host_pages: int = 256, sender: Wire | None = None, overlap: bool = False
+        self,
+        num_pages: int,
+        host_pages: int = 256,
+        sender: Wire | None = None,
+        receiver: Wire | None = None,
+        overlap: bool = False,
     ) -> None:
         self.host_pages = host_pages
         self.woken = 0
-        super().__init__(num_pages, sender=sender, overlap=overlap, executor=Engine)
+        super().__init__(num_pages, sender=sender, receiver=receiver, overlap=overlap, executor=Engine)
 
     def make_tiers(self) -> PrefixTiers:
         assert isinstance(self.executor, Engine)
@@ -309,38 +313,57 @@ def test_a_write_back_lets_loads_go_ahead() -> None:
     instance.check(1, other)
 
 
-class RowReader(FakeExecutor):
-    """It takes the rows that `Engine` writes, and refuses those of other KV."""
+class MovingWire(Wire):
+    """Moves KV, too."""
 
-    def __init__(self, info: ExecutorInfo, num_pages: int, page_size: int, aux_slots: int) -> None:
-        row_bytes = aux_row_bytes(info.vocab_size)
-        super().__init__(info, num_pages, page_size, aux_slots, None, row_bytes, AUX_HEADER_BYTES)
+    def deliver(self, rng: random.Random) -> None:
+        assert self.prefill is not None and self.decode is not None
+        source, target = self.prefill.executor, self.decode.executor
+        assert isinstance(source, Engine) and isinstance(target, Engine)
+        for room in self.computed:
+            if room in self.announced and room not in self.dead:
+                tables = self.prefill.cache.get_page_indices(room), self.decode.cache.get_page_indices(room)
+                for from_page, to_page in list(zip(*tables, strict=False))[self.prefix_pages[room] :]:
+                    target.pool.kv[:, rows_of(to_page)] = source.pool.kv[:, rows_of(from_page)]
+        super().deliver(rng)
+
+
+def rows_of(page: int) -> slice:
+    return slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
 
 
 class TieredPair:
-    """P with host memory, and D, on a perfect wire."""
+    """P and D, on a wire that is perfect; what is given makes them, P with tiers and D as it likes."""
 
-    def __init__(self) -> None:
-        self.wire, self.rng = Wire(), random.Random(1)
-        self.prefill = self.wire.prefill = Tiered(16, sender=PSide(self.wire))
-        self.decode = self.wire.decode = Instance(64, receiver=DSide(self.wire), executor=RowReader)
+    def __init__(self, prefill: Callable[[Wire], Tiered], decode: Callable[[Wire], Instance]) -> None:
+        self.wire, self.rng = MovingWire(), random.Random(1)
+        self.prefill = self.wire.prefill = prefill(PSide(self.wire))
+        self.decode = self.wire.decode = decode(DSide(self.wire))
 
-    def ask(self, index: int, prompt: list[int]) -> None:
-        room, tokens = room_of(index), pack_i32(prompt)
-        self.decode.scheduler.submit(DecodeRequest(room, f"r{index}", tokens, GREEDY, 0, 1, cache_salt=""))
-        self.prefill.scheduler.submit(PrefillRequest(room, f"r{index}", tokens, 0, 1, cache_salt=""))
+    def turn(self) -> None:
+        for instance in (self.prefill, self.decode):
+            if isinstance(instance, Tiered):
+                instance.pump()
+            instance.scheduler.step()
+        self.wire.deliver(self.rng)
+
+    def ask(self, index: int, prompt: list[int], max_tokens: int = 3, salt: str | None = "") -> int:
+        """Tokens of the prompt that P did not compute."""
+        room, tokens, sampling = room_of(index), pack_i32(prompt), SamplingParams(max_tokens, temperature=0.0)
+        before = self.prefill.scheduler._load.prompt_tokens
+        self.decode.scheduler.submit(DecodeRequest(room, f"r{index}", tokens, sampling, 0, 1, cache_salt=salt))
+        self.prefill.scheduler.submit(PrefillRequest(room, f"r{index}", tokens, 0, 1, cache_salt=salt))
         while room not in self.decode.finishes or not (
             self.decode.scheduler.is_idle and self.prefill.scheduler.is_idle
         ):
-            self.prefill.pump()
-            self.prefill.step()
-            self.decode.scheduler.step()
-            self.wire.deliver(self.rng)
-        assert self.decode.tokens[room] == expected_tokens(prompt, 3, INFO.vocab_size)
+            self.turn()
+        self.turn()  # the last pages go to the tiers
+        assert self.decode.tokens[room] == expected_tokens(prompt, max_tokens, INFO.vocab_size)
+        return len(prompt) - (self.prefill.scheduler._load.prompt_tokens - before)
 
 
 def test_p_loads_and_d_gets_what_it_lacks() -> None:
-    pair = TieredPair()
+    pair = TieredPair(lambda wire: Tiered(16, sender=wire), lambda wire: Instance(64, receiver=wire, executor=Engine))
     prompt = prompt_of(1, 41)
     pair.ask(0, prompt)
     pair.prefill.pump()

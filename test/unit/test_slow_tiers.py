@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_pd_scheduler import PAGE_SIZE, prompt_of, room_of
-from test_prefix_tiers import TIMEOUT_S, Copies, Engine, Tiered
+from test_pd_scheduler import PAGE_SIZE, Wire, prompt_of, room_of
+from test_prefix_tiers import TIMEOUT_S, Copies, Engine, Tiered, TieredPair
 
+from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError
+from chitu.kv_cache.tiers.build import DECODE_HOST_BYTES, decode_cache
 from chitu.kv_cache.tiers.disk_pages import DiskPages
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import page_content_bytes
@@ -20,6 +22,7 @@ from chitu.kv_cache.tiers.page_store import PageStore, StoreError
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_cache.tiers.record import HEADER_BYTES
 from chitu.kv_cache.tiers.slow_tier import OFF_S, SlowTier
+from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams
 
 FOREVER = 1 << 40
 
@@ -27,9 +30,16 @@ FOREVER = 1 << 40
 class Stored(Tiered):
     """A `Tiered` with stores behind its host memory."""
 
-    def __init__(self, stores: dict[str, PageStore], num_pages: int = 16, host_pages: int = 256) -> None:
+    def __init__(
+        self,
+        stores: dict[str, PageStore],
+        num_pages: int = 16,
+        host_pages: int = 256,
+        sender: Wire | None = None,
+        receiver: Wire | None = None,
+    ) -> None:
         self.stores = stores
-        super().__init__(num_pages, host_pages)
+        super().__init__(num_pages, host_pages, sender, receiver)
 
     def make_tiers(self) -> PrefixTiers:
         assert isinstance(self.executor, Engine)
@@ -287,6 +297,86 @@ def test_random_requests_over_all_tiers_have_the_right_tokens(tmp_path: Path) ->
     assert min(hits.values()) > 5, hits
 
 
+# ---------------------------------------------------------------------------------------------------- the way back to P
+
+
+def pair_over(prefill: PageStore, decode: PageStore) -> tuple[TieredPair, Stored]:
+    pair = TieredPair(
+        lambda wire: Stored({"store": prefill}, num_pages=64, sender=wire),
+        lambda wire: Stored({"store": decode}, num_pages=64, receiver=wire),
+    )
+    assert isinstance(pair.decode, Stored)
+    return pair, pair.decode
+
+
+def names_of(instance: Tiered, tokens: list[int], salt: str = "") -> list[bytes]:
+    keys = instance.cache.page_keys(salt)
+    assert keys is not None
+    return keys.upto(len(tokens) // PAGE_SIZE, prompt_bytes(tokens))
+
+
+def test_p_computes_what_is_new_in_a_turn_and_takes_the_answers_from_d() -> None:
+    store = MemoryStore()
+    pair, decode = pair_over(store, store)
+    prompt, known = prompt_of(1, 22), 0
+    for turn in range(4):
+        assert pair.ask(turn, prompt, max_tokens=13) == known // PAGE_SIZE * PAGE_SIZE
+        known = len(prompt) + 12  # of the newest token K and V do not exist
+        prompt = [*prompt, *decode.tokens[room_of(turn)], *range(5)]
+    assert sorted(store.records) == sorted(names_of(decode, prompt[:known]))
+    assert decode.copies.extracted and not decode.copies.restored
+    pair.prefill.check_empty()
+    decode.check_empty()
+
+
+def test_d_hands_on_what_p_lacks_and_nothing_else() -> None:
+    """The page in which the prompt ends is the first of them. Nothing of a request that keeps out of the cache, and of
+    a salt for the same salt alone."""
+    theirs, ours = MemoryStore(), MemoryStore()
+    pair, decode = pair_over(theirs, ours)
+    prompt = prompt_of(1, 22)
+    pair.ask(0, prompt, max_tokens=13, salt=None)
+    assert not theirs.records and not ours.records
+    pair.ask(1, prompt, max_tokens=13, salt="mine")
+    tokens = prompt + decode.tokens[room_of(1)][:12]
+    names = names_of(decode, tokens, "mine")
+    assert sorted(theirs.records) == sorted(names[:5]) and sorted(ours.records) == sorted(names[5:8])
+    pair.ask(2, tokens[:25], max_tokens=1, salt="mine")
+    assert len(ours.records) == 3
+
+
+def test_d_leaves_nothing_of_a_request_that_is_cancelled() -> None:
+    store = MemoryStore()
+    pair, decode = pair_over(MemoryStore(), store)
+    room, tokens = room_of(0), prompt_bytes(prompt_of(1, 22))
+    sampling = SamplingParams(60, temperature=0.0)
+    decode.scheduler.submit(DecodeRequest(room, "r", tokens, sampling, 0, 1, cache_salt=""))
+    pair.prefill.scheduler.submit(PrefillRequest(room, "r", tokens, 0, 1, cache_salt=""))
+    while len(decode.tokens.get(room, [])) < 20:
+        pair.turn()
+    decode.scheduler.submit(CancelRequest(room))
+    decode.run()
+    assert not decode.copies.extracted and not store.records
+
+
+def test_d_takes_a_bounded_part_of_host_memory_and_gives_the_store_none() -> None:
+    for host_bytes in (1000, DECODE_HOST_BYTES, DECODE_HOST_BYTES + 1):
+        config = decode_cache(CacheConfig(host_bytes=host_bytes, store=StoreConfig(master="m:1", segment_bytes=7)))
+        assert config.host_bytes == min(host_bytes, DECODE_HOST_BYTES)
+        assert config.store == StoreConfig(master="m:1")
+
+
+def test_a_store_that_fails_costs_d_no_token_and_p_a_prefill() -> None:
+    ours = MemoryStore()
+    pair, decode = pair_over(MemoryStore(), ours)
+    ours.error = StoreError("away")
+    prompt = prompt_of(1, 22)
+    pair.ask(0, prompt, max_tokens=13)
+    longer = [*prompt, *decode.tokens[room_of(0)], 9]
+    assert pair.ask(1, longer, max_tokens=13) == 20  # of the prompt
+    decode.check_empty()
+
+
 # ------------------------------------------------------------------------------------------------------------- the disk
 
 
@@ -322,6 +412,27 @@ def test_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) 
     assert not disk.may_have(key_of(6)) and len(disk) == 3
     smaller = DiskPages(tmp_path, 250)
     assert len(smaller) == 2 and smaller.num_bytes == 200
+
+
+def test_instances_read_each_others_files_and_write_to_their_own(tmp_path: Path) -> None:
+    mine = DiskPages(tmp_path / "P0", 1000, tmp_path)
+    other = DiskPages(tmp_path / "D0", 200, tmp_path)  # begins later
+    put(other, 1, 2)
+    assert mine.may_have(key_of(1)) and got(mine, 1, 2, 3) == 2
+    put(mine, 3)
+    assert got(mine, 1, 2, 3) == 3 and got(mine, 3, 4) == 1
+    assert len(mine) == 1 and mine.num_bytes == 100
+    os.truncate(tmp_path / "D0" / f"{key_of(2).hex()}.kv", 99)
+    assert got(mine, 1, 2) == 1
+    mine.forget(key_of(1))  # it was not the page of this key
+    assert got(mine, 1) == 0 and got(other, 1) == 0
+    mine.clear()
+    assert (tmp_path / "D0" / f"{key_of(2).hex()}.kv").exists()
+    (tmp_path / "D0").rename(tmp_path / "D1")
+    assert got(mine, 3) == 0
+    (tmp_path / "file").write_text("mine")
+    put(mine, 5)
+    assert got(mine, 5) == 1
 
 
 def test_torn_lost_and_foreign_files(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from chitu.clock import Clock
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
@@ -16,6 +18,9 @@ from chitu.kv_cache.tiers.page_copies import PagedRegions, host_memory, page_con
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_cache.tiers.record import HEADER_BYTES
 from chitu.kv_cache.tiers.slow_tier import SlowTier
+
+DECODE_HOST_BYTES = 1 << 30
+"""Of host memory on D at most: pages wait there for disk and store, and none is read."""
 
 
 class Index(Protocol):
@@ -49,11 +54,19 @@ def build_tiers(
     copies = page_copies_of(pool, device)
     timeout_s, slow = config.load_timeout_s, list[SlowTier]()
     if config.disk.path is not None:
-        disk = DiskPages(Path(config.disk.path) / name, config.disk.max_bytes)
+        shared = Path(config.disk.path)
+        disk = DiskPages(shared / name, config.disk.max_bytes, shared)
         slow.append(SlowTier("disk", disk, host, timeout_s, clock))
     if config.store.master is not None:
         store = MooncakePages(config.store, address, host.record_bytes)
+        store.connect()
         slow.append(SlowTier("store", store, host, timeout_s, clock))
     tiers = PrefixTiers(host, copies, cache.generation, cache.page_size, timeout_s, clock, wake, slow)
     cache.on_cached = tiers.write_back
     return tiers
+
+
+def decode_cache(config: CacheConfig) -> CacheConfig:
+    """D's, of a cluster's: it hands pages to the tiers that others read, and takes none from there."""
+    store = replace(config.store, segment_bytes=0)
+    return replace(config, host_bytes=min(config.host_bytes, DECODE_HOST_BYTES), store=store)

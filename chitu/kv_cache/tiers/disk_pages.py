@@ -1,6 +1,7 @@
-"""`DiskPages`: records in files of one folder, the least recently used deleted first.
+"""`DiskPages`: records in files of one folder, the least recently used deleted first, and those of other instances.
 
-Called by the thread `tier-disk` alone, but for `may_have`. A file's name is its page's key. It is written under another
+Called by the thread `tier-disk` alone, but for `may_have`. It writes to its own folder, and deletes elsewhere only what
+is not the page that its name says. A file's name is its page's key. It is written under another
 name and then renamed, so a process that is killed leaves no half of a record under a key. After a power cut a file may
 have lost its content: whoever reads it verifies. What other processes delete is missed, and files that are not of this
 kind are left alone. After a restart files count as used when they were written.
@@ -23,12 +24,15 @@ _UNFINISHED = ".kv.tmp"
 
 
 class DiskPages:
-    """Makes `folder`, and finds what an earlier process left there. At most `max_bytes` of files. ConfigError where the
-    folder cannot be written to."""
+    """Makes `folder`, and finds what an earlier process left there. At most `max_bytes` of files. `shared`: where
+    it lies beside those of other instances, which are read, too. ConfigError where the folder cannot be written to."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, shared: Path | None = None) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._shared = shared
+        self._others: list[Path] = []
+        """Folders of other instances, as they were seen last."""
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """Bytes by key, the least recently used first."""
         self.num_bytes = 0
@@ -45,7 +49,7 @@ class DiskPages:
         return len(self._sizes)
 
     def may_have(self, key: bytes) -> bool:
-        return key in self._sizes
+        return key in self._sizes or self._shared is not None
 
     def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
         for key, record in zip(keys, records, strict=True):
@@ -67,20 +71,24 @@ class DiskPages:
             self.num_bytes += len(record)
 
     def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
+        self._look_for_others()
         for count, (key, record) in enumerate(zip(keys, records, strict=True)):
-            if key not in self._sizes:
-                return count
-            try:
-                with open(self._path(key), "rb", buffering=0) as file:
-                    is_read = _read_whole(file.fileno(), record)
-            except FileNotFoundError:
-                is_read = False
-            if not is_read:
-                self.forget(key)
+            if key in self._sizes:
+                with suppress(FileNotFoundError):
+                    if _read_whole(self._path(key), record):
+                        continue
+                self._delete(key)
+            if not any(_read_other(folder / _name(key), record) for folder in self._others):
                 return count
         return len(keys)
 
     def forget(self, key: bytes) -> None:
+        self._delete(key)
+        for folder in self._others:
+            with suppress(FileNotFoundError, PermissionError):
+                (folder / _name(key)).unlink()
+
+    def _delete(self, key: bytes) -> None:
         size = self._sizes.pop(key, None)
         if size is not None:
             self.num_bytes -= size
@@ -94,17 +102,22 @@ class DiskPages:
 
     def clear(self) -> None:
         for key in list(self._sizes):
-            self.forget(key)
+            self._delete(key)
 
     def close(self) -> None:
         """What is there stays for the next process."""
 
     def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}.kv"
+        return self._folder / _name(key)
 
     def _make_room(self, nbytes: int) -> None:
         while self._sizes and self.num_bytes + nbytes > self._max_bytes:
-            self.forget(next(iter(self._sizes)))
+            self._delete(next(iter(self._sizes)))
+
+    def _look_for_others(self) -> None:
+        if self._shared is not None:
+            with os.scandir(self._shared) as entries:
+                self._others = [Path(entry) for entry in entries if entry.is_dir() and entry.name != self._folder.name]
 
     def _find(self) -> None:
         found = []
@@ -120,14 +133,27 @@ class DiskPages:
             self.num_bytes += size
 
 
-def _read_whole(file: int, record: memoryview) -> bool:
-    """False where the file has another length."""
-    if os.fstat(file).st_size != len(record):
+def _name(key: bytes) -> str:
+    return f"{key.hex()}.kv"
+
+
+def _read_other(path: Path, record: memoryview) -> bool:
+    """False, too, where it is not there or not for us."""
+    try:
+        return _read_whole(path, record)
+    except (FileNotFoundError, PermissionError):
         return False
-    filled = 0
-    while filled < len(record):
-        count = os.readv(file, [record[filled:]])
-        if not count:
+
+
+def _read_whole(path: Path, record: memoryview) -> bool:
+    """False where the file has another length."""
+    with open(path, "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != len(record):
             return False
-        filled += count
+        filled = 0
+        while filled < len(record):
+            count = os.readv(file.fileno(), [record[filled:]])
+            if not count:
+                return False
+            filled += count
     return True

@@ -1,10 +1,13 @@
 """`MooncakePages`: a page store by Mooncake Store, which all instances of a cluster share.
 
-Called by the thread `tier-store` alone. What shapes it, of mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP:
+Called by the thread `tier-store` alone, but for `connect`. What shapes it, of mooncake-transfer-engine-non-cuda
+0.3.13.post1 over TCP:
 
 * A call waits 4 s where the master is dead and 30 s where it, or a client that holds the record, does not answer, and
   no setting of ours shortens that; beside the transport `mooncake`, whose settings are the process's, a client that is
   frozen holds it for as long. `SlowTier` waits for none of it.
+* `setup` holds the interpreter's lock, for 90 s where the master is dead and for longer where it does not answer: the
+  whole process stands still. So it is called of a master that has just answered, and before the instance serves.
 * The answers are return codes, or empty bytes for a record that cannot be had. `health_check` says 0 of a dead master.
 * The first record of a key stays: to put another returns 0 and changes nothing. So what was changed is removed.
 * Calls copy (`put_batch`, `get_batch`): memory that we hand to the library for a call that fails is written to later.
@@ -16,7 +19,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from chitu.config.schema import StoreConfig
@@ -29,6 +34,8 @@ P2P = "P2PHANDSHAKE"
 CALL_BYTES = 64 << 20
 """In one call at most, but for a single record that has more; the library's own buffer is twice as large."""
 NOT_THERE = -704
+ANSWER_S = 2.0
+"""In which a master answers, before a client is set up."""
 
 
 def require_mooncake_store() -> None:
@@ -49,6 +56,14 @@ class MooncakePages:
         self._call_bytes = max(CALL_BYTES, record_bytes)
         self._at_once = max(1, CALL_BYTES // record_bytes)
         self._store: Any = None
+
+    def connect(self) -> None:
+        """By the main thread, before the instance serves. A store that is not there is looked for again when pages are
+        put or wanted."""
+        try:
+            self._connected()
+        except StoreError as error:
+            logger.warning("the prefix cache begins without its store: %s", error)
 
     def may_have(self, key: bytes) -> bool:
         return True
@@ -97,6 +112,7 @@ class MooncakePages:
 
     def _connected(self) -> Any:
         if self._store is None:
+            _require_master(self._config.master or "")
             os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
             store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
             config = self._config
@@ -110,6 +126,22 @@ class MooncakePages:
             logger.info("Mooncake Store at %s is used", config.master)
             self._store = store
         return self._store
+
+
+def _require_master(address: str) -> None:
+    """Raises StoreError unless a master reads there: it hangs up on what is not of its protocol. One that dies hangs
+    up, too, but not twice."""
+    host, _, port = address.rpartition(":")
+    try:
+        for _ in range(2):
+            with (
+                socket.create_connection((host.strip("[]"), port), ANSWER_S) as connection,
+                suppress(ConnectionResetError),
+            ):
+                connection.sendall(bytes(64))
+                connection.recv(1)
+    except OSError as error:
+        raise StoreError(f"no Mooncake Store at {address}: {error}") from error
 
 
 def _name(key: bytes) -> str:
