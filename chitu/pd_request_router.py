@@ -149,15 +149,15 @@ class PDRequestRouter:
         return self.add_choices([request], wake)[0]
 
     def add_choices(self, requests: Sequence[GenerateRequest], wake: Callable[[], None]) -> list[Generation]:
-        """The same of requests that differ in their seeds alone: where they can, they go out as one, whose prompt is
-        computed once and moved once. All of them, or none."""
+        """The same of requests that differ in their seeds alone: the first ones of them, as many as can go out as one,
+        whose prompt is computed once and moved once. The caller comes again with the others."""
         first = requests[0]
         self.require_room_for(len(requests), sum([request.num_tokens for request in requests]))
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, first.timeout_s or self._timeout_s)
         generations = [Generation(request, wake, now_s + timeout_s, now_s) for request in requests]
         try:
-            self._attempts.start(generations)
+            generations = generations[: self._attempts.start(generations)]
             for generation in generations:
                 if generation.error is not None:
                     raise generation.error

@@ -96,7 +96,7 @@ class BodyDecoder(Generic[_BodyT]):
         self._known = _outline(known, forbid_unknown=True)
         self._known_of_more = _outline(known, forbid_unknown=False)
 
-    def decode(self, raw: bytes, warnings: list[str] | None = None) -> _BodyT:
+    def decode(self, raw: bytes | bytearray, warnings: list[str] | None = None) -> _BodyT:
         """A body as its struct. InvalidRequest with the field's name where a type or length is wrong, the field is not
         served or not known, or the JSON broken. `warnings`: where given, it gets a sentence on the first unknown field
         of the body, and of the objects in it, which are then no errors."""
@@ -116,7 +116,7 @@ class BodyDecoder(Generic[_BodyT]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
-    def _outlined(self, raw: bytes, warnings: list[str] | None) -> msgspec.Struct:
+    def _outlined(self, raw: bytes | bytearray, warnings: list[str] | None) -> msgspec.Struct:
         """Its fields as JSON. Ends at the first one that nobody knows, so that a million of them cost nothing."""
         try:
             return self._known.decode(raw)
@@ -135,7 +135,7 @@ class BodyDecoder(Generic[_BodyT]):
             if num_bytes > most:
                 raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are taken", name)
 
-    def _decode_odd(self, raw: bytes, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
+    def _decode_odd(self, raw: bytes | bytearray, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
         """A body that has more than served fields."""
         for name in self._refused:
             value = bytes(getattr(outline, name))

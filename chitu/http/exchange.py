@@ -125,11 +125,11 @@ class Exchange:
 
     # --------------------------------------------------------------------------------------------------------- request
 
-    async def body(self, max_bytes: int) -> bytes:
-        """The whole body. PayloadTooLarge (without reading it, where its length is announced), Capacity, SlowRequest,
-        InvalidRequest; ClientGone where it never ends."""
+    async def body(self, max_bytes: int) -> bytearray:
+        """The whole body, as it came: a copy of a large one takes long. PayloadTooLarge (without reading it, where its
+        length is announced), Capacity, SlowRequest, InvalidRequest; ClientGone where it never ends."""
         await self.whole(max_bytes)
-        body, self._body = bytes(self._body), bytearray()
+        body, self._body = self._body, bytearray()
         return body
 
     async def whole(self, max_bytes: int) -> None:

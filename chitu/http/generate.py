@@ -37,8 +37,10 @@ from chitu.tokenizer import StopScanner
 PROMPT_TOKENS_A_TURN = 128
 """Whose logprobs are written as JSON before others have a turn of the loop."""
 ABORTED = "the request was aborted"
-CHOICES_A_TURN = 16
-"""Of one request, sent on their way before others have a turn of the loop."""
+CHOICES_A_TURN = 4
+"""Of one request, sent on their way before others have a turn of the loop; more, where they go out as one."""
+TOKENS_A_TURN = 1024
+"""Of one request, made into text before others have one; more, where a choice that is not streamed has more."""
 
 
 class GenerationRoutes:
@@ -87,7 +89,7 @@ class GenerationRoutes:
         exchange: Exchange,
         scope: Scope,
         request_id: str,
-        parse: Callable[[bytes, Exchange], Awaitable[Job]],
+        parse: Callable[[bytearray, Exchange], Awaitable[Job]],
         make_format: Callable[[Job, str, int], AnswerFormat],
     ) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
@@ -155,28 +157,31 @@ class GenerationRoutes:
                 )
                 for i in range(options.n)
             ]
-            for generation in self._router.add_choices(requests, running.wakeup.set):
-                decoder = ChoiceDecoder(
-                    model.tokenizer.detokenizer(skips_special),
-                    StopScanner(options.stops, options.include_stop) if options.stops else None,
-                    options,
-                    stop_ids,
-                    plan.parser() if plan is not None else None,
-                )
-                logprobs, of_prompt = None, None
-                if options.logprobs is not None or options.num_returned:
-                    logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
-                if options.prompt_logprobs is not None:
-                    of_prompt = model.prompt_logprobs(options.prompt_logprobs)
-                choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
-            num_new += options.n
-            if num_new >= CHOICES_A_TURN:
-                num_new = 0
-                await asyncio.sleep(0)
-                if exchange.is_client_gone:
-                    raise ClientGone
-                if running.is_aborted:
-                    raise RequestCancelled(ABORTED)
+            while requests:
+                sent = self._router.add_choices(requests, running.wakeup.set)
+                requests = requests[len(sent) :]
+                for generation in sent:
+                    decoder = ChoiceDecoder(
+                        model.tokenizer.detokenizer(skips_special),
+                        StopScanner(options.stops, options.include_stop) if options.stops else None,
+                        options,
+                        stop_ids,
+                        plan.parser() if plan is not None else None,
+                    )
+                    logprobs, of_prompt = None, None
+                    if options.logprobs is not None or options.num_returned:
+                        logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
+                    if options.prompt_logprobs is not None:
+                        of_prompt = model.prompt_logprobs(options.prompt_logprobs)
+                    choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
+                num_new += len(sent)
+                if num_new >= CHOICES_A_TURN:
+                    num_new = 0
+                    await asyncio.sleep(0)
+                    if exchange.is_client_gone:
+                        raise ClientGone
+                    if running.is_aborted:
+                        raise RequestCancelled(ABORTED)
 
     def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
@@ -196,13 +201,17 @@ class GenerationRoutes:
         options, choices, wakeup = job.options, running.choices, running.wakeup
         texts: list[list[str | MessageDelta]] = [[] for _ in choices]
         ids: list[list[int]] = [[] for _ in choices]
-        open_choices = list(enumerate(choices))
+        open_choices, num_new = list(enumerate(choices)), 0
         while open_choices:
             await wakeup.wait()
             for i, choice in open_choices:
                 generation, decoder = choice.generation, choice.decoder
+                if num_new >= TOKENS_A_TURN:
+                    num_new = 0
+                    await asyncio.sleep(0)
                 if generation.error is not None:
                     raise generation.error
+                num_new += len(generation.tokens)
                 await self._write_prompt(choice, options)
                 reason = generation.finish.reason if generation.finish is not None else None
                 if choice.logprobs is not None:

@@ -124,19 +124,19 @@ class JobParser:
         self._threads = threads
         self._takes_unknown = takes_unknown
 
-    async def completion(self, raw: bytes, exchange: Exchange) -> Job:
+    async def completion(self, raw: bytearray, exchange: Exchange) -> Job:
         """A body of `/v1/completions`."""
         return await self._parse(raw, exchange, self._completion)
 
-    async def chat(self, raw: bytes, exchange: Exchange) -> Job:
+    async def chat(self, raw: bytearray, exchange: Exchange) -> Job:
         """A body of `/v1/chat/completions`."""
         return await self._parse(raw, exchange, self._chat)
 
-    async def responses(self, raw: bytes, exchange: Exchange) -> Job:
+    async def responses(self, raw: bytearray, exchange: Exchange) -> Job:
         """A body of `/v1/responses`."""
         return await self._parse(raw, exchange, self._responses)
 
-    async def _parse(self, raw: bytes, exchange: Exchange, parse: Callable[[bytes, _Frame], Job]) -> Job:
+    async def _parse(self, raw: bytearray, exchange: Exchange, parse: Callable[[bytearray, _Frame], Job]) -> Job:
         candidates = self._router.candidates
         limits = self._model.limits(candidates)
         unusable = NoInstance(candidates.why_unusable()) if limits is None else None
@@ -167,7 +167,7 @@ class JobParser:
 
     # ------------------------------------------------------------------------------------ on the loop or in a thread
 
-    def _completion(self, raw: bytes, frame: _Frame) -> Job:
+    def _completion(self, raw: bytearray, frame: _Frame) -> Job:
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
@@ -175,12 +175,12 @@ class JobParser:
         given = completion_prompts(body)
         return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS, warnings)
 
-    def _chat(self, raw: bytes, frame: _Frame) -> Job:
+    def _chat(self, raw: bytearray, frame: _Frame) -> Job:
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
         return self._chat_job(body, frame, warnings)
 
-    def _responses(self, raw: bytes, frame: _Frame) -> Job:
+    def _responses(self, raw: bytearray, frame: _Frame) -> Job:
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
         chat = chat_body(body)

@@ -93,20 +93,21 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------- what came from outside
 
-    def start(self, generations: list[Generation]) -> None:
-        """Send a new request, or several that differ in their seeds alone, to a pair, or a unified instance. They may
-        have ended with an error then, where nobody takes them. NoInstance where nobody is there."""
+    def start(self, generations: list[Generation]) -> int:
+        """Send a new request, or several that differ in their seeds alone, to a pair, or a unified instance: as many as
+        one message may have there, which is returned. They may have ended with an error then, where nobody takes them.
+        NoInstance where nobody is there."""
         request = generations[0].request
-        while generations:
-            blocked = self._breakers.blocked(self._clock.monotonic())
-            target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
-            count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
-            together, generations = generations[:count], generations[count:]
-            for generation in together:
-                self.counters.requests += 1
-                self.counters.prompt_tokens += request.num_tokens
-                self._deadlines.add(generation, generation.deadline_s)
-            self._begin(together, target, request.token_ids)
+        blocked = self._breakers.blocked(self._clock.monotonic())
+        target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
+        count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
+        together = generations[:count]
+        for generation in together:
+            self.counters.requests += 1
+            self.counters.prompt_tokens += request.num_tokens
+            self._deadlines.add(generation, generation.deadline_s)
+        self._begin(together, target, request.token_ids)
+        return len(together)
 
     def of(self, room: bytes) -> list[Attempt]:
         """Those that an instance means by this room: an attempt's own, or a prompt's."""
@@ -253,7 +254,7 @@ class Attempts:
                 self._selector.count(key, 1, attempt.num_tokens)
                 self._admission.on_sent(key, attempt.num_tokens if attempt.leads else 0)
                 self._breakers.on_sent(key, now_s)
-        if target.prefill is not None:
+        if target.prefill is not None and attempt.leads:  # once a message, as P says that it came
             request_id = generation.request.request_id
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))

@@ -63,6 +63,17 @@ STARTED = "sockets bound at"
 ROLE_OF_LETTER = {role.letter: role for role in Role}
 
 
+INSTANT_S = 0.00025
+"""What one token id of `--instants` is later than the one before it."""
+INSTANTS = range(2000, 6000)
+"""These ids; they begin anew after a second."""
+
+
+def token_at(moment_s: float) -> int:
+    """What is emitted then, with `--instants`."""
+    return INSTANTS[int(moment_s / INSTANT_S) % len(INSTANTS)]
+
+
 @dataclass(slots=True)
 class FakeOptions:
     host: str
@@ -83,6 +94,8 @@ class FakeOptions:
     """D ends every request with an error of this code after its first token."""
     stop_token: int = -1
     """Emitting it ends a request with reason `stop`."""
+    instants: bool = False
+    """Tokens say when they were emitted (`token_at`), instead of what the prompt was."""
     trace: str = ""
     """File that gets a line of JSON for every message taken."""
 
@@ -284,8 +297,9 @@ class FakeWorker:
         """One token for every running request, in one batch."""
         finished: list[tuple[_Running, Finish]] = []
         push, stop_token, fail = self._tokens.push, self._options.stop_token, self._options.fail_decode
+        instants, now = self._options.instants, token_at(time.monotonic())
         for running in instance.running.values():
-            token = running.prompt[running.emitted % len(running.prompt)]
+            token = now if instants else running.prompt[running.emitted % len(running.prompt)]
             running.emitted += 1
             count = running.sampling.logprobs
             logprobs = None if count is None else fake_logprobs(token, count)
@@ -323,7 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         required = option.default is dataclasses.MISSING
         flag = "--" + option.name.replace("_", "-")
         default = None if required else option.default
-        parser.add_argument(flag, type=hints[option.name], required=required, default=default)
+        if hints[option.name] is bool:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=hints[option.name], required=required, default=default)
     args = vars(parser.parse_args(argv))
     names = args.pop("instances").split(",")
     worker = FakeWorker(names, FakeOptions(**args))

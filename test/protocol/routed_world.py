@@ -228,9 +228,13 @@ class RoutedWorld(Cluster):
             for client in clients:
                 client.wake()
 
+        generations: list[Generation] = []
         try:
-            generations = self.router.add_choices(requests, wake)
+            while len(generations) < num_choices:
+                generations += self.router.add_choices(requests[len(generations) :], wake)
         except NoInstance:
+            for generation in generations:
+                self.router.cancel(generation)
             return None
         for client, generation in zip(clients, generations, strict=True):
             client.generation = generation

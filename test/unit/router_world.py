@@ -106,7 +106,10 @@ class World:
         prompt = pack_i32(range(num_tokens))
         samplings = [SamplingParams(max_tokens=4, seed=7 + choice) for choice in range(count)]
         requests = [GenerateRequest(f"id-{i}", prompt, num_tokens, s, **fields) for i, s in enumerate(samplings)]
-        return self.router.add_choices(requests, self.wake)
+        added: list[Generation] = []
+        while len(added) < count:
+            added += self.router.add_choices(requests[len(added) :], self.wake)
+        return added
 
     def add_client(self, **fields: Any) -> Client:
         client = Client()

@@ -237,3 +237,16 @@ def test_a_stop_scanner_keeps_no_more_than_its_stop_strings_and_looks_at_each_ch
     emitted = "".join(scanner.push(character)[0] for character in text)
     assert text.startswith(emitted) and len(text) - len(emitted) < MAX_STOP_CHARS
     assert 0 < Counted.compared <= 2 * len(text) * MAX_STOPS
+
+
+def test_prompts_are_made_from_where_they_lie() -> None:
+    """Nobody else has a turn while a large body is copied."""
+    raw = bytearray(json.dumps({"prompt": ["x" * 40_000] * 100}).encode())
+    body = completion_decoder.decode(raw)
+    tracemalloc.start()
+    try:
+        assert completion_prompts(body) == ["x" * 40_000] * 100
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1.5 * len(raw), "of the prompts themselves it is once"

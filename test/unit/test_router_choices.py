@@ -6,7 +6,17 @@ import pytest
 from router_world import ONE_TRY, World, pair, two_pairs
 
 from chitu.errors import RequestCancelled
-from chitu.protocol import MAX_FORKS, CancelRequest, DecodeRequest, InstanceInfo, PrefillRequest, TokenBatch
+from chitu.protocol import (
+    MAX_FORKS,
+    CancelRequest,
+    DecodeRequest,
+    InstanceInfo,
+    PrefillRequest,
+    SamplingParams,
+    TokenBatch,
+    pack_i32,
+)
+from chitu.router.generation import GenerateRequest
 from chitu.router.request_dispatch import most_choices
 from chitu.types import Role
 
@@ -112,3 +122,17 @@ def test_a_choice_that_its_client_cancels_ends_alone() -> None:
     first, second = world.add_choices(2)
     world.router.cancel(first)
     assert isinstance(first.error, RequestCancelled) and second.error is None and not second.done
+
+
+def test_one_call_sends_one_message_so_that_others_have_a_turn_before_the_next() -> None:
+    """A D takes as many choices together as it has slots."""
+    world = pair(max_in_flight=16)
+    requests = [GenerateRequest(f"id-{i}", pack_i32([1]), 1, SamplingParams(max_tokens=4, seed=i)) for i in range(9)]
+    sizes = []
+    while requests:
+        before = len(world.outbox.sent)
+        added = world.router.add_choices(requests, world.wake)
+        assert [name for name, _ in world.outbox.sent[before:]] == ["D0", "P0"]
+        sizes.append(len(added))
+        requests = requests[len(added) :]
+    assert sizes == [4, 4, 1]

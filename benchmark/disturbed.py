@@ -1,0 +1,175 @@
+"""What one client's large request does to the streams of others: `python -m benchmark.disturbed [--json-dir DIR]`.
+
+Starts the real router and one fake worker process (P0 and D0) whose tokens say when they were emitted, and streams
+`--streams` answers at a token each `--step-ms`. Meanwhile one client sends, one after the other: 400 prompts in a body
+of 12 MB, a prompt of 100,000 tokens, 128 choices, schemas that are costly to compile. Of the streams' tokens that came
+while it waited for its answer the age is told: from the emission to the client.
+
+Router, worker and clients share the machine with whatever else runs, so an age has their scheduling in it, too. A row
+is of the calmest of several tries, since what a request costs is there in each; the last column has the worst p99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import uvloop
+
+from benchmark.router import VOCAB_SIZE, WORDS
+from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.launch.make_model import make_model
+from chitu.testing.fake_worker import INSTANT_S, INSTANTS
+from chitu.testing.router_process import RouterUnderTest
+
+MAX_BODY_BYTES = 16 << 20
+MAX_LEN = 1 << 17
+SETTLE_S = 5.0
+"""Until the streams run."""
+_IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
+
+
+class Stream(asyncio.Protocol):
+    """One stream that runs all the time; the age of each token goes to `ages`, as (arrival, age) in seconds."""
+
+    def __init__(self, request: bytes, ages: list[tuple[float, float]]) -> None:
+        self._request = request
+        self._ages = ages
+        self._rest = b""
+        self._emitted: int | None = None
+        """When the last token was, in instants."""
+        self.failure = ""
+
+    def begin_anew(self) -> None:
+        """The next token is no older than a period."""
+        self._emitted = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n\n")
+        for line in lines:
+            found = _IDS.search(line)
+            for token in map(int, found[1].split(b",")) if found is not None else ():
+                # Emissions are less than a period apart, so each tells by how much it is behind the one before.
+                since = int(now_s / INSTANT_S) - len(INSTANTS) + 1 if self._emitted is None else self._emitted
+                self._emitted = since + (token - INSTANTS[0] - since) % len(INSTANTS)
+                self._ages.append((now_s, now_s - self._emitted * INSTANT_S))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.failure = self._rest.decode(errors="replace") or "the router closed the connection"
+
+
+def raw_request(body: dict[str, object]) -> bytes:
+    raw = json.dumps({"model": "bench", "temperature": 0, "ignore_eos": True, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def text_of(rng: random.Random, num_chars: int) -> str:
+    return " ".join(rng.choices(WORDS, k=num_chars // 3))[:num_chars]
+
+
+def disturbances(tries: int) -> dict[str, list[bytes]]:
+    """By name the requests, one for each try: no two are alike, since what was tokenised or compiled is kept."""
+    rng, one = random.Random(20), {"max_tokens": 1}
+    made: dict[str, list[bytes]] = {}
+    for number in range(tries):
+        properties = {f"{name}{i}": {"type": "string"} for name in (f"a{number}", "b") for i in range(800)}
+        bodies: dict[str, dict[str, object]] = {
+            "400 prompts, 12 MB": {**one, "prompt": [text_of(rng, 30_000) for _ in range(400)]},
+            "100k tokens": {**one, "prompt": text_of(rng, 380_000)},
+            "128 choices": {"max_tokens": 16, "n": 128, "temperature": 1, "prompt": text_of(rng, 400)},
+            "128 choices, streamed": {"max_tokens": 16, "n": 128, "stream": True, "prompt": text_of(rng, 400)},
+            "costly schema": {
+                **one,
+                "ignore_eos": False,
+                "prompt": "a",
+                "guided_json": {"type": "object", "properties": properties},
+            },
+        }
+        for name, body in bodies.items():
+            made.setdefault(name, []).append(raw_request(body))
+    return made
+
+
+async def ask(port: int, request: bytes) -> int:
+    """Its status, once the answer is whole."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
+    writer.write(request)
+    await writer.drain()
+    answer = await reader.read(-1)
+    writer.close()
+    return int(answer.split(b" ", 2)[1])
+
+
+async def measure(router: RouterUnderTest, num_streams: int, tries: int) -> list[tuple[object, ...]]:
+    loop, port = asyncio.get_running_loop(), router.ports["port"]
+    ages: list[tuple[float, float]] = []
+    body = {"prompt": "the", "max_tokens": MAX_LEN // 2, "stream": True, "return_token_ids": True}
+    streams = [
+        (await loop.create_connection(lambda: Stream(raw_request(body), ages), "127.0.0.1", port))[1]
+        for _ in range(num_streams)
+    ]
+    requests = disturbances(tries)
+    await asyncio.sleep(SETTLE_S)
+    for stream in streams:
+        stream.begin_anew()
+    ages.clear()
+    rows: list[tuple[object, ...]] = []
+
+    def quantiles(begin_s: float) -> tuple[object, ...]:
+        """In ms: p50, p99 and the largest age of tokens that came since then."""
+        told = sorted(1e3 * age for arrived_s, age in ages if arrived_s >= begin_s)
+        return (told[len(told) // 2], told[len(told) * 99 // 100], told[-1])
+
+    for name, each in {"nothing": [b""] * tries, **requests}.items():
+        found: list[tuple[object, ...]] = []
+        for request in each:
+            await asyncio.sleep(1.0)
+            ages.clear()
+            begin_s = time.monotonic()
+            status = await ask(port, request) if request else await asyncio.sleep(2.0, "")
+            waited_s = time.monotonic() - begin_s
+            await asyncio.sleep(0.1)  # for what is late
+            found.append((status, waited_s, *quantiles(begin_s)))
+        calmest = min(found, key=lambda one: cast(float, one[3]))
+        rows.append((name, *calmest, max(cast(float, one[3]) for one in found)))
+    failed = {stream.failure for stream in streams if stream.failure}
+    if failed:
+        raise RuntimeError(f"streams ended: {failed}")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.disturbed", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="pace of the streams")
+    parser.add_argument("--tries", type=int, default=3, help="of each disturbance")
+    parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model", family="qwen3", vocab_size=VOCAB_SIZE)
+        overrides = (f"dp_config.router.max_body_bytes={MAX_BODY_BYTES}", "model.served_name=bench")
+        with RouterUnderTest(Path(folder), model, overrides) as router:
+            options = ("--step-s", str(args.step_ms / 1e3), "--max-model-len", str(MAX_LEN), "--instants")
+            router.start_worker("P0,D0", "--vocab-size", str(VOCAB_SIZE), *options)
+            rows = uvloop.run(measure(router, args.streams, args.tries))
+    columns = ("one client sends", "status", "s", "age p50 ms", "p99 ms", "max ms", "worst p99 ms")
+    publish("disturbed", columns, rows, args.json_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
