@@ -1,0 +1,186 @@
+"""How much building the code is: `python -m benchmark.house [--live]`. Prints what docs/adr/0024-size.md aims at.
+
+The static rows come from the syntax trees of `chitu/` and `test/`. `--live` starts the default cluster (a router, one
+prefill and one decode instance with the embedded model), streams one chat request behind a warm-up and counts the
+functions of `chitu/` that run in any of the three processes between the request and its first token. What also runs
+while the cluster is idle (heartbeats, polling) is left out; comprehensions and lambdas count with their function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import httpx
+
+from chitu.assets.__init__ import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD_BASES = {"Struct", "NamedTuple", "TypedDict"}
+RECORD_FIELDS, CONSTRUCTOR_ARGUMENTS, SMALL_CLASS_LINES = 6, 6, 10
+IDLE_S = 4.0
+"""Heartbeats, views and polls of an idle cluster all come within this."""
+TRACER = """
+import json, os, sys, threading
+folder = os.environ["CHITU_HOUSE"]
+seen = {}
+def note(frame, event, _):
+    if event == "call" and frame.f_code not in seen and "/chitu/" in frame.f_code.co_filename:
+        seen[frame.f_code] = frame.f_code.co_qualname
+def dump(phase):
+    seen_now, names = list(seen.items()), []
+    seen.clear()
+    for code, name in seen_now:
+        if not name.endswith(">"):
+            names.append(f"{code.co_filename.rpartition('/chitu/')[2]}:{name}")
+    path = f"{folder}/{phase}.{os.getpid()}"
+    with open(path + ".new", "w") as file:
+        json.dump(names, file)
+    os.rename(path + ".new", path)
+def wait():
+    for phase in ("start", "idle", "request"):
+        tick = threading.Event()
+        while not os.path.exists(f"{folder}/{phase}"):
+            tick.wait(0.005)
+        dump(phase)
+if any(entry in " ".join(sys.orig_argv) for entry in ("chitu.serve.api_server", "chitu.serve.scheduler")):
+    threading.Thread(target=wait, daemon=True).start()
+    threading.setprofile(note)
+    sys.setprofile(note)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--live", action="store_true", help="count the functions on the way to token 1 as well")
+    parser.add_argument("--list", action="store_true", help="with --live: print them")
+    args = parser.parse_args()
+    for name, figure in static_rows():
+        print(f"{name:<58}{figure}")
+    if args.live:
+        functions = functions_to_token_1()
+        files = {name.partition(":")[0] for names in functions.values() for name in names}
+        distinct = set().union(*functions.values())
+        each = ", ".join(f"{process} {len(names)}" for process, names in functions.items())
+        print(f"{'functions to token 1':<58}{len(distinct)} ({each}) in {len(files)} files")
+        if args.list:
+            for process, names in functions.items():
+                print(f"\n{process}", *sorted(names), sep="\n  ")
+
+
+def static_rows() -> Iterator[tuple[str, str]]:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "chitu").rglob("*.py"))}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    yield "lines of chitu/", f"{_lines('chitu'):,}"
+    yield "lines of test/", f"{_lines('test'):,}"
+    yield "top-level files of the package", str(len(list((ROOT / "chitu").glob("*.py"))))
+    yield "import cycles", _cycle(trees) or "0"
+    arguments = sorted((_constructor_arguments(node), node.name) for node in classes)
+    above = sum(number > CONSTRUCTOR_ARGUMENTS for number, _ in arguments)
+    yield (
+        "constructor arguments, most",
+        f"{arguments[-1][0]} ({arguments[-1][1]}); {above} above {CONSTRUCTOR_ARGUMENTS}",
+    )
+    records = [fields for node in classes if (fields := _record_fields(node))]
+    yield f"records of more than {RECORD_FIELDS} fields", str(sum(number > RECORD_FIELDS for number in records))
+    small = sum((node.end_lineno or 0) - node.lineno < SMALL_CLASS_LINES for node in classes)
+    yield f"classes; of {SMALL_CLASS_LINES} lines or less", f"{len(classes)}; {small}"
+    twice = sorted(name for name, number in Counter(n.name for n in classes if n.name[0] != "_").items() if number > 1)
+    yield "public class names that occur twice", f"{len(twice)} {' '.join(twice)}"
+    yield "`assert ... is not None`", str(sum(_is_none_assert(node) for t in trees.values() for node in ast.walk(t)))
+
+
+def _lines(folder: str) -> int:
+    return sum(len(path.read_bytes().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+
+
+def _constructor_arguments(node: ast.ClassDef) -> int:
+    """Without `self`; 0 for a class that has no constructor of its own."""
+    for made in node.body:
+        if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+            return len(made.args.posonlyargs) + len(made.args.args) + len(made.args.kwonlyargs) - 1
+    return 0
+
+
+def _record_fields(node: ast.ClassDef) -> int:
+    """Of a dataclass, struct or named tuple; 0 for any other class."""
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    if "dataclass" not in decorators and not bases & RECORD_BASES:
+        return 0
+    return sum(isinstance(field, ast.AnnAssign) for field in node.body)
+
+
+def _is_none_assert(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assert) and "is not None" in ast.unparse(node.test)
+
+
+def _cycle(trees: dict[Path, ast.Module]) -> str:
+    """One circle of imports at module level, those for types left out; empty where there is none."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in trees}
+    modules = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        found = graph.setdefault(names[path], set())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {
+                    name if (name := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+                } & modules
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & modules
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " <- ".join(error.args[1])
+    return ""
+
+
+def functions_to_token_1() -> dict[str, set[str]]:
+    """By process: the functions that ran for one request and not while the cluster was idle."""
+    with tempfile.TemporaryDirectory(prefix="chitu-house-") as folder:
+        Path(folder, "sitecustomize.py").write_text(TRACER, encoding="utf-8")
+        env = {"CHITU_HOUSE": folder, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+        topology = load_topology("pd_disagg_1p1d_local", [f"model.path={TINY_MODEL_DIR}"])
+        with LocalCluster(topology, env=env, entries=Entries(torchrun=False)) as cluster:
+            cluster.wait_ready()
+            _first_token(cluster.url)
+            _phase(folder, "start")
+            time.sleep(IDLE_S)
+            idle = _phase(folder, "idle")
+            _first_token(cluster.url)
+            request = _phase(folder, "request")
+            processes = {str(cluster.pid(name)): name for name in ("router", "P0", "D0")}
+    return {name: request[pid] - idle[pid] for pid, name in processes.items()}
+
+
+def _first_token(url: str) -> None:
+    """Returns as soon as the first text is there."""
+    body = {"messages": [{"role": "user", "content": "What is next?"}], "max_tokens": 16, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if '"content":"' in line.replace(" ", "") and '"content":""' not in line.replace(" ", ""):
+                return
+
+
+def _phase(folder: str, phase: str) -> dict[str, set[str]]:
+    """By process id: what ran since the last phase."""
+    Path(folder, phase).touch()
+    time.sleep(1)
+    return {path.suffix[1:]: set(json.loads(path.read_text())) for path in Path(folder).glob(f"{phase}.*[0-9]")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
