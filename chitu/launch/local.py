@@ -97,6 +97,7 @@ class LocalCluster:
             on_event=on_event or (lambda text: None),
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
             max_log_bytes=topology.log.max_mb << 20,
+            popen=self._entries.popen,
         )
         self.members = self._supervisor.members
 

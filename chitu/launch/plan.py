@@ -7,8 +7,9 @@ since torch's TCP store (`--standalone`, at a free port) listens on all interfac
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chitu.config.schema import Topology
@@ -41,6 +42,7 @@ class Entries:
     python: str = sys.executable
     torchrun: bool = True
     """False: an instance of one rank is started by itself, which takes seconds less (the agent imports torch too)."""
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     @property
     def reads_model(self) -> bool:

@@ -16,7 +16,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from chitu.config.load import child_environment, process_mark, under_torchrun
@@ -77,6 +77,7 @@ class ChildProcess:
         log: Path | None,
         mark: str,
         descriptors: Sequence[int] = (),
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
         """`log`: None: it writes where this process does."""
         self.name = name
@@ -89,7 +90,7 @@ class ChildProcess:
             with open_private(log) if log is not None else contextlib.nullcontext() as output:
                 if output is not None:
                     self._log_start = os.fstat(output.fileno()).st_size
-                self._popen = subprocess.Popen(
+                self._popen = popen(
                     argv,
                     env=child_environment({**env, MARK: mark}),
                     stdin=subprocess.DEVNULL,

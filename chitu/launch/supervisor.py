@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,7 @@ class Supervisor:
         on_event: Callable[[str], None],
         env: Mapping[str, str] | None = None,
         max_log_bytes: int = 0,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
         """`log_dir`: None: the processes write where this one does. `max_log_bytes`: of each process's log."""
         self._run_dir: RunDir | None = None
@@ -82,6 +84,7 @@ class Supervisor:
         self._on_event = on_event
         self._env = dict(env or {})
         self._max_log_bytes = max_log_bytes
+        self._popen = popen
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
         self._was_clean = True
@@ -111,6 +114,7 @@ class Supervisor:
             self.log_path(name) if self._has_logs else None,
             f"{self._id}/{name}/{self._starts}",
             spec.descriptors,
+            self._popen,
         )
         member.progress = Progress()
         member.restart_at_s = None

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal
 
 from chaos_proxy import Wires
+from nursery import forked
 
 from chitu.client.client import RouterClient
 from chitu.config.cluster_key import cluster_key_of
@@ -115,7 +116,7 @@ class ChaosCluster:
         topology = load_topology("pd_disagg_2p2d_multi_node", [f"model.path={model}", *ANY_PORTS, *SETTINGS, *settings])
         self.processes = LocalCluster(
             topology,
-            entries=ENTRIES,
+            entries=forked(ENTRIES),
             log_dir=str(folder / "logs"),
             restart=restart,
             env={"PD_MASTER_ADDR": ADDRESSES["router"], **(env or {})},

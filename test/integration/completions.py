@@ -11,11 +11,6 @@ from typing import Any
 
 import httpx
 
-from chitu.launch.plan import Entries
-
-WITHOUT_TORCHRUN = Entries(torchrun=False)
-"""Of clusters whose tests are about something else than how processes start and end: they start in half the time."""
-
 
 @dataclass(frozen=True)
 class Completion:

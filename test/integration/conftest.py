@@ -13,7 +13,7 @@ import pytest
 from chitu.errors import MissingDependency
 
 if TYPE_CHECKING:
-    from transport_peers import Nursery, Receiver, Writer
+    from transport_peers import Receiver, Writer
 
 
 def pytest_collection_finish() -> None:
@@ -34,17 +34,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    from transport_peers import Nursery
-
-    made = Nursery()
-    yield made
-    made.close()
-
-
 @pytest.fixture(scope="module")
-def writer(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Writer]:
+def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
     """This end of the way that a module's parameters name."""
     import torch
     from transport_peers import Writer
@@ -54,7 +45,7 @@ def writer(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Writer]
         pytest.skip("there is no CUDA device")
     with pytest.MonkeyPatch.context() as monkeypatch, request.param.opened(monkeypatch) as way:
         try:
-            made = Writer(nursery, way)
+            made = Writer(way)
         except MissingDependency as error:
             if os.environ.get("CI") == "true":
                 raise

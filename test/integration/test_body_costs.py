@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import forked
 from raw_http import RawClient, http_request
 
 from chitu.config.load import load_topology
@@ -48,7 +49,7 @@ GREEDY = {"model": "m", "temperature": 0, "ignore_eos": True}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "checksum", EngineConfig(step_s=0.004))
     overrides = [f"model.path={model}", "model.served_name=m", f"model.max_model_len={MAX_LEN}", "cache.num_pages=2000"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", overrides), entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         yield cluster
 

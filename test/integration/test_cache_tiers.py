@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import forked
 
 from chitu import __version__
 from chitu.config.load import load_topology
@@ -144,7 +145,7 @@ def cluster(store: Store, disk: Path, tmp_path_factory: pytest.TempPathFactory) 
         f"{PD}.deadlines.heartbeat_interval_s=0.2",
         f"{PD}.deadlines.transfer_s=120",
     ]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         yield cluster
 
@@ -312,7 +313,7 @@ def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
         "cache.load_timeout_s=5",
         f"{PD}.transport=shm",
     ]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         num_keys, seeds = store.num_keys(), itertools.count(100)
 

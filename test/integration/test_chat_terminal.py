@@ -19,7 +19,8 @@ from types import TracebackType
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN, wait_until
+from completions import wait_until
+from nursery import FORKED
 
 from chitu.client.client import RouterClient
 from chitu.client.trace import byte_text
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000"]
     topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings), (KEY,))
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready()
         client = RouterClient(cluster.url, KEY)
         wait_until(lambda: all(i.load and i.load.pages_total for i in client.cluster().instances), 10, client.cluster)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from nursery import forked
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
@@ -190,7 +191,10 @@ def test_a_cluster_of_one_launcher_makes_a_key_of_its_own(tmp_path: Path) -> Non
     """Nobody gave one. Other users of the machine find closed ports; this user drains as before."""
     model = make_checksum_model(tmp_path / "m", EngineConfig())
     topology = load_topology(None, [f"model.path={model}", "model.served_name=m", "cache.num_pages=200"])
-    with LocalCluster(topology, entries=ENTRIES) as first, LocalCluster(topology, entries=ENTRIES) as other:
+    with (
+        LocalCluster(topology, entries=forked(ENTRIES)) as first,
+        LocalCluster(topology, entries=forked(ENTRIES)) as other,
+    ):
         key = cluster_key_of(first.topology)
         assert len(key) >= 32 and key != cluster_key_of(other.topology)
         first.wait_ready()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from completions import WITHOUT_TORCHRUN
+from nursery import FORKED
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
@@ -36,7 +36,7 @@ OTHERS = {"README.md", "slurm/serve.sbatch"}
 def cluster() -> Iterator[LocalCluster]:
     settings = [f"model.path={TINY_MODEL_DIR}", "model.served_name=chitu-tiny", "cache.num_pages=256"]
     topology = load_topology("pd_disagg_1p1d_local", settings)
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN, env={"CHITU_API_KEYS": KEY}) as cluster:
+    with LocalCluster(topology, entries=FORKED, env={"CHITU_API_KEYS": KEY}) as cluster:
         cluster.wait_ready()
         yield cluster
 

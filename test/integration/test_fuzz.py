@@ -13,7 +13,8 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import FORKED
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of
@@ -149,7 +150,7 @@ def _replace_some(rng: random.Random, node: Any) -> None:
 def cluster() -> Iterator[LocalCluster]:
     short = [f"{PD}.deadlines.{name}=2" for name in ("bootstrap_s", "queue_s", "transfer_s")]
     overrides = [f"model.path={TINY_MODEL_DIR}", "model.served_name=m", "cache.num_pages=200", f"{PD}.transport=shm"]
-    with LocalCluster(load_topology(None, [*overrides, *short]), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology(None, [*overrides, *short]), entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 

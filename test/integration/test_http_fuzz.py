@@ -23,6 +23,7 @@ import schemathesis
 from completions import complete_all, instance_loads, is_whole, wait_until
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from nursery import forked
 from raw_http import RawClient, Reply, http_request
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -122,7 +123,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     # Whatever a body asks for is cheap in so small a context. With the embedded model's name every route is there.
     small = ["model.max_model_len=64", "cache.num_pages=400", f"model.served_name={TINY_MODEL_NAME}"]
     topology = load_topology("pd_disagg_1p1d_local", [f"model.path={model}", *small])
-    with LocalCluster(topology, entries=ENTRIES) as cluster:
+    with LocalCluster(topology, entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         yield cluster
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -55,7 +56,7 @@ def requests() -> tuple[list[list[int]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def expected(settings: list[str]) -> list[list[int]]:
-    with LocalCluster(load_topology("unified_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("unified_local.yaml", settings), entries=FORKED) as cluster:
         cluster.wait_ready()
         return [answer.token_ids for answer in complete_all(cluster.url, *requests())]
 
@@ -66,7 +67,7 @@ def broken(settings: list[str], *more: str) -> LocalCluster:
     faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=200"]
     return LocalCluster(
         load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more]),
-        entries=WITHOUT_TORCHRUN,
+        entries=FORKED,
     )
 
 

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from completions import WITHOUT_TORCHRUN
 from network import Network
+from nursery import FORKED
 from serve_process import ServeProcess, wait_until
 
 from chitu.client.client import RouterClient
@@ -53,7 +53,7 @@ def chitu(*words: str) -> subprocess.CompletedProcess[str]:
 def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_become_two(model: Path) -> None:
     overrides = [f"model.path={model}", *SIZES]
     topology = load_topology("pd_disagg_1p1d_local", overrides)
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster, ExitStack() as stack:
+    with LocalCluster(topology, entries=FORKED) as cluster, ExitStack() as stack:
         cluster.wait_ready()
         expected = answer(cluster.url)
         joined = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from completions import instance_loads, is_whole, wait_until
+from nursery import forked
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -41,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[LocalCluster]:
     topology = load_topology("pd_disagg_1p1d_local", [f"model.path={model}", *OVERRIDES])
-    with LocalCluster(topology, entries=ENTRIES) as cluster:
+    with LocalCluster(topology, entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         yield cluster
 

@@ -14,7 +14,8 @@ import msgspec
 import openai
 import psutil
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, wait_until
+from completions import complete_all, instance_loads, wait_until
+from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.http.proof import Proof
@@ -28,7 +29,7 @@ from chitu.tokenizer import Tokenizer
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     model = make_model(tmp_path_factory.mktemp("models") / "llama", family="llama")
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=1000"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 

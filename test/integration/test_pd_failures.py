@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
+from nursery import FORKED
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
@@ -43,7 +44,7 @@ def cluster(request: pytest.FixtureRequest, settings: list[str]) -> Iterator[Loc
         except (ImportError, OSError) as error:
             pytest.skip(f"mooncake does not import here: {error}")
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, f"{PD}.transport={request.param}"])
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 
@@ -100,7 +101,7 @@ def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(
     roomy = Engine(model, num_pages=1000, num_slots=len(prompts))
     expected = generate(roomy, prompts, 120)
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings, *small])
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as tight:
+    with LocalCluster(topology, entries=FORKED) as tight:
         tight.wait_ready()
         answers = complete_all(tight.url, prompts, options)
         assert [answer.token_ids for answer in answers] == expected

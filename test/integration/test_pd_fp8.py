@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
+from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -60,7 +61,7 @@ def cluster(model: Path) -> Iterator[LocalCluster]:
             key = f"dp_config.router.{role}_schedulers.{index}"
             sizes += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model), *sizes])
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready(300)
         yield cluster
 
@@ -91,7 +92,7 @@ def test_scales_come_through_staged_transfers_of_a_library_too(
     pytest.importorskip("mooncake.engine", reason="mooncake does not import here", exc_type=ImportError)
     staged = [f"{PD}.transport=mooncake", f"{PD}.transfer=staged", f"{PD}.staging_mb=8", f"{PD}.staging_segment_mb=1"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model), *staged])
-    with LocalCluster(topology, entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready(300)
         answers = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
         assert [answer.token_ids for answer in answers] == expected

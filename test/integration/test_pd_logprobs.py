@@ -22,7 +22,8 @@ import pydantic
 import pytest
 import torch
 import transformers
-from completions import WITHOUT_TORCHRUN, instance_loads, is_whole, wait_until
+from completions import instance_loads, is_whole, wait_until
+from nursery import FORKED
 from random_schemas import random_schema
 
 from chitu.config.load import load_topology
@@ -75,7 +76,7 @@ def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluste
         settings.append(f"{PD}.transport=mooncake")
     elif request.param == "tp":
         settings += [f"dp_config.router.decode_schedulers.0.{field}" for field in ("tp_size=2", "devices=[cpu,cpu]")]
-    with LocalCluster(load_topology(name, settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology(name, settings), entries=FORKED) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN
+from nursery import FORKED
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
@@ -31,7 +31,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     any_port = [f"{key}=0" for key in router_ports(topology.dp_config.router)]
     any_port += [f"{instance.key}.port=0" for instance in instances(topology)]
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000", "scheduler.threads=1", *any_port]
-    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("pd_disagg_2p2d_multi_node.yaml", settings), entries=FORKED) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions import WITHOUT_TORCHRUN, Completion, complete_all
+from completions import Completion, complete_all
+from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -83,7 +84,7 @@ def answers_of(
     """(greedy, seeded) answers of a fresh cluster to 16 requests at once. The greedy ones are those of a next turn,
     too."""
     settings = [f"model.path={model}", "model.served_name=m", *CHUNKS, *PATIENCE, *overrides]
-    with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
         cluster.wait_ready()
         greedy = complete_all(cluster.url, prompts, [GREEDY] * len(prompts))
         turns = [prompt + answer.token_ids[:NEXT_TURN_TOKENS] for prompt, answer in zip(prompts, greedy, strict=True)]

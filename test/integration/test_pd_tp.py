@@ -23,8 +23,9 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from completions import WITHOUT_TORCHRUN, instance_loads, is_whole, wait_until
+from completions import instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
+from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.aux_row import aux_row_bytes
@@ -79,7 +80,7 @@ def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluste
         for role in ("prefill", "decode"):
             key = f"dp_config.router.{role}_schedulers.{index}"
             settings += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
         cluster.wait_ready(300)
         yield cluster
         assert set(cluster.stop().values()) == {0}, "every rank ends by itself"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import forked
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -44,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     topology = load_topology("pd_disagg_1p1d_local", settings)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parent))
-        with LocalCluster(topology, entries=Entries(scheduler="pinned_scheduler", torchrun=False)) as cluster:
+        with LocalCluster(topology, entries=forked(Entries(scheduler="pinned_scheduler", torchrun=False))) as cluster:
             cluster.wait_ready(60)
             yield cluster
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import WITHOUT_TORCHRUN, Completion, complete_all, instance_loads, is_whole, wait_until
+from completions import Completion, complete_all, instance_loads, is_whole, wait_until
+from nursery import FORKED
 
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
@@ -84,7 +85,7 @@ def cluster(
     settings = [f"model.path={path}", *SETTINGS, *overrides]
     if "disk" in request.param:
         settings.append(f"cache.disk.path={tmp_path_factory.mktemp('disk')}")
-    with LocalCluster(load_topology(topology, settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from completions import WITHOUT_TORCHRUN
+from nursery import FORKED
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.recall import (
@@ -71,7 +71,7 @@ def test_the_prompts_reach_the_full_length(prompts: list[RecallPrompt]) -> None:
 def test_recall_through_pd_equals_transformers(
     topology: str, recaller: Recaller, prompts: list[RecallPrompt], expected: Run
 ) -> None:
-    run = by_cluster(TINY_MODEL_DIR, prompts, TOPOLOGIES[topology], entries=WITHOUT_TORCHRUN)
+    run = by_cluster(TINY_MODEL_DIR, prompts, TOPOLOGIES[topology], entries=FORKED)
     assert run.answers == expected.answers
     assert recaller.num_right(prompts, run.answers) >= PASS_RATE * len(prompts)
     assert run.pairs.total() == len(prompts)
@@ -97,7 +97,7 @@ def prompts_for_fault(recaller: Recaller) -> list[RecallPrompt]:
 def num_right_of_sound(recaller: Recaller, prompts_for_fault: list[RecallPrompt]) -> int:
     """Right answers where nothing is broken, but the pool is just as small: the broken page is what differs."""
     *same_pool, _ = broken_page(BROKEN_PAGE, 2048)
-    sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, same_pool, 1, WITHOUT_TORCHRUN)
+    sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, same_pool, 1, FORKED)
     assert sound.answers == by_transformers(TINY_MODEL_DIR, prompts_for_fault).answers
     return recaller.num_right(prompts_for_fault, sound.answers)
 
@@ -111,7 +111,7 @@ def test_one_broken_page_shows_in_the_answers(
     it. Every transfer ended well and no process complained."""
     assert num_right_of_sound >= 2 * NUM_ASKED - 1
     overrides = [*broken_page(BROKEN_PAGE, 2048), transport]
-    run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, overrides, 1, WITHOUT_TORCHRUN)
+    run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, overrides, 1, FORKED)
     right = [recaller.is_right(p, answer) for p, answer in zip(prompts_for_fault, run.answers, strict=True)]
     assert not any(right[:NUM_ASKED]), "half of all answers are wrong: nobody can know a value from the broken page"
     assert sum(right[NUM_ASKED:]) >= num_right_of_sound - NUM_ASKED - 1, "the other pages are as good as ever"

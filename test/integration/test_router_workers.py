@@ -16,7 +16,8 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from completions import WITHOUT_TORCHRUN, complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import FORKED
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
@@ -378,7 +379,7 @@ def test_real_instances_lose_no_page_when_an_api_process_dies_with_its_requests(
     ]
     prompts = [[number, 9, 8, 7] for number in range(9)]
     options = [{"max_tokens": 30, "temperature": 0, "ignore_eos": True}] * len(prompts)
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=WITHOUT_TORCHRUN) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
         cluster.wait_ready(200)
         expected = [answer.token_ids for answer in complete_all(cluster.url, prompts, options)]
         assert len(expected) == len(prompts)

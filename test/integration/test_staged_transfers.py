@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
+from nursery import forked
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -45,7 +46,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             pytest.skip(f"mooncake does not import here: {error}")
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "model", EngineConfig(0.001, 0.0))
     settings = [f"model.path={model}", f"{PD}.transport={request.param}", *SETTINGS]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready()
         yield cluster
 

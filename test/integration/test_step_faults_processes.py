@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from completions import instance_loads, is_whole, wait_until
+from nursery import forked
 from poisoned_scheduler import POISON_OF_D, POISON_OF_P
 
 from chitu.config.load import load_topology
@@ -45,7 +46,7 @@ def test_a_request_that_makes_the_model_raise_fails_alone(tmp_path: Path, monkey
     model = make_model(tmp_path / "qwen3", family="qwen3")
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=500", f"{PD}.transport=shm"]
     topology = load_topology("pd_disagg_1p1d_local", [*settings, "scheduler.chunk_size=32"])
-    with LocalCluster(topology, entries=Entries(scheduler="poisoned_scheduler", torchrun=False)) as cluster:
+    with LocalCluster(topology, entries=forked(Entries(scheduler="poisoned_scheduler", torchrun=False))) as cluster:
         cluster.wait_ready()
         before = incarnations(cluster.url)
         good = [body_of(prompt, index) for index, prompt in enumerate(PROMPTS)]

@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 import pytest
-from transport_peers import BETWEEN_HOSTS, NUM_REGIONS, ON_ONE_HOST, Receiver, Trouble, Writer
+from transport_peers import BETWEEN_HOSTS, NUM_REGIONS, ON_ONE_HOST, Process, Receiver, Trouble, Writer
 from transport_process import break_connections, page_crcs, region
 
 from chitu.errors import TransferFailed
@@ -112,7 +112,7 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
 
 def test_a_process_with_a_transfer_thread_exits_with_code_0(writer: Writer, own_receiver: Receiver) -> None:
     way = writer.way
-    sender = writer.nursery.fork(way, "p0", "send", way.kind, way.address("p0"), len(way.many_pages))
+    sender = Process(way, "p0", "send", way.kind, way.address("p0"), len(way.many_pages))
     sender.tell(msgspec.msgpack.encode(own_receiver.memory).hex())
     assert sender.answer() == "sent"
     assert sender.wait() == 0

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from completions import complete_all, wait_until
+from nursery import forked
 
 from chitu.client.client import RouterClient
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
@@ -47,7 +48,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cluster(settings: list[str]) -> Iterator[LocalCluster]:
-    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings), entries=ENTRIES) as cluster:
+    with LocalCluster(load_topology("pd_disagg_2p3d_multi_node.yaml", settings), entries=forked(ENTRIES)) as cluster:
         cluster.wait_ready(300)
         yield cluster
 

@@ -1,7 +1,5 @@
 """What the tests of transports between two processes share: the ways from this process to a receiver, on one host and
 between hosts of `test/network.py`, and both ends. Fixtures are in `conftest.py`.
-
-A receiver is forked off a process that has everything imported, since an import of torch takes seconds of a core.
 """
 
 from __future__ import annotations
@@ -9,26 +7,21 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import pytest
 from network import DEVICE, Network
+from nursery import NAMESPACE, nursery
 from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, region
 
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
-from chitu.launch.process import die_with_parent
 from chitu.protocol import RankMemory
 
-PROGRAM = Path(__file__).with_name("transport_process.py")
 LAYERS = range(LAYOUT.num_layers)
 NUM_REGIONS = 2 * LAYOUT.num_layers
 HEALED_S = 20.0
@@ -86,41 +79,21 @@ BETWEEN_HOSTS = [
 ]
 
 
-class Nursery:
-    """A process that has imported everything and forks the processes that the tests want."""
+class Process:
+    """A process of the nursery, on a host of the way, with pipes to it."""
 
-    def __init__(self) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)], stdin=theirs, preexec_fn=lambda: die_with_parent(parent)
-        )
-        theirs.close()
-
-    def fork(self, way: Way, host: str, *words: object) -> Child:
-        stdin, stdout, status = (os.pipe() for _ in range(3))
-        given = [stdin[0], stdout[1], status[1]]
+    def __init__(self, way: Way, host: str, *words: object) -> None:
+        (stdin, tell), (answer, stdout) = os.pipe(), os.pipe()
+        given = {0: stdin, 1: stdout}
         if way.network is not None:
-            given.append(os.open(way.network.namespace(host), os.O_RDONLY))
-        socket.send_fds(self._requests, [" ".join(map(str, (way.device, *words))).encode()], given)
-        for descriptor in given:
+            given[NAMESPACE] = os.open(way.network.namespace(host), os.O_RDONLY)
+        env = {**os.environ, "UCX_NET_DEVICES": way.device}
+        self._child = nursery().fork("transport_process", [str(word) for word in words], given, env)
+        for descriptor in given.values():
             os.close(descriptor)
-        return Child(stdin[1], stdout[0], status[0])
-
-    def close(self) -> None:
-        self._requests.close()
-        self._process.wait()
-
-
-class Child:
-    """A process of the nursery, by our ends of its pipes."""
-
-    def __init__(self, stdin: int, stdout: int, status: int) -> None:
-        self.stdin, self.stdout, self._status = os.fdopen(stdin, "w"), os.fdopen(stdout), os.fdopen(status)
-        line = self._status.readline()
-        assert line, "the nursery did not fork"
-        self.pid = int(line)
-        self._code: int | None = None
+        self.stdin, self.stdout = os.fdopen(tell, "w"), os.fdopen(answer)
+        self.pid = self._child.pid
+        self.send_signal = self._child.send_signal
 
     def answer(self) -> str:
         line = self.stdout.readline()
@@ -131,25 +104,19 @@ class Child:
         self.stdin.write(line + "\n")
         self.stdin.flush()
 
-    def send_signal(self, number: int) -> None:
-        if self._code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
     def wait(self) -> int:
         """Exit code; negative: the signal that ended it."""
-        if self._code is None:
-            self._code = int(self._status.readline())
-            for end in (self.stdin, self.stdout, self._status):
-                end.close()
-        return self._code
+        code = self._child.wait()
+        self.stdin.close()
+        self.stdout.close()
+        return code
 
 
 class Receiver:
     """A child process with a registered pool, on host `d0` where there is a network."""
 
-    def __init__(self, nursery: Nursery, way: Way) -> None:
-        self.process = nursery.fork(way, "d0", "receive", way.kind, way.address("d0"))
+    def __init__(self, way: Way) -> None:
+        self.process = Process(way, "d0", "receive", way.kind, way.address("d0"))
         self.memory = msgspec.msgpack.decode(bytes.fromhex(self.process.answer()), type=RankMemory)
 
     def ask(self, *words: object) -> str:
@@ -176,8 +143,7 @@ class Receiver:
 class Writer:
     """This process: a pool of random bytes and a transport."""
 
-    def __init__(self, nursery: Nursery, way: Way) -> None:
-        self.nursery = nursery
+    def __init__(self, way: Way) -> None:
         self.way = way
         self.kind = way.kind
         self.pool: KVPool = new_pool(way.kind)
@@ -191,7 +157,7 @@ class Writer:
             region(self.pool, index).normal_()
 
     def receiver(self) -> Receiver:
-        return Receiver(self.nursery, self.way)
+        return Receiver(self.way)
 
     def connect(self, receiver: Receiver) -> PeerHandle:
         return self.transport.connect(receiver.memory, receiver.memory.sessions[0])

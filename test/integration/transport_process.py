@@ -1,10 +1,6 @@
-"""The other processes of the transport tests: `python transport_process.py`. Kinds: shm, mooncake, nixl, cuda_ipc
-(twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool on the GPU).
-
-It imports what they need once, then forks one for each packet `receive KIND HOST` or `send KIND HOST PAGES` on its
-standard input, a unix
-socket. With the packet come the child's standard input and output, a pipe on which its pid and later its exit code are
-written (a line each), and perhaps the network namespace that it shall be in. A child exits as an interpreter does.
+"""The other processes of the transport tests: `-m transport_process receive KIND HOST` or `send KIND HOST PAGES`.
+Kinds: shm, mooncake, nixl, cuda_ipc (twins of driver and copies, pool on the host), cuda_ipc_gpu (the real ones, pool
+on the GPU).
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name), `break` (ends all TCP
@@ -15,10 +11,7 @@ connections of this process), `cpu` (seconds that it has used). Ends at end of f
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
-import signal
 import socket
 import sys
 import threading
@@ -40,7 +33,6 @@ from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
 from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.launch.process import die_with_parent
 from chitu.protocol import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
@@ -127,39 +119,6 @@ def send(kind: str, host: str, num_pages: str) -> None:
     transport.close()
 
 
-def next_child() -> list[str]:
-    """What this process, a child by now, is to do. Exits in the parent when there is nothing more to do."""
-    requests = socket.socket(fileno=os.dup(0))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # a child that looks through all objects would copy their pages
-    while True:
-        packet, descriptors, _, _ = socket.recv_fds(requests, 4096, 4)
-        if not packet:
-            sys.exit()
-        if os.fork() == 0:
-            break
-        for descriptor in descriptors:
-            os.close(descriptor)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    die_with_parent()
-    requests.close()
-    stdin, stdout, status, *namespace = descriptors
-    os.dup2(stdin, 0)
-    os.dup2(stdout, 1)
-    if namespace and ctypes.CDLL(None, use_errno=True).setns(namespace[0], CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    child = os.fork()
-    for descriptor in (stdin, stdout, *namespace, *((status,) if child == 0 else (0, 1))):
-        os.close(descriptor)
-    if child == 0:
-        die_with_parent()
-        return packet.decode().split()
-    os.write(status, b"%d\n" % child)
-    os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    os.environ["UCX_NET_DEVICES"], command, *arguments = next_child()
+    _, command, *arguments = sys.argv
     {"receive": receive, "send": send}[command](*arguments)

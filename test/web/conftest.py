@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from chat_page import PATIENCE_MS, ChatPage
 from headless import NoBrowser, headless_browser
+from nursery import FORKED
 from playwright.sync_api import Browser, expect
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.launch.plan import Entries
 
 OpenPage = Callable[..., ChatPage]
 
@@ -66,7 +66,7 @@ def cluster(a_browser_starts: None, random_model: Path) -> Iterator[LocalCluster
     """2P3D on this machine. Who dies comes back in `cluster.poll()`, so a test sees the time in between."""
     settings = [f"model.path={random_model}", "model.served_name=random", "cache.num_pages=1000"]
     topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, "log.level=WARNING", *LOCAL_PORTS])
-    with LocalCluster(topology, restart=True, entries=Entries(torchrun=False)) as cluster:
+    with LocalCluster(topology, restart=True, entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 

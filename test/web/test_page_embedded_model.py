@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 from chat_page import ChatPage
 from conftest import OpenPage
+from nursery import FORKED
 from playwright.sync_api import Route, expect
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.plan import Entries
 
 KEY = "sk-test-of-the-page"
 
@@ -23,7 +23,7 @@ KEY = "sk-test-of-the-page"
 def locked_cluster(a_browser_starts: None) -> Iterator[LocalCluster]:
     settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=1000", "log.level=WARNING"]
     topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings), (KEY,))
-    with LocalCluster(topology, entries=Entries(torchrun=False)) as cluster:
+    with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready()
         yield cluster
 

@@ -1,0 +1,232 @@
+"""Processes for tests without the seconds of a core that an import of torch takes: forked off one that has it.
+
+`Nursery` starts `python nursery.py` and asks it for processes. Each is real except for that: it has its own pid,
+session, descriptors and environment (also in /proc, by which launchers find their processes), runs a module as
+`python -m` does, and is killed, waited for and ends as any other. `popen` stands in for `subprocess.Popen` where a
+launcher starts processes. A test of imports, of interpreters or of `torchrun` cannot use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from chitu.launch.plan import Entries
+from chitu.launch.process import die_with_parent
+
+CLONE_NEWNET = 0x40000000
+NAMESPACE = -1
+"""For a number: the network namespace in which the child shall be."""
+MAX_REQUEST_BYTES = 1 << 17
+PRELOAD = "LD_PRELOAD"
+SPACE = "CHITU_TEST_SPACE"
+"""Room in the nursery's own environment, over which that of a child is written for readers of /proc/PID/environ."""
+SPACE_BYTES = 1 << 16
+IMPORTED = (
+    "torch",
+    "chitu.serve.scheduler",
+    "chitu.engine.build",
+    "chitu.serve.api_server",
+    "chitu.testing.checksum_scheduler",
+)
+
+
+class _Request(msgspec.Struct):
+    module: str
+    arguments: list[str]
+    path: list[str]
+    env: dict[str, str]
+    numbers: list[int]
+    """What the descriptors that come with it are in the child."""
+    is_session: bool
+    umask: int
+
+
+class Nursery:
+    """A process that has imported everything and forks the processes that the tests want."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
+        parent = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=theirs,
+            env={**os.environ, SPACE: " " * SPACE_BYTES},
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        theirs.close()
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        descriptors: Mapping[int, int],
+        env: Mapping[str, str],
+        *,
+        is_session: bool = False,
+        umask: int = 0o022,
+    ) -> Child:
+        """`python -m module arguments`. `descriptors`: the child's number of each of ours, which stay open here."""
+        status, theirs = os.pipe()
+        given = {**descriptors}
+        request = _Request(module, list(arguments), sys.path, dict(env), list(given), is_session, umask)
+        packet = msgspec.msgpack.encode(request)
+        assert len(packet) <= MAX_REQUEST_BYTES, "an environment of this size"
+        socket.send_fds(self._requests, [packet], [theirs, *given.values()])
+        os.close(theirs)
+        return Child(status)
+
+    def popen(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: IO[bytes] | None,
+        stderr: IO[bytes] | None,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+        umask: int,
+        preexec_fn: object,
+    ) -> Any:
+        """For `subprocess.Popen` as `ChildProcess` calls it: this interpreter runs a module."""
+        assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
+        with open(os.devnull, "rb") as nothing:
+            output = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+            given = {0: nothing.fileno(), 1: output[0], 2: output[1], **{number: number for number in pass_fds}}
+            return self.fork(argv[2], argv[3:], given, env, is_session=start_new_session, umask=umask)
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this process; it ends with it."""
+    return Nursery()
+
+
+def forked(entries: Entries) -> Entries:
+    """The same processes, from the nursery, unless one shall have a library in front of libc: that takes an exec."""
+
+    def popen(argv: Sequence[str], **options: Any) -> Any:
+        return (subprocess.Popen if PRELOAD in options["env"] else nursery().popen)(argv, **options)
+
+    return replace(entries, popen=popen)
+
+
+FORKED = forked(Entries(torchrun=False))
+"""Of clusters whose tests are about something else than how processes start: 1P1D takes a tenth of the CPU time."""
+
+
+class Child:
+    """A process of the nursery, with the face of a `subprocess.Popen`."""
+
+    def __init__(self, status: int) -> None:
+        self._status = os.fdopen(status)
+        line = self._status.readline()
+        assert line, "the nursery did not fork"
+        self.pid = int(line)
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """Exit code; negative: the signal that ended it; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            line = self._status.readline()
+            self.returncode = int(line) if line else -signal.SIGKILL  # the nursery was ended, and it with it
+            self._status.close()
+        return self.returncode
+
+
+def next_child() -> _Request:
+    """What this process, a child by now, is to do. Exits in the parent when there is nothing more to do."""
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()  # a child that looks through all objects would copy their pages
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 16)
+        if not packet:
+            sys.exit()
+        if os.fork() == 0:
+            break
+        for descriptor in descriptors:
+            os.close(descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    requests.close()
+    status, *given = descriptors
+    request = msgspec.msgpack.decode(packet, type=_Request)
+    child = os.fork()
+    if child != 0:  # waits for the child as its parent
+        for descriptor in (*given, 0, 1, 2):
+            os.close(descriptor)
+        os.write(status, b"%d\n" % child)
+        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os._exit(0)
+    die_with_parent()
+    os.close(status)
+    _become(request, given)
+    return request
+
+
+def _become(request: _Request, given: Sequence[int]) -> None:
+    """Descriptors, session and environment of the request."""
+    high = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(given)]  # above all that they become
+    for descriptor in given:
+        os.close(descriptor)
+    for number, descriptor in zip(request.numbers, high, strict=True):
+        if number != NAMESPACE:
+            os.dup2(descriptor, number)
+        elif ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+    if request.is_session:
+        os.setsid()
+    os.umask(request.umask)
+    os.environ.clear()  # copies of all that is set below are libc's, so the block that the kernel shows is free
+    os.environ.update(request.env)
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(stat[47]), int(stat[48])
+    block = b"".join(f"{key}={value}".encode() + b"\0" for key, value in request.env.items())
+    assert len(block) <= end - start, "an environment of this size"
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+
+
+if __name__ == "__main__":
+    for name in IMPORTED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    wanted = next_child()
+    sys.path[:] = wanted.path
+    sys.modules.pop(wanted.module, None)  # it runs as `__main__`
+    sys.argv = [wanted.module, *wanted.arguments]
+    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
