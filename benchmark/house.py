@@ -12,7 +12,6 @@ import argparse
 import ast
 import json
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import httpx
 
-from chitu.assets.__init__ import TINY_MODEL_DIR
+from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
@@ -183,4 +182,4 @@ def _phase(folder: str, phase: str) -> dict[str, set[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
