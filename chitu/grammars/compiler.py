@@ -142,7 +142,7 @@ class GrammarCompiler:
             choices = msgspec.json.decode(text, type=list[str])
             return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
         if grammar.kind == "tool_calls":
-            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._special)
+            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._special, _JSON_OPTIONS)
         if grammar.kind == "lark" and "::=" in text:
             text = _lark_of_gbnf(text)
         return self._engine.grammar_from_lark(text)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.protocol import ToolCalls
 
 
-def tool_calls_lark(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
-    """`special_tokens`: ids by name. InvalidRequest where a call does not begin with the trigger."""
+def tool_calls_lark(calls: ToolCalls, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
+    """`special_tokens`: ids by name. `json_options`: llguidance's, of every schema, whatever it says itself.
+    InvalidRequest where a call does not begin with the trigger."""
     if not calls.calls or not calls.trigger:
         raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
     token = special_tokens.get(calls.trigger)
@@ -20,7 +24,11 @@ def tool_calls_lark(calls: ToolCalls, special_tokens: Mapping[str, int]) -> str:
         if not call.begin.startswith(calls.trigger):
             raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
         begin = _quoted(call.begin.removeprefix(calls.trigger))
-        rules.append(f"call_{i}: {begin} %json {bytes(call.schema).decode()} {_quoted(call.end)}")
+        schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        text = json.dumps({**schema, "x-guidance": dict(json_options)})
+        rules.append(f"call_{i}: {begin} %json {text} {_quoted(call.end)}")
     call_of_any = " | ".join(f"call_{i}" for i in range(len(rules)))
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     separator = _quoted(calls.separator)

@@ -254,6 +254,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     audio: Unread = msgspec.UNSET
     # without effect
     refusal: Unread = msgspec.UNSET
+    provider_specific_fields: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET
     type: Unread = msgspec.UNSET
 

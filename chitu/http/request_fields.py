@@ -77,6 +77,7 @@ FIELDS: tuple[Field, ...] = (
         NO_EFFECT,
         ("messages[].refusal", "of an answer that is sent back"),
         ("messages[].annotations", "of an answer that is sent back"),
+        ("messages[].provider_specific_fields", "of an answer that litellm sends back"),
         ("messages[].type", "lm-eval sends `text`"),
         ("messages[].tool_calls[].index", "of a streamed call that is sent back"),
         ("tools[].function.strict", "arguments follow the schema where a call is enforced, and only there"),

@@ -242,6 +242,23 @@ def test_a_tool_call_follows_its_schema_wherever_the_trigger_stands(trigger: str
         assert [allows(one, text) for text in texts] == allowed, (is_required, is_parallel)
 
 
+@pytest.mark.parametrize("is_required", [False, True])
+def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool) -> None:
+    def compiled(schema: Any) -> CompiledGrammar:
+        calls = (ToolCall("<a>", msgspec.Raw(json.dumps(schema).encode())),)
+        return COMPILER.compile(
+            Grammar("tool_calls", msgspec.json.encode(ToolCalls(calls, "<a>", is_required)).decode())
+        )
+
+    spaced = compiled({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
+    for space in ("", " ", "\n" + " " * 20):
+        assert allows(spaced, f'<a>{{{space}"x":{space}3}}'), space
+    for space in ("  ", "\n" + " " * 21, "\n\n"):
+        assert not allows(spaced, f'<a>{{{space}"x": 3}}'), "a model that likes spaces would go on with them to the end"
+    with pytest.raises(InvalidRequest, match="not"):
+        compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
+
+
 def test_a_call_that_does_not_begin_with_the_trigger_is_refused() -> None:
     for calls in (ToolCalls((ToolCall("<b>", msgspec.Raw(b"{}")),), "<a>"), ToolCalls((), "<a>")):
         with pytest.raises(InvalidRequest, match="tool_calls"):

@@ -282,6 +282,7 @@ BY_DEFAULT = {
                 USER,
                 {
                     **{"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None},
+                    "provider_specific_fields": {"refusal": None},
                     **{"function_call": None, "tool_calls": None},
                 },
             ]
