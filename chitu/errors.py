@@ -182,19 +182,15 @@ class DecodeLost(ServiceError):
 
 
 class TokensLost(ServiceError):
-    """A connection from D to the router broke, and what was on the way is gone. D itself goes on."""
+    """Nothing of D came through to the router for long, and what was on the way is gone. D itself goes on."""
 
     code = "tokens_lost"
 
 
 class RequestLost(ServiceError):
-    """A connection from the router to P or D broke, and took a request with it. The instance itself goes on."""
+    """An instance lives, but what the router sends it does not come through."""
 
     code = "request_lost"
-
-
-class Unreachable(RequestLost):
-    """An instance lives, but no connection to it comes about; same wire code."""
 
 
 class BootstrapTimeout(ServiceError):

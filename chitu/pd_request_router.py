@@ -6,7 +6,7 @@ and `on_lost`; a timer calls `tick`. It knows token ids, never text. Where a req
 fails, is `attempts.py`.
 
 Invariants: a generation ends once, with `finish` or `error`; its reader is woken at most once a turn, and after its
-end; a token of a room that is over reaches nobody, nor one behind a message that was lost (`token_numbers.py`).
+end; a token of a room that is over reaches nobody, and none from behind one that did not come (`net/link.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.router.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
-from chitu.router.token_numbers import TokenNumbers
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ class PDRequestRouter:
         self._admission = Admission(config, clock)
         self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines)
         self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
-        self._token_numbers = TokenNumbers()
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = self._attempts.counters
@@ -213,8 +211,13 @@ class PDRequestRouter:
         if len(rooms) != len(tokens) or not all([0 <= place < len(rooms) for place, _ in batch.logprobs]):
             log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
-        if lost := self._token_numbers.missing(batch):
-            self._attempts.on_lost_tokens(*lost)
+        if batch.number:
+            is_next, broken = self._dispatcher.take_tokens(batch)
+            if broken is not None:
+                self._attempts.on_lost_tokens(broken.key, broken.receiver.given_up)
+                broken.receiver.given_up = 0
+            if not is_next:
+                return
         counters, attempt_of = self.counters, self._attempts.rooms.get
         counters.tokens += len(rooms)
         for room, cached_tokens in batch.cached:
@@ -289,7 +292,6 @@ class PDRequestRouter:
         key = instance_key(instance)
         self._dispatcher.open(key, instance.host, instance.port)  # raises where there is no socket, before all else
         self._selector.on_joined(key)
-        self._token_numbers.on_joined(key)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         """An instance is gone. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried

@@ -45,6 +45,7 @@ from chitu.protocol import (
     InstanceInfo,
     KVLayout,
     Leave,
+    LinkWord,
     RequestFailed,
     SchedulerMessage,
     encode,
@@ -160,6 +161,11 @@ class PDSchedulerService:
         # P never connects to a token port; 0: the router is several processes, and each names its own in its requests.
         if identity.role is not Role.PREFILL and router.token_port:
             self._token_socket = connect(comm.context, zmq.PUSH, router_host, router.token_port)
+        self._tokens = TokenManager(
+            *(identity.incarnation, self._send_tokens, self._open_token_port),
+            repeat_s=self._deadlines.heartbeat_interval_s,
+            patience_s=self._deadlines.lease_s,
+        )
         kv = engine.kv
         self._scheduler = PDScheduler(
             PDSchedulerParts(
@@ -167,7 +173,7 @@ class PDSchedulerService:
                 deadlines=self._deadlines,
                 executor=engine.executor,
                 cache=engine.cache,
-                tokens=TokenManager(identity.incarnation, self._send_tokens, self._open_token_port),
+                tokens=self._tokens,
                 report_failure=self._report_failure,
                 clock=RealClock(),
                 name=identity.name,
@@ -312,6 +318,7 @@ class PDSchedulerService:
     def _comm_loop(self) -> None:
         callbacks = CommCallbacks(
             self._on_request,
+            self._on_link_word,
             self._on_view,
             self._on_new_router,
             self._on_refused,
@@ -324,6 +331,10 @@ class PDSchedulerService:
 
     def _on_request(self, message: SchedulerMessage) -> None:
         self._scheduler.submit(message)
+        self._wake.wake()
+
+    def _on_link_word(self, word: LinkWord) -> None:
+        self._tokens.hear(word)
         self._wake.wake()
 
     def _on_view(self, view: ClusterView) -> None:
@@ -380,7 +391,7 @@ class PDSchedulerService:
                 *(identity.role, identity.engine_rank, identity.incarnation, load),
                 # In this order: what the port was empty of has been noted.
                 reads=self._comm.num_reads,
-                requests=self._comm.received.report(),
+                words=self._comm.received.words(),
                 silent=kv.silent_prefills if kv is not None else (),
             )
             try:

@@ -20,9 +20,9 @@ import zmq
 
 from chitu.clock import Clock, Silence
 from chitu.errors import BadFrame, Capacity, UnknownKind
-from chitu.instance.received_requests import ReceivedRequests
 from chitu.kv_transfer.events import CommSide
 from chitu.net.curve import ClusterSecrets, make_context
+from chitu.net.link import LinkReceivers
 from chitu.net.sockets import bind, connect
 from chitu.protocol import (
     PROTOCOL_VERSION,
@@ -33,7 +33,7 @@ from chitu.protocol import (
     Join,
     JoinReply,
     Leave,
-    RequestMark,
+    LinkWord,
     SchedulerMessage,
     Wire,
     coordination_reply_codec,
@@ -65,6 +65,8 @@ class CommCallbacks:
     """All are called on the comm thread and return at once."""
 
     on_request: Callable[[SchedulerMessage], None]
+    on_link_word: Callable[[LinkWord], None]
+    """What came of the tokens."""
     on_view: Callable[[ClusterView], None]
     on_new_router: Callable[[], None]
     """A router with another incarnation speaks: the requests of the old one are nobody's."""
@@ -75,7 +77,7 @@ class CommCallbacks:
     on_worker_gone: Callable[[int], None]
     """An API process of the router (by incarnation) is in the view no more: its requests are nobody's."""
     on_missing: Callable[[], None]
-    """A request was lost on the way: the next heartbeat has news for the router, and should not wait."""
+    """A request was lost on the way: the next heartbeat says so, and should not wait."""
 
 
 class CommLoop:
@@ -113,8 +115,8 @@ class CommLoop:
         self._next_join_s = 0.0
         self.num_views = 0
         """Views of the router so far, repeated ones too; any thread may read it."""
-        self.received = ReceivedRequests()
-        """What came of the requests; the heartbeats report it."""
+        self.received = LinkReceivers()
+        """What came of the requests; the heartbeats say it."""
         self.num_reads = 0
         """How often the request port was found empty; any thread may read it."""
         self.bad_frames = 0
@@ -247,16 +249,16 @@ class CommLoop:
         return socket
 
     def _drain_requests(self, callbacks: CommCallbacks) -> bool:
-        """False where more lies ready. A frame that cannot be read has lost its number: it counts as missing."""
+        """False where more lies ready. A frame that cannot be read has lost its number: it counts as lost."""
         frames = _received(self._requests)
         for frame in frames:
             try:
                 if len(frame) != 1:
                     raise BadFrame(f"{len(frame)} frames instead of 1")
                 message = scheduler_codec.decode(frame[0])
-                if not self.received.take(message.link, message.number):
-                    logger.warning("request port: dropped a message that came after it was declared lost")
-                elif not isinstance(message, RequestMark):
+                if isinstance(message, LinkWord):
+                    callbacks.on_link_word(message)
+                elif self.received.take(message.link, message.number, message.num_kept):
                     callbacks.on_request(message)
             except UnknownKind as error:
                 self.unknown_frames += 1

@@ -131,19 +131,17 @@ class RequestArrivals:
 
     def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
         """Whether tokens have a way back to the API process that asks; the router hears it where not."""
-        if message.router_worker:
-            try:
-                self._parts.tokens.expect(message.router_worker, message.reply_port)
-            except ChituError as error:
-                logger.warning(
-                    "request %s: cannot send tokens to its sender: %s",
-                    message.request_id,
-                    error.message,
-                    extra=log.about(message.request_id),
-                )
-                self._parts.report_failure(message.room, error)
-                return False
-        return True
+        about = log.about(message.request_id)
+        try:
+            if self._parts.tokens.expect(message.router_worker, message.reply_port, message.link):
+                return True
+            logger.warning("request %s is of a link that another one has replaced", message.request_id, extra=about)
+        except ChituError as error:
+            logger.warning(
+                *("request %s: cannot send tokens to its sender: %s", message.request_id, error.message), extra=about
+            )
+            self._parts.report_failure(message.room, error)
+        return False
 
     def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
         """Whether the request's grammar is; else it comes back when it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Union
 
+from chitu.protocol.requests import LinkWord
 from chitu.protocol.wire import Codec, Wire
 from chitu.types import Role
 
@@ -70,17 +71,6 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     a queue moves here."""
 
 
-class RequestsReceived(Wire, frozen=True):
-    """How far an instance has read what a process of the router sends it. A number up to `last` was taken, or is
-    missing and never will be: one that comes after it was called missing is dropped."""
-
-    link: int
-    last: int
-    """The highest number that came."""
-    missing: tuple[tuple[int, int], ...] = ()
-    """The last gaps below it: first and last number of each. Repeated, so that a lost heartbeat takes nothing along."""
-
-
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     """Stats port, every `heartbeat_interval_s`, and at once where a request was lost on the way. Renews the lease of
     this incarnation."""
@@ -89,8 +79,8 @@ class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     engine_rank: int
     incarnation: int
     load: LoadReport
-    requests: tuple[RequestsReceived, ...] = ()
-    """Links from which something came since the last heartbeat."""
+    words: tuple[LinkWord, ...] = ()
+    """Of the links from which something came since the last heartbeat."""
     reads: int = 0
     """How often, since start, the request port was found empty: where this grows, nothing that came lies unread."""
     silent: tuple[int, ...] = ()

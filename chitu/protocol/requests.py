@@ -76,10 +76,11 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     router_worker: int = 0
     """Incarnation of the API process that asks (`router.workers`); 0 where the router is one process."""
     link: int = 0
-    """Whose count `number` belongs to: random, drawn by a process of the router whenever the instance joins."""
+    """Random, drawn by a process of the router whenever the instance joins (`net/link.py`)."""
     number: int = 0
-    """Of the messages of this link to this instance, from 1: one that is missing was lost with a connection. 0: not
-    counted."""
+    """Of the messages of this link to this instance, from 1. 0: not counted."""
+    num_kept: int = 0
+    """How many messages before this one the sender can send again: older ones were acknowledged, or given up."""
     cache_salt: str | None = ""
     """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
     priority: int = 0
@@ -117,6 +118,7 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """Token port of that API process; 0: the router's `token_port`."""
     link: int = 0
     number: int = 0
+    num_kept: int = 0
     cache_salt: str | None = ""
     """As in PrefillRequest."""
     priority: int = 0
@@ -136,6 +138,7 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     reply_port: int = 0
     link: int = 0
     number: int = 0
+    num_kept: int = 0
     cache_salt: str | None = ""
     """As in PrefillRequest."""
     priority: int = 0
@@ -149,17 +152,22 @@ class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     room: bytes
     link: int = 0
     number: int = 0
+    num_kept: int = 0
 
 
-class RequestMark(Wire, frozen=True, tag="request_mark"):
-    """Nothing but the next number: where the message before it was lost, this one shows it."""
+class LinkWord(Wire, frozen=True, tag="link_word"):
+    """What the receiving end of a link has: an instance says it in its heartbeats, the router in its answers to them,
+    and each at once where a gap opens. Not counted."""
 
     link: int
-    number: int
+    last: int
+    """Everything up to this number."""
+    has_gap: bool = False
+    """And something from behind a message that did not come: all behind `last` is to be sent again."""
 
 
 SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
-RequestPortMessage = Union[SchedulerMessage, RequestMark]
+RequestPortMessage = Union[SchedulerMessage, LinkWord]
 
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 
@@ -214,10 +222,11 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     tokens: list[int]
     finished: list[Finish]
     number: int = 0
-    """Of the messages that this incarnation sent to this port, from 1: one that is missing was lost with a connection.
-    0: not counted."""
-    epoch: int = 0
-    """How many routers this incarnation has outlived; it counts anew for each."""
+    """Of the messages of this link to this port, from 1. 0: not counted."""
+    link: int = 0
+    """That of the requests that are answered; a router drops what is of another's."""
+    num_kept: int = 0
+    """As in PrefillRequest."""
     logprobs: list[tuple[int, bytes]] = []
     """With the place in `tokens`, ascending: of each token whose request asks for them (`protocol/logprobs.py`)."""
     cached: list[tuple[bytes, int]] = []

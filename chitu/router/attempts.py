@@ -142,14 +142,14 @@ class Attempts:
                 attempt.has_dead_prefill = has_died
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
-        """A number of an instance's token messages were lost. Nobody knows which requests they belonged to, so
+        """An instance has given up a number of its token messages. Nobody knows which requests they belonged to, so
         everything that decodes there goes on with another attempt, behind the last token that came in order."""
         lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> None:
-        """An instance says how far it has read. Requests that a connection took with it go on elsewhere."""
+        """An instance says how far it has read. Requests that do not come through to it go on elsewhere."""
         for missed in self._dispatcher.on_heartbeat(key, heartbeat):
             for attempt in self.of(missed.room):
                 if attempt.first_token_s is None:  # a token needs both halves

@@ -2,36 +2,39 @@
 
 Owned by `Attempts`, on the loop thread. Nothing waits here: a queue that is full is the router's business.
 
-Every message has the next number of its instance (`sent_requests.py`), which says with its heartbeats what it has.
-Invariant: a cancellation is sent until it was taken, or the instance is gone; a half that was not taken is told of
-once, and never sent again: its request goes on under another room.
+Every message goes by the link with its instance (`net/link.py`), which says with its heartbeats what it has; the answer
+says what came of its tokens. Invariant: what an instance is sent it gets, and once, in this order, or it is gone, or
+nothing comes through to it: then a half is told of once, and its request goes on under another room.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import RequestLost, Unreachable
+from chitu.errors import RequestLost
 from chitu.net.aio import Outbox
+from chitu.net.link import LinkReceiver, LinkSender, Sent
 from chitu.protocol import (
     MAX_FORKS,
     CancelRequest,
     DecodeRequest,
     Heartbeat,
     InstanceInfo,
+    LinkWord,
     PrefillRequest,
-    RequestMark,
     SchedulerMessage,
+    TokenBatch,
     UnifiedRequest,
     encode,
 )
 from chitu.router.generation import Attempt
 from chitu.router.routing import InstanceKey
-from chitu.router.sent_requests import Sent, SentRequests
-from chitu.types import instance_name
+from chitu.types import Role, instance_name
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,29 @@ class ReplyAddress(NamedTuple):
 
 
 THE_ROUTER = ReplyAddress()
+
+
+class Order(NamedTuple):
+    """What a message on its way to an instance is: the half of a request (or the whole), or its cancellation."""
+
+    room: bytes
+    is_cancel: bool
+
+
+@dataclass(slots=True)
+class InstanceLink:
+    """With an instance, from its joining to its loss."""
+
+    key: InstanceKey
+    sender: LinkSender[Order]
+    receiver: LinkReceiver = field(default_factory=LinkReceiver)
+    """Of its tokens."""
+    reads: int = 0
+    """As its last heartbeat had it."""
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.key.role, self.key.engine_rank)
 
 
 class Missed(NamedTuple):
@@ -72,23 +98,29 @@ class Dispatcher:
         self._reply = reply
         self._clock = clock
         self._deadlines = deadlines
-        self._sent: dict[InstanceKey, SentRequests] = {}
-        """Of the instances that are there."""
+        self._links: dict[InstanceKey, InstanceLink] = {}
+        """With the instances that are there."""
+        self._by_id: dict[int, InstanceLink] = {}
+        """The same by the number that messages have of it."""
 
     def open(self, key: InstanceKey, host: str, port: int) -> None:
         """An instance joined, and takes requests here. Idempotent."""
         self._outbox.open(key, host, port)
-        if key not in self._sent:
-            self._sent[key] = SentRequests(self._deadlines.lease_s, self._deadlines.heartbeat_interval_s)
+        if key not in self._links:
+            number = 1 + secrets.randbelow((1 << 63) - 1)
+            sender = LinkSender[Order](number, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s)
+            self._links[key] = self._by_id[number] = InstanceLink(key, sender)
 
     def close(self, key: InstanceKey) -> None:
         """It is gone, and with it what it was sent."""
         self._outbox.close_peer(key)
-        self._sent.pop(key, None)
+        link = self._links.pop(key, None)
+        if link is not None:
+            del self._by_id[link.sender.link]
 
     def is_open(self, key: InstanceKey) -> bool:
         """The instance is there."""
-        return key in self._sent
+        return key in self._links
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
         """An attempt, or all of its group. D first, so that it can announce while P's half is on the way; neither is
@@ -96,7 +128,7 @@ class Dispatcher:
         room, forks = attempt.room if attempt.group is None else attempt.group.room, attempt.forks
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
-        to_decode = self._sent.get(attempt.decode)
+        to_decode = self._links.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
         if prefill is None or attempt.prefill is None:
@@ -108,14 +140,15 @@ class Dispatcher:
                 num_emitted=attempt.num_continued,
                 router_worker=worker,
                 reply_port=token_port,
-                link=to_decode.link,
-                number=to_decode.next_number,
+                link=to_decode.sender.link,
+                number=to_decode.sender.number,
+                num_kept=to_decode.sender.num_kept,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 forks=forks,
             )
-            return None if self._post(attempt.decode, to_decode, whole, attempt.created_s) else attempt.decode
-        to_prefill = self._sent.get(attempt.prefill)
+            return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
+        to_prefill = self._links.get(attempt.prefill)
         if to_prefill is None:
             return attempt.prefill
         decode_half = DecodeRequest(
@@ -128,8 +161,9 @@ class Dispatcher:
             num_emitted=attempt.num_continued,
             router_worker=worker,
             reply_port=token_port,
-            link=to_decode.link,
-            number=to_decode.next_number,
+            link=to_decode.sender.link,
+            number=to_decode.sender.number,
+            num_kept=to_decode.sender.num_kept,
             cache_salt=request.cache_salt,
             priority=request.priority,
             forks=forks,
@@ -141,15 +175,16 @@ class Dispatcher:
             decode_rank=decode.engine_rank,
             decode_incarnation=decode.incarnation,
             router_worker=worker,
-            link=to_prefill.link,
-            number=to_prefill.next_number,
+            link=to_prefill.sender.link,
+            number=to_prefill.sender.number,
+            num_kept=to_prefill.sender.num_kept,
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
         )
-        if not self._post(attempt.decode, to_decode, decode_half, attempt.created_s):
+        if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode
-        return None if self._post(attempt.prefill, to_prefill, prefill_half, attempt.created_s) else attempt.prefill
+        return None if self._post(to_prefill, prefill_half, attempt.created_s) else attempt.prefill
 
     def cancel(self, attempt: Attempt) -> None:
         """Idempotent on the instances; one that is gone or does not read is not told. P hears of the last of a group:
@@ -159,41 +194,63 @@ class Dispatcher:
         if attempt.prefill is not None and (group is None or group.attempts == [attempt]):
             self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
+    def take_tokens(self, batch: TokenBatch) -> tuple[bool, InstanceLink | None]:
+        """Whether a message is the next one of its link; the link too, where its instance gave up messages before it.
+        One that came before, or behind a gap, or is an answer to another router, is not."""
+        link = self._by_id.get(batch.link)
+        if link is None:
+            return False, None
+        receiver = link.receiver
+        is_next = receiver.take(batch.number, batch.num_kept)
+        if receiver.is_gap_new:
+            receiver.is_gap_new = False
+            log.warning("a token message of %s was lost: it is sent again", link.name)
+            self._say(link)
+        return is_next, link if receiver.given_up else None
+
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
-        """What of the requests for this instance did not get there. Cancellations that did not are sent again."""
-        sent = self._sent.get(key)
-        if sent is None:
+        """What of the requests for this instance will not get there. What was lost on the way is sent again."""
+        link = self._links.get(key)
+        if link is None:
             return []
-        now_s = self._clock.monotonic()
-        news = sent.on_heartbeat(heartbeat, now_s)
-        name = instance_name(key.role, key.engine_rank)
-        if news.lost:
-            log.warning("%d messages to %s were lost", len(news.lost), name)
-        for message in news.lost:
-            if message.is_cancel:
-                self._cancel(key, message.room)
-        if news.needs_mark and self._outbox.send(key, encode(RequestMark(sent.link, sent.next_number))):
-            sent.note_mark()
-        halves = [message for message in news.lost if not message.is_cancel]
-        return [*(_lost(half, name, now_s) for half in halves), *(_stuck(half, name, now_s) for half in news.stuck)]
+        if key.role is not Role.PREFILL:
+            self._say(link)
+        now_s, sender = self._clock.monotonic(), link.sender
+        word = next((word for word in heartbeat.words if word.link == sender.link), None)
+        news = sender.on_word(word, heartbeat.reads > link.reads, now_s)
+        link.reads = heartbeat.reads
+        if news.repeat:
+            log.warning("messages to %s were lost or are late: %d are sent again", link.name, len(news.repeat))
+        for frame in news.repeat:
+            self._outbox.send(key, frame)
+        for sent in news.given_up:
+            if sent.about.is_cancel:
+                self._cancel(key, sent.about.room)
+        return [_missed(sent, link.name, now_s) for sent in news.given_up if not sent.about.is_cancel]
+
+    def _say(self, link: InstanceLink) -> None:
+        """What came of the instance's tokens. Where this gets lost, the next heartbeat is answered again."""
+        receiver = link.receiver
+        self._outbox.send(link.key, encode(LinkWord(link.sender.link, receiver.last, receiver.has_gap)))
 
     def _cancel(self, key: InstanceKey, room: bytes) -> None:
-        sent = self._sent.get(key)
-        if sent is not None:
-            self._post(key, sent, CancelRequest(room, sent.link, sent.next_number), self._clock.monotonic())
+        link = self._links.get(key)
+        if link is not None:
+            sender = link.sender
+            message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
+            self._outbox.send(key, message)  # where its queue is full, it is sent again
+            sender.note(message, Order(room, True), self._clock.monotonic())
 
-    def _post(self, key: InstanceKey, sent: SentRequests, message: SchedulerMessage, now_s: float) -> bool:
-        """A message with the next number of its link. False where the queue is full: nothing was sent then."""
-        if not self._outbox.send(key, encode(message)):
+    def _post(self, link: InstanceLink, message: SchedulerMessage, now_s: float) -> bool:
+        """The half of a request, with the next number of its link. False where too much waits there: nothing was sent
+        then."""
+        frame = encode(message)
+        if link.sender.is_full or not self._outbox.send(link.key, frame):
             return False
-        sent.note(message.room, isinstance(message, CancelRequest), now_s)
+        link.sender.note(frame, Order(message.room, False), now_s)
         return True
 
 
-def _lost(half: Sent, name: str, now_s: float) -> Missed:
-    return Missed(half.room, RequestLost(f"its way to {name} broke: noticed {now_s - half.sent_s:.2f} s after it left"))
-
-
-def _stuck(half: Sent, name: str, now_s: float) -> Missed:
+def _missed(half: Sent[Order], name: str, now_s: float) -> Missed:
     text = f"{name} lives, but did not get what it was sent {now_s - half.sent_s:.2f} s ago"
-    return Missed(half.room, Unreachable(text))
+    return Missed(half.about.room, RequestLost(text))

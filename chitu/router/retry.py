@@ -30,17 +30,16 @@ from chitu.errors import (
     TokensLost,
     TransferFailed,
     TransferTimeout,
-    Unreachable,
 )
 from chitu.router.routing import InstanceKey
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
 """An instance has too much to do, or does not read what it is sent: it need not be asked again at once."""
-FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, Unreachable, Internal)
-"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took requests or
-tokens of everything that runs there at once: what comes next may well come through."""
-CUTS = (RequestLost, TokensLost, SilentLink)
+FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, RequestLost, Internal)
+"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took tokens
+of everything that runs there at once: what comes next may well come through."""
+CUTS = (TokensLost, SilentLink)
 """What a broken or silent connection did, and no instance."""
 
 MAX_DEATHS = 2
@@ -70,7 +69,7 @@ class Failure:
 
     @property
     def is_cut(self) -> bool:
-        return isinstance(self.error, CUTS) and not isinstance(self.error, Unreachable)
+        return isinstance(self.error, CUTS)
 
 
 @dataclass(slots=True)

@@ -25,9 +25,9 @@ import msgspec
 import zmq
 
 from chitu.config.load import cluster_key
-from chitu.instance.received_requests import ReceivedRequests
 from chitu.instance.token_manager import TokenManager
 from chitu.net.curve import derive, make_context
+from chitu.net.link import LinkReceivers
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
 from chitu.protocol import (
@@ -43,10 +43,10 @@ from chitu.protocol import (
     JoinReply,
     KVLayout,
     Leave,
+    LinkWord,
     LoadReport,
     PrefillRequest,
     RequestFailed,
-    RequestMark,
     SamplingParams,
     UnifiedRequest,
     coordination_reply_codec,
@@ -114,8 +114,9 @@ class _Instance:
     info: InstanceInfo
     requests: zmq.Socket[bytes]
     coordination: zmq.Socket[bytes]
+    stream: TokenManager
     running: dict[bytes, _Running] = field(default_factory=dict)
-    received: ReceivedRequests = field(default_factory=ReceivedRequests)
+    received: LinkReceivers = field(default_factory=LinkReceivers)
     reads: int = 0
     joined: bool = False
     draining: bool = False
@@ -147,12 +148,11 @@ class FakeWorker:
         self._options = options
         self._context = make_context(derive(cluster_key()))
         self._incarnation: Incarnation = new_incarnation()
+        own_port = _FakeTokenSocket(self._connect(options.token_port)) if options.token_port else None
+        self._send_tokens = own_port.send if own_port is not None else (lambda frame: False)
         self._instances = [self._make(name) for name in names]
         print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
-        own_port = _FakeTokenSocket(self._connect(options.token_port)) if options.token_port else None
-        send = own_port.send if own_port is not None else (lambda frame: False)
-        self._tokens = TokenManager(self._incarnation, send, lambda port: _FakeTokenSocket(self._connect(port)))
         self._router_workers: set[int] = set()
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
         self._view.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
@@ -211,7 +211,9 @@ class FakeWorker:
             pid_namespace=pid_namespace(),
             start_ticks=start_ticks(os.getpid()),
         )
-        return _Instance(info, requests, connect(self._context, zmq.DEALER, options.host, options.coordination_port))
+        coordination = connect(self._context, zmq.DEALER, options.host, options.coordination_port)
+        stream = TokenManager(self._incarnation, self._send_tokens, lambda port: _FakeTokenSocket(self._connect(port)))
+        return _Instance(info, requests, coordination, stream)
 
     def _beat(self, now_s: float) -> None:
         for instance in [i for i in self._instances if i.draining and not i.running]:
@@ -223,8 +225,9 @@ class FakeWorker:
                 instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
             load = LoadReport(running=len(instance.running), steps=instance.steps, tokens=instance.tokens)
             self._drain_requests(instance)
+            instance.stream.flush(now_s)
             beat = Heartbeat(
-                *(info.role, info.engine_rank, info.incarnation, load, instance.received.report(), instance.reads)
+                *(info.role, info.engine_rank, info.incarnation, load, instance.received.words(), instance.reads)
             )
             self._stats.send(encode(beat), zmq.NOBLOCK)
 
@@ -259,8 +262,8 @@ class FakeWorker:
             instance.joined = (info.role, info.engine_rank, info.incarnation) in members
         workers = {process.incarnation for process in view.workers}
         for worker in self._router_workers - workers:
-            self._tokens.forget(worker)
             for instance in self._instances:
+                instance.stream.forget(worker)
                 for room in [room for room, r in instance.running.items() if r.router_worker == worker]:
                     del instance.running[room]
         self._router_workers = workers
@@ -269,7 +272,10 @@ class FakeWorker:
         try:
             while True:
                 message = scheduler_codec.decode(instance.requests.recv(zmq.NOBLOCK))
-                if not instance.received.take(message.link, message.number) or isinstance(message, RequestMark):
+                if isinstance(message, LinkWord):
+                    instance.stream.hear(message)
+                    continue
+                if not instance.received.take(message.link, message.number, message.num_kept):
                     continue
                 self._note(instance, message)
                 if isinstance(message, CancelRequest):
@@ -278,8 +284,7 @@ class FakeWorker:
                     token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
                     prompt = token_ids[: len(token_ids) - emitted]  # what lies behind is output of a D that was lost
                     worker = message.router_worker
-                    if worker:
-                        self._tokens.expect(worker, message.reply_port)
+                    instance.stream.expect(worker, message.reply_port, message.link)
                     instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker, emitted)
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
@@ -296,7 +301,7 @@ class FakeWorker:
     def _step(self, instance: _Instance) -> None:
         """One token for every running request, in one batch."""
         finished: list[tuple[_Running, Finish]] = []
-        push, stop_token, fail = self._tokens.push, self._options.stop_token, self._options.fail_decode
+        push, stop_token, fail = instance.stream.push, self._options.stop_token, self._options.fail_decode
         instants, now = self._options.instants, token_at(time.monotonic())
         for running in instance.running.values():
             token = now if instants else running.prompt[running.emitted % len(running.prompt)]
@@ -313,9 +318,9 @@ class FakeWorker:
         instance.steps += 1
         instance.tokens += len(instance.running)
         for running, finish in finished:
-            self._tokens.finish(finish, running.router_worker)
+            instance.stream.finish(finish, running.router_worker)
             del instance.running[finish.room]
-        self._tokens.flush()
+        instance.stream.flush(time.monotonic())
 
     def _note(self, instance: _Instance, message: msgspec.Struct) -> None:
         if self._trace is None:

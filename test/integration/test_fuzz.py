@@ -36,13 +36,12 @@ from chitu.protocol import (
     KVArgsRegisterInfo,
     KVLayout,
     Leave,
+    LinkWord,
     LoadReport,
     PrefillRequest,
     RankMemory,
     RegisterReply,
     RequestFailed,
-    RequestMark,
-    RequestsReceived,
     SamplingParams,
     StatusAck,
     TokenBatch,
@@ -75,7 +74,8 @@ REQUESTS = [
     UnifiedRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
     CancelRequest(ROOM),
     CancelRequest(ROOM, 1 << 60, 3),
-    RequestMark(5, 9),
+    CancelRequest(ROOM, 1 << 60, 9, 2),
+    LinkWord(5, 9, True),
 ]
 CONTROL = [
     RegisterReply(0, 5, 6),
@@ -87,10 +87,10 @@ CONTROL = [
     AbortTransfer(5, "capacity", "x"),
     AbortAck(5),
 ]
-SAID = (RequestsReceived(7, 9, ((2, 3), (5, 5))),)
+SAID = (LinkWord(7, 9, True),)
 STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport(), SAID, 4), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
-TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")])]
+TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")]), TokenBatch(5, [ROOM], [3], [], 4, 9, 2)]
 ODD_VALUES: list[Any] = [
     *(
         None,

@@ -24,8 +24,7 @@ from chitu.protocol import (
     Join,
     JoinReply,
     KVLayout,
-    RequestMark,
-    RequestsReceived,
+    LinkWord,
     SchedulerMessage,
     coordination_codec,
     encode,
@@ -52,6 +51,7 @@ class Router:
             "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
         )
         self.requests: list[SchedulerMessage] = []
+        self.words: list[LinkWord] = []
         self.views: list[ClusterView] = []
         self.new_routers = 0
         self.refusals: list[tuple[str, str]] = []
@@ -64,6 +64,7 @@ class Router:
         self.alarms = 0
         callbacks = CommCallbacks(
             self._on_request,
+            self._on_link_word,
             self._on_view,
             self._on_new_router,
             self._on_refused,
@@ -84,6 +85,10 @@ class Router:
 
     def _on_request(self, message: SchedulerMessage) -> None:
         self.requests.append(message)
+        self.happened.wake()
+
+    def _on_link_word(self, word: LinkWord) -> None:
+        self.words.append(word)
         self.happened.wake()
 
     def _on_view(self, view: ClusterView) -> None:
@@ -252,35 +257,34 @@ def test_garbage_is_counted_and_the_next_request_is_served(router: Router) -> No
     assert (router.loop.bad_frames, router.loop.unknown_frames) == (4, 1)
 
 
-def test_a_missing_number_is_told_once_and_at_once_and_never_taken_later_and_marks_stay_here(router: Router) -> None:
+def test_what_is_behind_a_gap_is_told_at_once_and_taken_when_all_of_it_comes_again(router: Router) -> None:
     push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
-    numbers = (1, 4, 2, 6)
-    sent = [CancelRequest(bytes([number]) * 16, 9, number) for number in numbers]
-    push.send(encode(sent[0]))
-    push.send(encode(sent[1]))
+    frames = [encode(CancelRequest(bytes([number]) * 16, 9, number, number - 1)) for number in range(1, 4)]
+    push.send(frames[0])
+    push.send(frames[2])
     while not router.alarms:
         router.happened.wait(5)
-    assert router.loop.received.report() == (RequestsReceived(9, 4, ((2, 3),)),)
-    push.send(encode(sent[2]))
-    push.send(encode(RequestMark(9, 5)))
-    push.send(encode(sent[3]))
-    while len(router.requests) < 3:
+    assert router.loop.received.words() == (LinkWord(9, 1, has_gap=True),)
+    for frame in frames[1:]:
+        push.send(frame)
+    push.send(encode(LinkWord(9, 5)))
+    while not router.words:
         router.happened.wait(5)
     push.close()
-    assert router.requests == [sent[0], sent[1], sent[3]] and router.alarms == 1
-    assert router.loop.received.report() == (RequestsReceived(9, 6, ((2, 3),)),)
+    assert [message.room[0] for message in router.requests] == [1, 2, 3] and router.alarms == 1
+    assert router.loop.received.words() == (LinkWord(9, 3),) and router.words == [LinkWord(9, 5)]
 
 
-def test_a_frame_that_cannot_be_read_is_missing(router: Router) -> None:
+def test_a_frame_that_cannot_be_read_is_lost(router: Router) -> None:
     push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
     push.send(encode(CancelRequest(b"r" * 16, 9, 1)))
-    push.send(encode(CancelRequest(b"r" * 16, 9, 2))[:-1])
-    push.send(encode(RequestMark(9, 3)))
+    push.send(encode(CancelRequest(b"r" * 16, 9, 2, 1))[:-1])
+    push.send(encode(CancelRequest(b"r" * 16, 9, 3, 2)))
     while not router.alarms:
         router.happened.wait(5)
     push.close()
     assert router.loop.bad_frames == 1
-    assert router.loop.received.report() == (RequestsReceived(9, 3, ((2, 2),)),)
+    assert router.loop.received.words() == (LinkWord(9, 1, has_gap=True),)
 
 
 def test_the_port_is_found_empty_again_and_again_where_nothing_comes(router: Router) -> None:

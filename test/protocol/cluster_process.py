@@ -197,12 +197,18 @@ class Process:
         self.table = self.transfer._table
         self.events = EventLog()
         self._tap()
+        self.tokens = TokenManager(
+            self.incarnation,
+            world.take_tokens,
+            repeat_s=DEADLINES.heartbeat_interval_s,
+            patience_s=DEADLINES.lease_s,
+        )
         parts = PDSchedulerParts(
             config=SCHEDULING,
             deadlines=DEADLINES,
             executor=self.executor,
             cache=self.cache,
-            tokens=TokenManager(self.incarnation, world.take_tokens),
+            tokens=self.tokens,
             report_failure=lambda room, error: world.take_failure(self, room, error),
             clock=world.clock,
             name=self.name,

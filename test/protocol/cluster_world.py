@@ -17,8 +17,8 @@ from chitu.protocol import (
     ClusterView,
     DecodeRequest,
     Finish,
+    LinkWord,
     PrefillRequest,
-    RequestMark,
     RequestPortMessage,
     SamplingParams,
     pack_i32,
@@ -134,7 +134,7 @@ class ClusterWorld(Cluster):
         self.orders.extend((side, CancelRequest(asked.room)) for side in (asked.decode, asked.prefill))
 
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        assert not isinstance(message, RequestMark), "this router does not count"
+        assert not isinstance(message, LinkWord), "this router does not count"
         process.submit(message)
 
     def publish(self) -> None:

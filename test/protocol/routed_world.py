@@ -17,15 +17,16 @@ from pd_node import mixed
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance
 from chitu.instance.failure_reports import FailureReports
-from chitu.instance.received_requests import ReceivedRequests
+from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
+    CancelRequest,
     ClusterView,
     Heartbeat,
     InstanceInfo,
+    LinkWord,
     LoadReport,
     RequestFailed,
-    RequestMark,
     RequestPortMessage,
     SamplingParams,
     pack_i32,
@@ -49,7 +50,7 @@ CONFIG = RouterConfig(
 class Reading:
     """What the comm and heartbeat threads of a process have read of the router's link to it."""
 
-    received: ReceivedRequests = field(default_factory=ReceivedRequests)
+    received: LinkReceivers = field(default_factory=LinkReceivers)
     reads: int = 0
     due_s: float = 0.0
     """Of the next heartbeat."""
@@ -96,6 +97,8 @@ class RoutedWorld(Cluster):
         """By incarnation."""
         self.readings: dict[int, Reading] = {}
         """By incarnation."""
+        self.handed_over: set[tuple[int, bytes]] = set()
+        """Halves of requests, by the incarnation of whom they were for, and the room."""
         self.silence: set[tuple[int, int]] = set()
         """Of P and D: (incarnation of the sender, port of the other), between which everything gets lost."""
         super().__init__(num_prefill, num_decode, writes)
@@ -126,7 +129,13 @@ class RoutedWorld(Cluster):
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
         """As `CommLoop._drain_requests`."""
         received = self._reading(process).received
-        if received.take(message.link, message.number) and not isinstance(message, RequestMark):
+        if isinstance(message, LinkWord):
+            process.tokens.hear(message)
+        elif received.take(message.link, message.number, message.num_kept):
+            if not isinstance(message, CancelRequest):
+                half = process.incarnation, message.room
+                assert half not in self.handed_over, "a request came twice"
+                self.handed_over.add(half)
             process.submit(message)
         if received.take_alarm():
             self._beat(process)
@@ -144,13 +153,13 @@ class RoutedWorld(Cluster):
             reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
             for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
                 self._tell(failed)
-        said = reading.received.report()
+        words = reading.received.words()
         beat = Heartbeat(
             process.role,
             process.rank,
             process.incarnation,
             LoadReport(),
-            said,
+            words,
             reading.reads,
             process.kv.silent_prefills,
         )

@@ -13,15 +13,15 @@ from chitu.protocol import (
     Finish,
     InstanceInfo,
     KVLayout,
+    LinkWord,
     RequestFailed,
-    RequestMark,
     SamplingParams,
     TokenBatch,
     pack_i32,
     scheduler_codec,
 )
 from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.routing import InstanceKey, make_selector
+from chitu.router.routing import InstanceKey, instance_key, make_selector
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
@@ -146,6 +146,10 @@ class World:
         failed = RequestFailed(instance.role, instance.engine_rank, instance.incarnation, room, code, "for a test")
         self.router.on_request_failed(failed)
 
+    def link(self, name: str) -> int:
+        """Of the router with an instance."""
+        return self.router._dispatcher._links[instance_key(self.instance(name))].sender.link
+
     def instance(self, name: str) -> InstanceInfo:
         return next(i for i in self.instances if f"{i.role.letter}{i.engine_rank}" == name)
 
@@ -172,7 +176,7 @@ class World:
         return {
             name: message
             for name, message in self.outbox.sent
-            if not isinstance(message, CancelRequest | RequestMark) and message.room == room  # type: ignore[attr-defined]
+            if not isinstance(message, CancelRequest | LinkWord) and message.room == room  # type: ignore[attr-defined]
         }
 
 

@@ -7,7 +7,7 @@ import pytest
 from router_world import ONE_TRY, Client, World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, RetryConfig
-from chitu.errors import RequestLost, Unreachable
+from chitu.errors import RequestLost, TokensLost
 from chitu.net.http import error_headers
 from chitu.protocol import Heartbeat, LoadReport, SamplingParams, TokenBatch
 from chitu.router.retry import MAX_CUTS, MAX_DEATHS, Failure
@@ -150,11 +150,12 @@ class Links:
         self.numbers: dict[int, int] = {}
 
     def send(self, client: Client, *tokens: int, lost: int = 0) -> None:
-        """A message of its D with tokens for it, behind so many lost ones."""
+        """A message of its D with tokens for it, behind so many that D gave up."""
         attempt = client.generation.attempt  # type: ignore[union-attr]
         assert attempt is not None
         number = self.numbers[attempt.decode.incarnation] = self.numbers.get(attempt.decode.incarnation, 0) + lost + 1
-        batch = TokenBatch(attempt.decode.incarnation, [attempt.room] * len(tokens), list(tokens), [], number=number)
+        link = self.world.link(attempt.pair[-2:])
+        batch = TokenBatch(attempt.decode.incarnation, [attempt.room] * len(tokens), list(tokens), [], number, link)
         self.world.router.on_tokens(batch)
         self.world.router.flush()
 
@@ -204,8 +205,8 @@ def test_one_attempt_means_none_more_after_a_cut() -> None:
 
 def test_an_instance_that_no_connection_reaches_is_not_cut_off_by_chance() -> None:
     """Its attempts count: each of them lasts a lease."""
-    error = Unreachable("D0 lives, but did not get what it was sent")
-    assert not Failure(error, frozenset()).is_cut and Failure(RequestLost("its way broke"), frozenset()).is_cut
+    error = RequestLost("D0 lives, but did not get what it was sent")
+    assert not Failure(error, frozenset()).is_cut and Failure(TokensLost("given up"), frozenset()).is_cut
 
 
 def test_breakers_of_who_is_gone_are_not_made_again() -> None:
