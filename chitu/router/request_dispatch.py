@@ -51,7 +51,7 @@ class ReplyAddress(NamedTuple):
 THE_ROUTER = ReplyAddress()
 
 
-class Order(NamedTuple):
+class Dispatched(NamedTuple):
     """What a message on its way to an instance is: the half of a request (or the whole), or its cancellation."""
 
     room: bytes
@@ -63,7 +63,7 @@ class InstanceLink:
     """With an instance, from its joining to its loss."""
 
     key: InstanceKey
-    sender: LinkSender[Order]
+    sender: LinkSender[Dispatched]
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
     """Of its tokens."""
     reads: int = 0
@@ -108,7 +108,7 @@ class Dispatcher:
         self._outbox.open(key, host, port)
         if key not in self._links:
             number = 1 + secrets.randbelow((1 << 63) - 1)
-            sender = LinkSender[Order](number, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s)
+            sender = LinkSender[Dispatched](number, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s)
             self._links[key] = self._by_id[number] = InstanceLink(key, sender)
 
     def close(self, key: InstanceKey) -> None:
@@ -239,7 +239,7 @@ class Dispatcher:
             sender = link.sender
             message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
             self._outbox.send(key, message)  # where its queue is full, it is sent again
-            sender.note(message, Order(room, True), self._clock.monotonic())
+            sender.note(message, Dispatched(room, True), self._clock.monotonic())
 
     def _post(self, link: InstanceLink, message: SchedulerMessage, now_s: float) -> bool:
         """The half of a request, with the next number of its link. False where too much waits there: nothing was sent
@@ -247,10 +247,10 @@ class Dispatcher:
         frame = encode(message)
         if link.sender.is_full or not self._outbox.send(link.key, frame):
             return False
-        link.sender.note(frame, Order(message.room, False), now_s)
+        link.sender.note(frame, Dispatched(message.room, False), now_s)
         return True
 
 
-def _missed(half: Sent[Order], name: str, now_s: float) -> Missed:
+def _missed(half: Sent[Dispatched], name: str, now_s: float) -> Missed:
     text = f"{name} lives, but did not get what it was sent {now_s - half.sent_s:.2f} s ago"
     return Missed(half.about.room, RequestLost(text))
