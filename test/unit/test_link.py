@@ -485,6 +485,25 @@ def test_a_lost_half_and_the_cancellation_behind_it_come_again_in_their_order(na
     assert [to for to, m in sent if isinstance(m, LinkWord)] == ["D0"] and len(sent) == 1, "the answer to D alone"
 
 
+@pytest.mark.parametrize("name", ["P0", "D0"])
+def test_a_cancellation_that_was_given_up_comes_as_soon_as_something_comes_through(name: str) -> None:
+    """What it cancels was taken, so it must end; and the receiver must hear that a message before it is gone."""
+    world = pair(deadlines=DEADLINES)
+    instances = Instances(world)
+    generation, room = world.add()
+    instances.deliver()
+    world.router.cancel(generation)
+    start_s = world.clock.monotonic()
+    while world.clock.monotonic() - start_s <= PATIENCE_S + 3 * INTERVAL_S:
+        instances.deliver(name)
+        instances.beat()
+    for _ in range(3):
+        instances.deliver()
+        instances.beat()
+    kinds = [isinstance(m, CancelRequest) for to, m in instances.taken if to == name and m.room == room]  # type: ignore[attr-defined]
+    assert kinds == [False, True]
+
+
 def test_late_and_repeated_words_and_those_for_other_processes_of_the_router_change_nothing() -> None:
     world = two_pairs()
     instances = Instances(world)
