@@ -111,6 +111,30 @@ install_slurm() { # best effort: everything but test/slurm works without it
         "${missing% })"
 }
 
+# ------------------------------------------------------------------------------------------ clients that nobody here wrote
+install_clients() { # best effort and in CI alone, where it is not there yet: 0.5 GB. It sees what .venv has, torch above all.
+    [ "${CI:-}" = true ] || [ -d .venv/clients ] || return 0
+    local hash
+    hash=$(cat requirements/clients.txt script/setup.sh | sha256sum | cut -d' ' -f1)
+    [ "$(cat .venv/clients/chitu-setup.stamp 2>/dev/null)" != "$hash" ] || return 0
+    say "installing clients for test/clients"
+    .venv/bin/python -m venv --clear --without-pip --system-site-packages .venv/clients &&
+        .venv/bin/python - .venv/clients/bin/python <<'EOF' &&
+import pathlib, subprocess, sys, sysconfig
+code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+own = subprocess.run([sys.argv[1], "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+pathlib.Path(own, "zz-chitu.pth").write_text(line, encoding="utf-8")
+EOF
+        # Compiled when they are imported: most of their files never are.
+        .venv/bin/python -m pip --quiet --disable-pip-version-check --python .venv/clients/bin/python install \
+            --no-deps --no-compile --only-binary :all: --requirement requirements/clients.txt >&2 &&
+        echo "$hash" >.venv/clients/chitu-setup.stamp || {
+        rm -rf .venv/clients
+        say "test/clients is left out, its clients could not be installed"
+    }
+}
+
 # --------------------------------------------------------------------------------------------------------------- .venv
 if [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null && python_ok .venv/bin/python; then
     python=.venv/bin/python
@@ -129,6 +153,7 @@ read -r old_hash old_level 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" o
 if [ "$python" = .venv/bin/python ]; then
     [ "$old_level" != dev ] || level=dev # what is there stays
     if [ "$old_hash $old_level" = "$hash $level" ]; then
+        [ $level != dev ] || install_clients
         say ".venv is up to date"
         exit 0
     fi
@@ -141,6 +166,9 @@ else
     say "making .venv with $("$python" --version 2>&1)"
     "$python" -m venv --clear "${options[@]}" .venv
 fi
+
+[ $level != dev ] || install_clients & # beside the rest, of which it needs nothing
+clients=$!
 
 exec 3>&2
 pip_install() { # with pip's bars on a terminal, elsewhere a line for each download
@@ -173,5 +201,6 @@ extras=""
 [ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
 say "installing chitu${extras:+ with $extras}"
 pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}"
+wait "$clients"
 echo "$hash $level" >.venv/chitu-setup.stamp
 say "done: .venv/bin/chitu"
