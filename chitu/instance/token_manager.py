@@ -27,6 +27,8 @@ Send = Callable[[bytes], bool]
 """Hands a frame to the token port; False where the queue to the router is full. Never blocks."""
 MAX_WORKERS = 256
 """API processes of one router at once; a socket each."""
+MAX_WORDS = 1024
+"""That wait for the next flush; of more the oldest are lost, which costs a message sent twice."""
 FORMER_LINKS = 16
 """Of one process of the router, remembered: the tail of their connection may still bring a request."""
 
@@ -80,7 +82,7 @@ class TokenManager:
         self._open_port = open_port
         self._repeat_s = repeat_s
         self._patience_s = patience_s
-        self._words: deque[LinkWord] = deque()
+        self._words: deque[LinkWord] = deque(maxlen=MAX_WORDS)
         self._batches: dict[int, _Batch] = {0: _Batch(send, None)}
         """By incarnation of the API process; 0 is the router that is one."""
         self.tokens_sent = 0
