@@ -23,12 +23,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from chitu.errors import Internal, from_code
+from chitu.errors import Internal, Overloaded, from_code
 
 RIGHT, WRONG, LEFT, HUNG = "right", "wrong", "left", "hung"
 LOST, REFUSED, CUT_OFF = "connection lost", "connection refused", "cut off"
 REST_S = 0.3
 """Between a failed request of a client and its next one: a router that restarts is not hammered."""
+COME_AGAIN_S = 1.0
+"""Before a request that found too many waiting is sent again: the least `Retry-After` that the router says."""
 T = TypeVar("T")
 
 
@@ -154,7 +156,8 @@ class SteadyLoad:
         self._idle.clear()
         try:
             async with asyncio.timeout(ask.leave_after_s or self._patience_s):
-                await self._converse(answer)
+                while not await self._converse(answer):
+                    await asyncio.sleep(COME_AGAIN_S)
         except TimeoutError:
             answer.outcome = LEFT if ask.leave_after_s else HUNG
         except httpx.ConnectError:
@@ -180,8 +183,9 @@ class SteadyLoad:
             )
             answer.outcome = WRONG
 
-    async def _converse(self, answer: CheckedAnswer) -> None:
-        ask = answer.ask
+    async def _converse(self, answer: CheckedAnswer) -> bool:
+        """False where the router said that too many wait, and to come again."""
+        ask, answer.outcome, answer.detail = answer.ask, "", ""
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(ask.prompt),
@@ -197,11 +201,13 @@ class SteadyLoad:
         async with self._http.stream("POST", f"{self._url()}/v1/completions", json=body, headers=headers) as reply:
             if reply.status_code != 200:
                 _take_error(answer, reply.status_code, await reply.aread())
-            elif ask.stream:
+                return answer.outcome != Overloaded.code
+            if ask.stream:
                 await _read_stream(answer, reply)
             else:
                 choice = json.loads(await reply.aread())["choices"][0]
                 answer.tokens, answer.outcome = choice["token_ids"], RIGHT
+        return True
 
 
 def _new_http() -> httpx.AsyncClient:

@@ -53,7 +53,6 @@ SETTINGS = [
     f"{ROUTER}.prefill_schedulers=[{{host: 127.0.1.1}}, {{host: 127.0.1.2}}]",
     f"{ROUTER}.decode_schedulers=[{{host: 127.0.2.1}}, {{host: 127.0.2.2}}]",
     f"{ROUTER}.pd_disaggregation.transport=shm",
-    f"{ROUTER}.admission.max_queue_s=1000",
     f"{ROUTER}.breaker={{open_s: 1.0, max_open_s: 1.0}}",
     f"{DEADLINES}.bootstrap_s=2",
     f"{DEADLINES}.queue_s=4",
@@ -63,8 +62,9 @@ SETTINGS = [
     f"{DEADLINES}.lease_s=3.5",
     f"{DEADLINES}.retry_interval_s=0.2",
 ]
-"""Short deadlines, so that a blow can outlast all of them; who was hit before gets requests again soon; and nobody is
-sent away because of the queue behind a hold. The lease is longer than a busy machine keeps a process from its cores."""
+"""Short deadlines, so that a blow can outlast all of them; what was hit before gets requests again soon. The lease is
+longer than a busy machine keeps a process from its cores. Clients that are sent away because of the queue behind a hold
+come again."""
 CUT_S = 4.5
 BLINK_S = 0.4
 """Far shorter than a lease, so that everybody stays in the cluster."""
