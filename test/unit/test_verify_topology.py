@@ -12,8 +12,10 @@ from types import ModuleType
 import msgspec
 import pytest
 
+from chitu.client.verify.asking import Asked, Served, read_answer
+from chitu.client.verify.topology import expected_bytes, judge
 from chitu.protocol import KVLayout
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
 
@@ -40,42 +42,39 @@ def snapshot(*instances: InstanceSnapshot) -> ClusterSnapshot:
     return ClusterSnapshot("m", "1", 512, 16, "shm", 0.0, "1", 0, instances, ())
 
 
-def asked(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> object:
+def asked(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> Asked:
     """A request that went well over `P0-D1`."""
     prefill, decode = pair.split("-")
-    kv_bytes = verify.expected_bytes(prompt_tokens, LAYOUT)
-    record = RequestSnapshot(
-        *("room", request_id, prefill, decode, "finished", prompt_tokens, 3, 1.0, 1.5, 2.0, kv_bytes, None, "")
-    )
-    record = msgspec.structs.replace(record, **changes)
-    return verify.Asked(number, request_id, (number, 5, 6), record=record)
+    kv_bytes = expected_bytes(prompt_tokens, LAYOUT)
+    served = msgspec.structs.replace(Served(prefill, decode, prompt_tokens, 3, 0, 0, kv_bytes, 0.5), **changes)
+    return Asked(number, request_id, (number, 5, 6), served=served)
 
 
-def all_pairs(prefills: int = 2, decodes: int = 3) -> tuple[ClusterSnapshot, list[object]]:
+def all_pairs(prefills: int = 2, decodes: int = 3) -> tuple[ClusterSnapshot, list[Asked]]:
     names = [f"P{k}" for k in range(prefills)] + [f"D{m}" for m in range(decodes)]
     pairs = itertools.product(range(2), range(prefills), range(decodes))
     requests = [asked(n, f"P{k}-D{m}", f"{n}{k}{m}") for n, k, m in pairs]
     return snapshot(*map(instance, names)), requests
 
 
-def reasons(cluster: ClusterSnapshot, requests: list[object], after: ClusterSnapshot | None = None) -> list[str]:
-    verdict = verify.judge(cluster, after or cluster, requests)
+def reasons(cluster: ClusterSnapshot, requests: list[Asked], after: ClusterSnapshot | None = None) -> list[str]:
+    verdict = judge(cluster, after or cluster, requests)
     assert verdict.ok == (not verdict.reasons)
     return list(verdict.reasons)
 
 
 def test_the_formula_is_that_of_whole_pages_and_a_row_of_whole_cache_lines() -> None:
     # 3 pages of 16 tokens, K and V of 4 layers, 2 heads of 16 bfloat16; 64 bytes of header, 500 float32.
-    assert verify.expected_bytes(40, LAYOUT) == 3 * (2 * 4 * 2 * 16 * 16 * 2) + 64 + 2048
-    assert verify.expected_bytes(48, LAYOUT) == verify.expected_bytes(33, LAYOUT)
+    assert expected_bytes(40, LAYOUT) == 3 * (2 * 4 * 2 * 16 * 16 * 2) + 64 + 2048
+    assert expected_bytes(48, LAYOUT) == expected_bytes(33, LAYOUT)
     # Four ranks, two heads: each head goes to two ranks.
     wide = msgspec.structs.replace(LAYOUT, tp_size=4)
-    assert verify.expected_bytes(40, wide) == 3 * (2 * 4 * 4 * 16 * 16 * 2) + 64 + 2048
+    assert expected_bytes(40, wide) == 3 * (2 * 4 * 4 * 16 * 16 * 2) + 64 + 2048
 
 
 def test_for_the_last_token_alone_no_pages_are_expected() -> None:
     cluster, requests = all_pairs()
-    row = verify.expected_bytes(0, LAYOUT)
+    row = expected_bytes(0, LAYOUT)
     last = {"output_tokens": 3, "continued_tokens": 2}
     assert reasons(cluster, [*requests[:-1], asked(1, "P1-D2", "last", kv_bytes=row, **last)]) == []
     moved = asked(1, "P1-D2", "last", **last)
@@ -85,14 +84,14 @@ def test_for_the_last_token_alone_no_pages_are_expected() -> None:
 @pytest.mark.parametrize(("prefills", "decodes"), [(1, 1), (2, 3), (4, 2)])
 def test_a_cluster_of_which_every_pair_works_passes(prefills: int, decodes: int) -> None:
     cluster, requests = all_pairs(prefills, decodes)
-    verdict = verify.judge(cluster, cluster, requests)
+    verdict = judge(cluster, cluster, requests)
     assert verdict.ok and len(verdict.pairs) == prefills * decodes
     assert sum(pair.requests for pair in verdict.pairs) == len(requests)
 
 
 def test_who_is_not_up_is_named_once_and_alone() -> None:
     cluster, requests = all_pairs()
-    served = [one for one in requests if one.record.decode != "D2"]  # type: ignore[attr-defined]
+    served = [one for one in requests if one.pair[1] != "D2"]
     members = cluster.instances[:-1]
     assert reasons(snapshot(*members, instance("D2", "down", None)), served) == ["D2 is down"]
     assert reasons(snapshot(*members, instance("D2", "draining")), served) == ["D2 is draining"]
@@ -101,9 +100,9 @@ def test_who_is_not_up_is_named_once_and_alone() -> None:
 
 def test_who_got_nothing_is_named_and_so_is_a_pair_that_was_left_out() -> None:
     cluster, requests = all_pairs()
-    without_d1 = [one for one in requests if one.record.decode != "D1"]  # type: ignore[attr-defined]
+    without_d1 = [one for one in requests if one.pair[1] != "D1"]
     assert reasons(cluster, without_d1) == ["D1 got no request"]
-    aslant = [one for one in requests if one.pair != ("P1", "D2")]  # type: ignore[attr-defined]
+    aslant = [one for one in requests if one.pair != ("P1", "D2")]
     assert reasons(cluster, aslant) == ["no request went over the pair P1-D2"]
 
 
@@ -112,25 +111,40 @@ def test_wrong_bytes_tokens_ids_and_errors_are_said() -> None:
     more = asked(9, "P0-D1", "x1", kv_bytes=77)
     (found,) = reasons(cluster, [*requests, more])
     assert found.startswith("1 of 13 requests of 40 prompt tokens over P0-D1 moved 77 bytes, not ")
-    other = verify.Asked(0, "x2", (0, 5, 7), record=asked(0, "P1-D1", "x2").record)  # type: ignore[attr-defined]
+    other = Asked(0, "x2", (0, 5, 7), served=asked(0, "P1-D1", "x2").served)
     assert reasons(cluster, [*requests, other]) == ["P1-D1 gave other tokens than other pairs did to the same prompt"]
     assert reasons(cluster, [*requests, requests[0]]) == ["the request id 000 was given more than once"]
-    failed = verify.Asked(0, error="decode_lost: D1 is gone")
+    failed = Asked(0, error="decode_lost: D1 is gone")
     assert reasons(cluster, [*requests, failed]) == ["1 of 13 requests failed: decode_lost: D1 is gone"]
-    (lost,) = reasons(cluster, [*requests, verify.Asked(0, "x3", (0, 5, 6))])
-    assert "not to be found in /cluster" in lost
-    short = verify.Asked(9, "x4", (1,), record=asked(9, "P0-D0", "x4").record)  # type: ignore[attr-defined]
+    short = Asked(9, "x4", (1,), served=asked(9, "P0-D0", "x4").served)
     assert reasons(cluster, [*requests, short]) == ["1 of 13 requests got 1 tokens where the router counted 3"]
 
 
-def test_a_stream_that_is_cut_off_or_ends_with_an_error_is_no_answer() -> None:
-    event = b'data: {"choices":[{"token_ids":[1,2]}]}\n\n'
-    assert verify._tokens(event * 2 + b"data: [DONE]\n\n", True) == (1, 2, 1, 2)
+PROOF = (
+    '"usage": {"prompt_tokens": 9, "completion_tokens": 4},'
+    ' "chitu": {"choices": [{"stages": {"queue_s": 1, "compute_s": 2, "first_token_s": 3, "decode_s": 4},'
+    ' "attempts": [{"prefill": "P1", "decode": "D0", "continued_tokens": 0,'
+    ' "cached_tokens": 0, "kv_bytes": 5}, {"prefill": "P0", "decode": "D0", "continued_tokens": 1, "cached_tokens": 2,'
+    ' "kv_bytes": 7}]}]}'
+)
+
+
+def test_an_answer_is_read_with_its_proof_and_one_cut_off_or_with_an_error_is_none() -> None:
+    choices = '"choices": [{"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.5, -2]}}]'
+    event, last = f"data: {{{choices}}}\n\n".encode(), f'data: {{"choices": [], {PROOF}}}\n\n'.encode()
+    served = Served("P0", "D0", 9, 4, 1, 2, 7, 6.0)
+    streamed = read_answer(3, "r", event * 2 + last + b"data: [DONE]\n\n", True)
+    assert streamed == Asked(3, "r", (1, 2, 1, 2), "", served, "abab", (-1.5, -2, -1.5, -2))
+    assert read_answer(3, "r", f"{{{choices}, {PROOF}}}".encode(), False) == Asked(
+        3, "r", (1, 2), "", served, "ab", (-1.5, -2)
+    )
     with pytest.raises(ValueError, match="cut off"):
-        verify._tokens(event, True)
+        read_answer(0, "r", event + last, True)
     with pytest.raises(ValueError, match="decode_lost: gone"):
-        verify._tokens(event + b'data: {"error":{"code":"decode_lost","message":"gone"}}\n\ndata: [DONE]\n\n', True)
-    assert verify._tokens(b'{"choices":[{"token_ids":[3]}]}', False) == (3,)
+        failed = b'data: {"error":{"code":"decode_lost","message":"gone"}}\n\ndata: [DONE]\n\n'
+        read_answer(0, "r", event + failed, True)
+    with pytest.raises(ValueError, match="return_proof"):
+        read_answer(0, "r", event + b"data: [DONE]\n\n", True)
 
 
 def test_any_python_runs_it_or_says_which_one_does(tmp_path: Path) -> None:

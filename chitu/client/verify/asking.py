@@ -1,0 +1,211 @@
+"""Asks a running cluster for completions that can be checked: token ids, text, logprobs, and the proof of who served.
+
+Used by `chitu verify` (`launch/verify.py`) and by `test/verify_xpyd_topology.py`. Everything a check needs comes with
+the answer itself (`return_proof`), so other clients may be served meanwhile, however many.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from chitu.client.answer import EventParser
+from chitu.client.client import RouterClient
+from chitu.errors import ChituError
+
+Pair = tuple[str | None, str]
+"""P and D; no P with a unified instance."""
+
+
+class Impossible(ChituError):
+    """There is nothing to check, or nothing to check it with."""
+
+    code = "impossible"
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What the router says of a finished request."""
+
+    prefill: str | None
+    """None: a unified instance served it."""
+    decode: str
+    prompt_tokens: int
+    output_tokens: int
+    continued_tokens: int
+    """Output of an attempt whose instance was lost, prefilled again by this pair."""
+    cached_tokens: int
+    kv_bytes: int | None
+    ttft_s: float
+    """From the dispatch to the first token, on the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, as its client saw it and as the router proves it."""
+
+    prompt: int
+    """Number of its prompt: greedy answers to one prompt must be equal."""
+    request_id: str = ""
+    tokens: tuple[int, ...] = ()
+    error: str = ""
+    served: Served | None = None
+    text: str = ""
+    """Of a stream its deltas, one behind the other."""
+    logprobs: tuple[float, ...] = ()
+    """Of `tokens`, where they were asked for."""
+
+    @property
+    def pair(self) -> Pair | None:
+        return (self.served.prefill, self.served.decode) if self.served is not None else None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How likely an engine takes one token for, behind the prompt and the tokens before it."""
+
+    logprob: float
+    top: int
+    """Its own likeliest token there."""
+    top_logprob: float
+
+
+@dataclass(slots=True)
+class Prober:
+    """Asks the router. Called by several threads at once; each call has a connection of its own."""
+
+    client: RouterClient
+    api_key: str | None
+    model: str
+    max_tokens: int
+    timeout_s: float
+    opener: urllib.request.OpenerDirector = field(
+        default_factory=lambda: urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    )
+
+    def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> Asked:
+        """Greedy and past the cache, unless the options say otherwise."""
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        try:
+            request_id, reply = self._post("/v1/completions", body | options)
+            return read_answer(number, request_id, reply, stream)
+        except urllib.error.HTTPError as error:
+            with error:
+                return Asked(number, error=error_text(error.code, error.read()))
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            return Asked(number, error=str(error) or type(error).__name__)
+
+    def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
+        """Of the last `count` of these. Impossible where the engine does not tell."""
+        body = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 1}
+        try:
+            reply = json.loads(self._post("/v1/completions", body)[1])
+            entries = reply["choices"][0]["prompt_logprobs"][len(token_ids) - count :]
+            return [_score(entry, token) for entry, token in zip(entries, token_ids[-count:], strict=True)]
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Impossible(f"{self.client.url}: {error_text(error.code, error.read())}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Impossible(f"{self.client.url} gave no logprobs of a prompt: {error!r}") from error
+
+    def token_ids(self, text: str) -> list[int]:
+        ids: list[int] = json.loads(self._post("/tokenize", {"model": self.model, "prompt": text})[1])["tokens"]
+        return ids
+
+    def fitting_prompt(self, number: int, max_model_len: int) -> str:
+        """A list of numbers that begins anew: any model has a clear favourite for what comes next. Lengths differ, from
+        less than a page to several, and leave room for the answer."""
+        rng = random.Random(number)
+        count = (60, 3, 20, 120)[number % 4]
+        while count:
+            numbers = " ".join(str(rng.randrange(1000)) for _ in range(count))
+            prompt = f"{number}: {numbers}\n{number}: {numbers[:12]}"
+            if len(self.token_ids(prompt)) + self.max_tokens <= max_model_len:
+                return prompt
+            count //= 2
+        raise Impossible(
+            f"max_tokens is {self.max_tokens}, which leaves no room for a prompt: {self.model} takes {max_model_len} "
+            "tokens, prompt and answer together"
+        )
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[str, bytes]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        request = urllib.request.Request(self.client.url + path, json.dumps(body).encode(), headers)
+        with self.opener.open(request, timeout=self.timeout_s) as reply:
+            return reply.headers["X-Request-Id"], reply.read()
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    prefill: str | None
+    decode: str
+    continued_tokens: int
+    cached_tokens: int
+    kv_bytes: int | None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    stages: dict[str, float]
+    attempts: list[_Attempt]
+
+
+class _Proof(msgspec.Struct, frozen=True):
+    choices: list[_Choice]
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> Asked:
+    """ValueError where it is none, ends with an error or comes without its proof."""
+    events = EventParser().feed(reply) if is_stream else [reply.decode()]
+    if is_stream and events[-1:] != ["[DONE]"]:
+        raise ValueError(f"the stream was cut off: ...{reply[-80:].decode(errors='replace')!r}")
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    text, proof, usage = "", None, None
+    for event in events[:-1] if is_stream else events:
+        record = json.loads(event)
+        if "error" in record:
+            raise ValueError(f"{record['error']['code']}: {record['error']['message']}")
+        proof, usage = record.get("chitu", proof), record.get("usage") or usage
+        for choice in record["choices"]:
+            tokens += choice["token_ids"]
+            text += choice["text"]
+            logprobs += (choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"]
+    if proof is None or usage is None:
+        raise ValueError("the answer came without return_proof's object: this is no router of this version of chitu")
+    served = _served(msgspec.convert(proof, _Proof), msgspec.convert(usage, _Usage))
+    return Asked(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
+
+
+def _served(proof: _Proof, usage: _Usage) -> Served:
+    """Of the last attempt of the one choice."""
+    (choice,) = proof.choices
+    last = choice.attempts[-1]
+    ttft_s = sum(choice.stages.get(name, 0.0) for name in ("queue_s", "compute_s", "first_token_s"))
+    used = (usage.prompt_tokens, usage.completion_tokens)
+    return Served(last.prefill, last.decode, *used, last.continued_tokens, last.cached_tokens, last.kv_bytes, ttft_s)
+
+
+def _score(entry: dict[str, dict[str, Any]], token: int) -> Score:
+    top, best = max(entry.items(), key=lambda item: item[1]["logprob"])
+    return Score(entry[str(token)]["logprob"], int(top), best["logprob"])
+
+
+def error_text(status: int, body: bytes) -> str:
+    try:
+        error = json.loads(body)["error"]
+        return f"{error['code']}: {error['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}"

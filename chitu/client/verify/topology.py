@@ -1,0 +1,194 @@
+"""Whether every P, every D and every pair of a running cluster takes part, and moves the right bytes.
+
+`judge` is pure: the cluster around some requests, and what came of them. `probe` asks until every pair was hit, which
+`round_robin` does in the first round and other policies in more. `chitu verify` stands on the same reasons.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Served
+from chitu.kv_cache.aux_row import aux_row_bytes
+from chitu.protocol import KVLayout
+from chitu.protocol.snapshot import ClusterSnapshot
+
+MIN_ROUNDS = 2
+
+
+class PairReport(msgspec.Struct, frozen=True):
+    prefill: str
+    decode: str
+    requests: int
+    prompt_tokens: int
+    kv_bytes: int
+    """Bytes that P moved into D's memory, over all its requests; `expected_bytes` is the formula's."""
+    expected_bytes: int
+    tokens_equal: bool
+    """Its answers are those of the other pairs to the same prompts."""
+    ttft_ms: float
+    """Median; from the dispatch to the first token, on the router."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    ok: bool
+    reasons: list[str]
+    """Why not; empty where ok."""
+    model: str
+    prompts: int
+    requests: int
+    instances: dict[str, int]
+    """Requests by instance of the topology."""
+    pairs: list[PairReport]
+    """All of the topology, hit or not."""
+
+
+def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
+    """Bytes that a prompt moves to a D of this layout: whole pages of K and V of all layers, and one logits row.
+
+    Each rank of D gets the KV heads that it holds. Where there are fewer heads than ranks, a rank holds one that others
+    have too, and gets a copy of its own.
+    """
+    pages = -(-prompt_tokens // layout.page_size)
+    heads = max(layout.num_kv_heads, layout.tp_size)
+    page = layout.regions_per_layer * layout.num_layers * heads * layout.head_bytes
+    return pages * page + aux_row_bytes(layout.vocab_size)
+
+
+def prefilled_tokens(served: Served) -> int:
+    """What P computed: the prompt, and what an attempt before had emitted when its instance was lost."""
+    return served.prompt_tokens + served.continued_tokens
+
+
+def bytes_of(served: Served, layout: KVLayout) -> int:
+    """Bytes that its last attempt moves. For one token that needs no KV, the logits row is enough."""
+    is_row_alone = served.output_tokens - served.continued_tokens == 1
+    return expected_bytes(0 if is_row_alone else prefilled_tokens(served), layout)
+
+
+def judge(before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked]) -> Verdict:
+    """Pure. `before` and `after`: the cluster around the requests."""
+    layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
+    status = {i.name: i.status for i in before.instances}
+    status |= {i.name: i.status for i in after.instances if i.status != "up"}
+    names = {role: [i.name for i in before.instances if i.role == role] for role in ("prefill", "decode")}
+    answers: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for one in asked:
+        if not one.error:
+            answers[one.prompt][one.tokens] += 1
+    usual = {prompt: tokens.most_common(1)[0][0] for prompt, tokens in answers.items()}
+    pairs = [
+        _pair_report(pair, [one for one in asked if one.pair == pair], usual, layouts)
+        for pair in itertools.product(names["prefill"], names["decode"])
+    ]
+    counts = Counter({name: 0 for name in (*names["prefill"], *names["decode"])})
+    for report in pairs:
+        counts[report.prefill] += report.requests
+        counts[report.decode] += report.requests
+    reasons = [f"{name} is {status[name]}" for name in counts if status[name] != "up"]
+    reasons += [f"{name} got no request" for name, count in counts.items() if not count and status[name] == "up"]
+    missed = [r for r in pairs if not r.requests and counts[r.prefill] and counts[r.decode]]
+    reasons += [f"no request went over the pair {r.prefill}-{r.decode}" for r in missed]
+    reasons += _request_reasons(asked, layouts)
+    reasons += [
+        f"{r.prefill}-{r.decode} gave other tokens than other pairs did to the same prompt"
+        for r in pairs
+        if not r.tokens_equal
+    ]
+    return Verdict(
+        ok=not reasons,
+        reasons=reasons,
+        model=before.model,
+        prompts=len({one.prompt for one in asked}),
+        requests=len(asked),
+        instances=dict(counts),
+        pairs=pairs,
+    )
+
+
+def _pair_report(
+    pair: tuple[str, str], asked: list[Asked], usual: dict[int, tuple[int, ...]], layouts: dict[str, KVLayout]
+) -> PairReport:
+    done = [(one, one.served) for one in asked if one.served is not None and not one.error]
+    return PairReport(
+        prefill=pair[0],
+        decode=pair[1],
+        requests=len(done),
+        prompt_tokens=sum(prefilled_tokens(served) for _, served in done),
+        kv_bytes=sum(served.kv_bytes or 0 for _, served in done),
+        expected_bytes=sum(bytes_of(served, layouts[pair[1]]) for _, served in done),
+        tokens_equal=all(one.tokens == usual[one.prompt] for one, _ in done),
+        ttft_ms=round(1e3 * statistics.median(served.ttft_s for _, served in done), 1) if done else 0.0,
+    )
+
+
+def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> list[str]:
+    """What is wrong with single requests, each kind once with its number."""
+    reasons: Counter[str] = Counter(f"failed: {one.error}" for one in asked if one.error)
+    for one in asked:
+        served = one.served
+        if one.error or served is None:
+            continue
+        if served.prefill is None:
+            reasons["served by a unified instance, not by a pair"] += 1
+            continue
+        right = bytes_of(served, layouts[served.decode])
+        if served.kv_bytes != right:
+            pair = f"{served.prefill}-{served.decode}"
+            reasons[
+                f"of {prefilled_tokens(served)} prompt tokens over {pair} moved {served.kv_bytes} bytes, not {right}"
+            ] += 1
+        if not one.tokens or len(one.tokens) != served.output_tokens:
+            reasons[f"got {len(one.tokens)} tokens where the router counted {served.output_tokens}"] += 1
+    lines = [f"{count} of {len(asked)} requests {reason}" for reason, count in reasons.items()]
+    twice = [name for name, count in Counter(one.request_id for one in asked if one.request_id).items() if count > 1]
+    return lines + [f"the request id {name} was given more than once" for name in twice]
+
+
+def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> Verdict:
+    """Impossible where there are no pairs; ChituError where no router answers."""
+    before = prober.client.cluster()
+    roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
+    if not roles["prefill"] and not roles["decode"]:
+        names = ", ".join(i.name for i in roles["unified"])
+        raise Impossible(f"this cluster has no pairs of P and D to check, only unified instances: {names or 'none'}")
+    up = {role: [i.name for i in found if i.status == "up"] for role, found in roles.items()}
+    wanted: set[Pair] = set(itertools.product(up["prefill"], up["decode"]))
+    asked: list[Asked] = []
+    if wanted and before.max_model_len is not None:
+        with ThreadPoolExecutor(concurrency) as pool:
+            for number in range(max_rounds):
+                prompt = prober.fitting_prompt(number, before.max_model_len)
+                copies = max(2, len(wanted))
+                asked += pool.map(prober.ask, [number] * copies, [prompt] * copies, [stream] * copies)
+                if number + 1 >= MIN_ROUNDS and wanted <= {one.pair for one in asked}:
+                    break
+    return judge(before, prober.client.cluster(), asked)
+
+
+def show(verdict: Verdict, console: Console) -> None:
+    table = Table(title=f"{verdict.model}: {verdict.requests} requests, {verdict.prompts} prompts")
+    for name in ("pair", "requests", "prompt tokens", "bytes moved", "formula", "tokens", "TTFT ms"):
+        table.add_column(name, justify="left" if name == "pair" else "right")
+    for pair in verdict.pairs:
+        name, tokens = f"{pair.prefill}-{pair.decode}", "equal" if pair.tokens_equal else "DIFFERENT"
+        if pair.requests:
+            row = (pair.requests, pair.prompt_tokens, pair.kv_bytes, pair.expected_bytes, tokens, pair.ttft_ms)
+            table.add_row(name, *map(str, row))
+        else:
+            table.add_row(name, "0", *["-"] * 5)
+    console.print(table)
+    console.print("requests by instance: " + ", ".join(f"{name} {n}" for name, n in verdict.instances.items()))
+    hit = sum(pair.requests > 0 for pair in verdict.pairs)
+    if verdict.ok:
+        console.print(f"ok: {hit} of {len(verdict.pairs)} pairs took part, bytes and tokens are right")
+    for reason in verdict.reasons:
+        console.print(f"FAILED: {reason}", markup=False, soft_wrap=True)
