@@ -53,6 +53,7 @@ setup(
         "nixl-cuda12": ["nixl-cu12>=1.5"],
         "gpu": ["triton>=3.5"],
         "gpu-flashinfer": ["triton>=3.5", "flashinfer-python>=0.6.12,<0.8"],
+        "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
         "train": ["matplotlib>=3.8"],
         "dev": [
             "pytest>=8",
@@ -72,6 +73,8 @@ setup(
             "triton>=3.5; platform_system == 'Linux'",
             "pillow>=11",
             "setuptools>=70.1",
+            "opentelemetry-sdk>=1.27",
+            "opentelemetry-exporter-otlp-proto-http>=1.27",
         ],
     },
     entry_points={"console_scripts": ["chitu=chitu.cli:main"]},

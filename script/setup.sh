@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm, NIXL).
+# Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm,
+# NIXL, promtool).
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
 # Wants Python 3.11 to 3.13 and pip's package index.
 set -euo pipefail
@@ -111,6 +112,18 @@ install_slurm() { # best effort: everything but test/slurm works without it
         "${missing% })"
 }
 
+# ----------------------------------------------------------------------------------- Prometheus' tool for deploy/ of it
+install_promtool() { # best effort; the package is unpacked, not installed: nobody wants its server to start
+    [ ! -x .venv/bin/promtool ] && ! command -v promtool >/dev/null && can_apt || return 0
+    say "fetching promtool (for the tests of deploy/)"
+    local folder fetch=(apt-get download prometheus)
+    folder=$(mktemp -d)
+    (cd "$folder" && { "${fetch[@]}" || { as_root apt-get update && "${fetch[@]}"; }; }) >/dev/null 2>&1 </dev/null &&
+        dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -xO ./usr/bin/promtool >"$folder/promtool" &&
+        install -m 755 "$folder/promtool" .venv/bin/promtool || say "tests of deploy/ are left out, there is no promtool"
+    rm -rf "$folder"
+}
+
 # ------------------------------------------------------------------------------------------ clients that nobody here wrote
 install_clients() { # best effort and in CI alone, where it is not there yet: 0.5 GB. It sees what .venv has, torch above all.
     [ "${CI:-}" = true ] || [ -d .venv/clients ] || return 0
@@ -153,7 +166,7 @@ read -r old_hash old_level 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" o
 if [ "$python" = .venv/bin/python ]; then
     [ "$old_level" != dev ] || level=dev # what is there stays
     if [ "$old_hash $old_level" = "$hash $level" ]; then
-        [ $level != dev ] || install_clients
+        [ $level != dev ] || { install_clients; install_promtool; }
         say ".venv is up to date"
         exit 0
     fi
@@ -167,7 +180,7 @@ else
     "$python" -m venv --clear "${options[@]}" .venv
 fi
 
-[ $level != dev ] || install_clients & # beside the rest, of which it needs nothing
+[ $level != dev ] || { install_clients; install_promtool; } & # beside the rest, of which it needs nothing
 clients=$!
 
 exec 3>&2

@@ -292,6 +292,9 @@ class RouterConfig(Section, frozen=True):
     api_key_salts: tuple[str, ...] = ()
     """One for each of `api_keys`, in their order: keys with the same one share cached pages. Empty: no two keys do, so
     that nobody learns from a first token's time what another one has asked."""
+    otlp_endpoint: str = ""
+    """Base URL of an OpenTelemetry collector (OTLP over HTTP), such as `http://127.0.0.1:4318`: it gets a trace of each
+    request. Wants the extra `otel`, whose `OTEL_*` variables say the rest (sampling, headers, batches). Empty: none."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

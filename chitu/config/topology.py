@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,6 +365,11 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             )
     if router.http_host == "":
         yield "dp_config.router.http_host is empty: give an address of the router's machine, 0.0.0.0 for all of them"
+    if router.otlp_endpoint and not re.match(r"https?://[^/]", router.otlp_endpoint):
+        yield (
+            f"dp_config.router.otlp_endpoint is {router.otlp_endpoint!r}: give the collector's base URL, such as "
+            "http://127.0.0.1:4318"
+        )
     if master_addr and len(hosts) > 1 and is_loopback(master_addr):
         yield (
             f"PD_MASTER_ADDR is the loopback address {master_addr}, but the topology has {len(hosts)} hosts: "

@@ -22,6 +22,7 @@ from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, JobParser, client_timeout_s
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.proof import Moments, Proof, headers_of, proof_of
+from chitu.http.request_spans import RequestSpan, request_span
 from chitu.http.responses.events import ResponsesFormat
 from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers
 from chitu.http.sampling_fields import OutputOptions, with_seed
@@ -54,14 +55,17 @@ class GenerationRoutes:
         config: RouterConfig,
         clock: Clock,
         tenant_salt: Callable[[Scope], str],
+        trace: Callable[[Scope, float, Callable[[], RequestSpan]], None] | None = None,
     ) -> None:
-        """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`."""
+        """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `trace` gets every request that
+        is over: when it came, and what makes its spans if they are wanted."""
         self._model = model
         self._router = router
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
         self._max_body_bytes = config.max_body_bytes
         self._clock = clock
         self._tenant_salt = tenant_salt
+        self._trace = trace
         self.running = RunningAnswers(router.cancel)
         self.draining = False
         """True: the process is ending and takes nothing new."""
@@ -94,6 +98,7 @@ class GenerationRoutes:
     ) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
         self.running.add(request_id, running)
+        failed: type[ChituError] | None = None
         try:
             raw = await exchange.body(self._max_body_bytes)
             running.received_s = self._clock.monotonic()
@@ -119,13 +124,33 @@ class GenerationRoutes:
             else:
                 await self._collect(exchange, job, running, form)
         except ClientGone:
-            pass
+            failed = RequestCancelled
         except ChituError as error:
+            failed = type(error)
             if not (exchange.is_client_gone and isinstance(error, RequestCancelled)):
                 exchange.fail(error)
         finally:
             exchange.call_when_gone(None)
             self.running.remove(request_id, running)
+            if self._trace is not None:
+                make_span = partial(self._request_span, scope, request_id, running, failed)
+                self._trace(scope, running.arrived_s, make_span)
+
+    def _request_span(
+        self, scope: Scope, request_id: str, running: RunningAnswer, failed: type[ChituError] | None
+    ) -> RequestSpan:
+        """By OpenTelemetry's names where it has one."""
+        prompts = {id(choice.prompt): choice.prompt.num_tokens for choice in running.choices}
+        attributes = {
+            "http.request.method": scope["method"],
+            "http.route": scope["path"],
+            "http.response.status_code": 200 if failed is None else failed.http_status,
+            "gen_ai.request.model": self._model.name,
+            "gen_ai.usage.input_tokens": sum(prompts.values()),
+            "chitu.request_id": request_id,
+        }
+        records = [choice.generation.attempts() for choice in running.choices]
+        return request_span(attributes, self._moments(running), records, "" if failed is None else failed.code)
 
     # -------------------------------------------------------------------------------------------------------- choices
 
@@ -189,11 +214,13 @@ class GenerationRoutes:
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
         return UsageCount(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
 
+    def _moments(self, running: RunningAnswer) -> Moments:
+        return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
+
     def _proof(self, job: Job, running: RunningAnswer, kept: Iterable[int] = ()) -> Proof:
         """As of now. `kept`: the choices that are returned."""
-        moments = Moments(running.arrived_s, running.received_s, self._clock.monotonic())
         records = [choice.generation.attempts() for choice in running.choices]
-        return proof_of(moments, records, kept, self._usage(job, running.choices).cached_tokens)
+        return proof_of(self._moments(running), records, kept, self._usage(job, running.choices).cached_tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering
 

@@ -31,6 +31,7 @@ from chitu.http.cluster_source import ClusterSource
 from chitu.http.cold_routes import make_cold_app
 from chitu.http.generate import GenerationRoutes
 from chitu.http.served_model import ServedModel
+from chitu.http.span_export import SpanExport
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope
@@ -78,7 +79,10 @@ class ApiEndpoint:
         cluster = make_cluster(self.router)
         self._threads = BodyThreads()
         access = Access(config, secrets, clock)
-        self._routes = GenerationRoutes(model, self.router, self._threads, config, clock, access.cache_salt)
+        endpoint = config.otlp_endpoint
+        self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
+        trace = self._spans.record if self._spans is not None else None
+        self._routes = GenerationRoutes(model, self.router, self._threads, config, clock, access.cache_salt, trace)
         hot = {
             "/v1/completions": self._routes.answer_completion,
             "/v1/chat/completions": self._routes.answer_chat,
@@ -134,6 +138,8 @@ class ApiEndpoint:
             self._token_reader.close()
         self._outbox.close()
         self._threads.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:

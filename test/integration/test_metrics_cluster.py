@@ -1,4 +1,4 @@
-"""`/metrics` of a real 1P1D: what it says is what was sent, and a killed instance shows."""
+"""`/metrics`, logs and traces of a real 1P1D: they say what was sent, and a killed instance shows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import pytest
 from completions import complete_all, wait_until
 from nursery import FORKED
+from otlp_collector import Collector
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,13 +27,20 @@ P0, D0 = 'role="prefill",instance="P0"', 'role="decode",instance="D0"'
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[LocalCluster]:
     model = make_model(tmp_path_factory.mktemp("models") / "llama", family="llama")
     settings = [
         f"model.path={model}",
         "model.served_name=m",
         f"cache.num_pages={NUM_PAGES}",
         "dp_config.router.retry.max_attempts=1",
+        f"dp_config.router.otlp_endpoint={collector.url}",
         "log.format=json",
         "log.level=DEBUG",
         "log.modules=[kv_transfer=WARNING]",
@@ -143,6 +151,30 @@ def test_json_logs_follow_a_request_through_all_processes_and_tell_what_steps_di
     assert not quiet & {"DEBUG", "INFO"}, "log.modules"
 
 
+def test_a_request_is_a_span_of_its_clients_trace_and_its_stages_are_spans_of_router_p_and_d(
+    cluster: LocalCluster, collector: Collector
+) -> None:
+    trace, client = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace}-{client}-01", "X-Request-Id": "traced"}
+    body = {"prompt": [13] * 40, "max_tokens": 4, "ignore_eos": True, "return_proof": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
+    total_s = answer.json()["chitu"]["total_s"]
+    wait_until(lambda: bool(collector.spans(trace)), 30.0, lambda: cluster.logs("router")[-2000:])
+    spans = {span.name: span for span in collector.spans(trace)}
+    root, attempt = spans["POST /v1/completions"], spans["attempt"]
+    assert root.parent_id == client and root.attributes["chitu.request_id"] == "traced"
+    assert (root.attributes["gen_ai.usage.input_tokens"], root.attributes["gen_ai.usage.output_tokens"]) == (40, 4)
+    assert abs((root.end_ns - root.start_ns) / 1e9 - total_s) < max(0.02 * total_s, 0.05)
+    of_p, of_d = ("chitu-prefill", "P0", attempt.span_id), ("chitu-decode", "D0", attempt.span_id)
+    told = {name: (span.service, span.instance, span.parent_id) for name, span in spans.items()}
+    assert told == {
+        "POST /v1/completions": ("chitu-router", "router", client),
+        **dict.fromkeys(("receive", "prepare", "attempt"), ("chitu-router", "router", root.span_id)),
+        **dict.fromkeys(("prefill queue", "prefill", "kv transfer"), of_p),
+        **dict.fromkeys(("first token", "decode"), of_d),
+    }
+
+
 def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluster) -> None:
     headers = {"X-Request-Id": "who-knows"}
     body = {"model": "other", "prompt": "x"}
@@ -156,7 +188,7 @@ def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluste
             assert "who-knows" not in value
 
 
-def test_a_kill_is_seen_as_a_death_and_by_the_code_of_the_failures(cluster: LocalCluster) -> None:
+def test_a_kill_is_seen_as_a_death_and_by_the_code_of_the_failures(cluster: LocalCluster, collector: Collector) -> None:
     body = {"model": "m", "prompt": [5] * 20, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60.0, trust_env=False) as response:
         lines = response.iter_lines()
@@ -174,3 +206,10 @@ def test_a_kill_is_seen_as_a_death_and_by_the_code_of_the_failures(cluster: Loca
     refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=30.0, trust_env=False)
     assert refused.status_code == 503
     assert Scrape(cluster.url)("chitu_requests_rejected_total", 'code="no_instance"') == 1
+
+    def failed() -> set[str]:
+        return {
+            span.attributes["error.type"] for span in collector.spans() if span.is_error and span.instance == "router"
+        }
+
+    wait_until(lambda: failed() >= {code, "no_instance"}, 30.0, failed)

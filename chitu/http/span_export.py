@@ -1,0 +1,114 @@
+"""Spans of requests to an OpenTelemetry collector, by OpenTelemetry's own SDK (`router.otlp_endpoint`; ADR 30).
+
+The SDK is imported where a collector is named and nowhere else. It samples, batches and sends as its `OTEL_*`
+variables say, in a thread of its own; what a slow or lost collector does not take is dropped there and costs no
+request anything. `record` on the loop thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from chitu.errors import ConfigError
+from chitu.http.request_spans import RequestSpan
+from chitu.net.http import Scope, header
+from chitu.net.threads import ServiceThread
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span as OpenSpan
+    from opentelemetry.trace import Tracer
+
+CLOSE_S = 1.0
+"""For what was not sent yet when the process ends."""
+SERVICES = {"": "chitu-router", "P": "chitu-prefill", "D": "chitu-decode", "U": "chitu-unified"}
+"""`service.name`, by the first letter of an instance's name."""
+CONTEXT_HEADERS = ("traceparent", "tracestate")
+
+
+class SpanExport:
+    """One per process of the router."""
+
+    def __init__(self, endpoint: str, version: str, now_s: Callable[[], float]) -> None:
+        """`endpoint`: the collector's base URL. `now_s`: the router's clock. ConfigError where the SDK is missing, or
+        does not take what the `OTEL_*` variables say."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import SpanKind, Status, StatusCode
+            from opentelemetry.trace.propagation import set_span_in_context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                f"dp_config.router.otlp_endpoint needs OpenTelemetry ({error}): .venv/bin/pip install -e '.[otel]'"
+            ) from error
+        try:
+            self._sender = BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"))
+        except ValueError as error:
+            raise ConfigError(f"dp_config.router.otlp_endpoint: an OTEL_* variable is wrong: {error}") from error
+
+        def make_tracer(instance: str) -> Tracer:
+            labels = {
+                "service.name": SERVICES[instance[:1]],
+                "service.instance.id": instance or "router",
+                "service.version": version,
+            }
+            provider = TracerProvider(resource=Resource.create(labels), shutdown_on_exit=False)
+            provider.add_span_processor(self._sender)
+            return provider.get_tracer("chitu", version)
+
+        self._make_tracer = make_tracer
+        self._router = make_tracer("")
+        self._tracers = {"": self._router}
+        self._now_s = now_s
+        self._extract, self._within = TraceContextTextMapPropagator().extract, set_span_in_context
+        self._server = SpanKind.SERVER
+        self._failed: Callable[[str], Status] = lambda code: Status(StatusCode.ERROR, code)
+
+    def record(self, scope: Scope, start_s: float, make_span: Callable[[], RequestSpan]) -> None:
+        """A request that is over, under the trace that its client began, if it did (`traceparent`). `make_span` is
+        called where it is one of those that are sampled."""
+        values = [(name, header(scope, name.encode())) for name in CONTEXT_HEADERS]
+        carrier = {name: value.decode("latin-1") for name, value in values if value is not None}
+        context = self._extract(carrier) if carrier else None
+        # The wall's clock may step at any time: one reading for all of a request.
+        zero_ns = time.time_ns() - round(1e9 * self._now_s())
+        name = f"{scope['method']} {scope['path']}"
+        made = self._router.start_span(name, context, self._server, start_time=_at(zero_ns, start_s))
+        if made.is_recording():
+            self._end(made, make_span(), zero_ns)
+
+    def _end(self, made: OpenSpan, span: RequestSpan, zero_ns: int) -> None:
+        """With its parts, which go by its sampling."""
+        made.set_attributes(span.attributes)
+        if span.error:
+            made.set_attribute("error.type", span.error)
+            made.set_status(self._failed(span.error))
+        within = self._within(made)
+        for part in span.parts:
+            tracer = self._tracers.get(part.instance)
+            if tracer is None:
+                tracer = self._tracers[part.instance] = self._make_tracer(part.instance)
+            self._end(tracer.start_span(part.name, within, start_time=_at(zero_ns, part.start_s)), part, zero_ns)
+        made.end(_at(zero_ns, span.end_s))
+
+    def close(self) -> None:
+        """What waits is sent, if the collector takes it within `CLOSE_S`."""
+
+        shutdown: Callable[[], Any] = self._sender.shutdown
+
+        def send_rest() -> None:
+            with contextlib.suppress(Exception):  # the SDK's, of spans that nobody will see now
+                shutdown()
+
+        closing = ServiceThread("close-spans", send_rest)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+def _at(zero_ns: int, at_s: float) -> int:
+    return zero_ns + round(1e9 * at_s)
