@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, join, drain, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, join, drain, verify, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
@@ -126,6 +126,28 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
     command.set_defaults(run=_drain)
+
+    command = commands.add_parser("verify", help="whether a running cluster answers as one undivided engine does")
+    command.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.add_argument("--model", metavar="DIR", help="checkpoint folder of the reference (default: the cluster's)")
+    command.add_argument("--reference", metavar="URL", help="an undivided engine that runs already, in place of one")
+    command.add_argument("--device", default="cpu", help="of the reference that is started (default: cpu)")
+    command.add_argument("--no-transformers", action="store_true", help="leave transformers out as second reference")
+    command.add_argument(
+        "--rounds", type=_positive(int), default=8, metavar="N", help="prompts at most, until every pair was hit"
+    )
+    command.add_argument(
+        "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
+    )
+    command.add_argument(
+        "--max-tokens", type=_positive(int), default=40, metavar="N", help="of an answer (default: 40)"
+    )
+    command.add_argument(
+        "--timeout", type=_positive(float), default=120.0, metavar="S", help="seconds for one answer (default: 120)"
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(run=_verify)
 
     command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
     _add_topology(command)
@@ -304,6 +326,37 @@ def _drain(arguments: argparse.Namespace) -> int:
     say = functools.partial(print, flush=True)
     drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from chitu.client.verify.report import EXIT_CODES, show
+    from chitu.launch.model_source import find_model
+    from chitu.launch.verify import VerifyOptions, verify
+
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    try:
+        options = VerifyOptions(
+            url=arguments.url,
+            model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
+            reference=arguments.reference,
+            device=arguments.device,
+            has_transformers=not arguments.no_transformers,
+            max_rounds=arguments.rounds,
+            concurrency=arguments.concurrency,
+            max_tokens=arguments.max_tokens,
+            timeout_s=arguments.timeout,
+        )
+        report = verify(options, say)
+    except ChituError as error:  # 1 would say that answers are wrong
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return EXIT_CODES["unjudged"]
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 120))
+    return EXIT_CODES[report.verdict]
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -144,7 +144,7 @@ class Prober:
             return reply.headers["X-Request-Id"], reply.read()
 
 
-class _Attempt(msgspec.Struct, frozen=True):
+class _ProvenAttempt(msgspec.Struct, frozen=True):
     prefill: str | None
     decode: str
     continued_tokens: int
@@ -152,16 +152,16 @@ class _Attempt(msgspec.Struct, frozen=True):
     kv_bytes: int | None
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _ProvenChoice(msgspec.Struct, frozen=True):
     stages: dict[str, float]
-    attempts: list[_Attempt]
+    attempts: list[_ProvenAttempt]
 
 
-class _Proof(msgspec.Struct, frozen=True):
-    choices: list[_Choice]
+class _ProvenAnswer(msgspec.Struct, frozen=True):
+    choices: list[_ProvenChoice]
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _ProvenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
 
@@ -185,11 +185,11 @@ def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> 
             logprobs += (choice.get("logprobs") or {"token_logprobs": []})["token_logprobs"]
     if proof is None or usage is None:
         raise ValueError("the answer came without return_proof's object: this is no router of this version of chitu")
-    served = _served(msgspec.convert(proof, _Proof), msgspec.convert(usage, _Usage))
+    served = _served(msgspec.convert(proof, _ProvenAnswer), msgspec.convert(usage, _ProvenUsage))
     return Asked(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
 
 
-def _served(proof: _Proof, usage: _Usage) -> Served:
+def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
     """Of the last attempt of the one choice."""
     (choice,) = proof.choices
     last = choice.attempts[-1]

@@ -38,7 +38,7 @@ class PairReport(msgspec.Struct, frozen=True):
     """Median; from the dispatch to the first token, on the router."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TopologyVerdict(msgspec.Struct, frozen=True):
     ok: bool
     reasons: list[str]
     """Why not; empty where ok."""
@@ -74,8 +74,10 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
     return expected_bytes(0 if is_row_alone else prefilled_tokens(served), layout)
 
 
-def judge(before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked]) -> Verdict:
-    """Pure. `before` and `after`: the cluster around the requests."""
+def judge(
+    before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked], *, compares_tokens: bool = True
+) -> TopologyVerdict:
+    """Pure. `before` and `after`: the cluster around the requests. `compares_tokens`: of greedy ones."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
     status = {i.name: i.status for i in before.instances}
     status |= {i.name: i.status for i in after.instances if i.status != "up"}
@@ -101,9 +103,9 @@ def judge(before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked
     reasons += [
         f"{r.prefill}-{r.decode} gave other tokens than other pairs did to the same prompt"
         for r in pairs
-        if not r.tokens_equal
+        if compares_tokens and not r.tokens_equal
     ]
-    return Verdict(
+    return TopologyVerdict(
         ok=not reasons,
         reasons=reasons,
         model=before.model,
@@ -153,7 +155,7 @@ def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> li
     return lines + [f"the request id {name} was given more than once" for name in twice]
 
 
-def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> Verdict:
+def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> TopologyVerdict:
     """Impossible where there are no pairs; ChituError where no router answers."""
     before = prober.client.cluster()
     roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
@@ -174,7 +176,7 @@ def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> Ve
     return judge(before, prober.client.cluster(), asked)
 
 
-def show(verdict: Verdict, console: Console) -> None:
+def show(verdict: TopologyVerdict, console: Console) -> None:
     table = Table(title=f"{verdict.model}: {verdict.requests} requests, {verdict.prompts} prompts")
     for name in ("pair", "requests", "prompt tokens", "bytes moved", "formula", "tokens", "TTFT ms"):
         table.add_column(name, justify="left" if name == "pair" else "right")

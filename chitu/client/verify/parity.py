@@ -1,0 +1,114 @@
+"""Whether answers are what an undivided engine gives, and if not, whose fault it is. Pure.
+
+**The rule.** A reference scores each answer: the logprob of each of its tokens behind the prompt and the tokens before
+it, and its own likeliest token there. Rounding differs between engines, batches and devices, so that logprobs may
+differ by the `tolerance` of the dtype, and so may what decides between two tokens:
+
+* A greedy token is right where it is the reference's likeliest, a *near-tie* where that one is likelier by at most the
+  tolerance, and wrong beyond. What follows is judged behind the token that was taken, so a near-tie excuses nothing
+  else.
+* Each logprob that came with the answer differs from the reference's by at most the tolerance, else it is wrong.
+* A seeded answer has the tokens that the undivided engine draws with the same seed. Where another one comes first, it
+  is a near-tie only if the logprobs of this answer differ by more than `DRAW_NOISE`: of sums that agree better, one
+  draw in a thousand at most falls another way.
+
+A fault that changes no logprob by more than the tolerance, and no token, is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from chitu.client.verify.asking import Asked, Pair, Score
+
+TOLERANCES = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
+"""Nats, by what K and V are kept in."""
+DRAW_NOISE = 1e-3
+"""Nats."""
+
+Outcome = Literal["same", "near-tie", "wrong"]
+OUTCOMES: tuple[Outcome, ...] = ("same", "near-tie", "wrong")
+"""From the best to the worst."""
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What is to be said of one answer."""
+
+    outcome: Outcome
+    place: int = -1
+    """Of the first token that is wrong, from 0; else of the first near-tie; -1: of none."""
+    says: str = ""
+    difference: float = 0.0
+    """The most that a logprob of it differs from the reference's (nats), up to `place` where it is wrong."""
+
+
+def compare(
+    asked: Asked, scores: Sequence[Score], drawn: Sequence[int] | None, tolerance: float, difference: float = 0.0
+) -> Judgement:
+    """`drawn`: what the undivided engine gives for the same seed; None where the answer is greedy."""
+    tie: tuple[int, str] | None = None
+    for place, (token, score) in enumerate(zip(asked.tokens, scores, strict=True)):
+        if place < len(asked.logprobs):
+            apart = abs(asked.logprobs[place] - score.logprob)
+            difference = max(difference, apart)
+            if apart > tolerance:
+                says = f"token {place} has logprob {asked.logprobs[place]:.4f}, not {score.logprob:.4f}"
+                return Judgement("wrong", place, says, difference)
+        gap = score.top_logprob - score.logprob
+        if drawn is None and token != score.top and gap > 0:
+            says = f"token {place} is {token}, where {score.top} is likelier by {gap:.4f}"
+            if gap > tolerance:
+                return Judgement("wrong", place, says, difference)
+            tie = tie or (place, says)
+    if drawn is not None and tuple(drawn) != asked.tokens:
+        pairs = enumerate(zip(asked.tokens, drawn, strict=False))
+        place = next((place for place, (one, other) in pairs if one != other), min(len(drawn), len(asked.tokens)))
+        says = f"token {place} is not the one that the same seed draws in one engine"
+        if difference <= DRAW_NOISE:
+            return Judgement("wrong", place, says, difference)
+        tie = (place, says)
+    return Judgement("near-tie", *tie, difference) if tie is not None else Judgement("same", difference=difference)
+
+
+def pair_name(pair: Pair) -> str:
+    return pair[1] if pair[0] is None else f"{pair[0]}-{pair[1]}"
+
+
+def blame(wrong: Mapping[Pair, Collection[int]], judged: Collection[Pair]) -> list[str]:
+    """Names of instances and pairs that explain all wrong answers. `wrong`: by pair the places of the first wrong
+    tokens; `judged`: all pairs that answered.
+
+    An instance is named where all of its pairs are wrong, and there are several. Otherwise the first token tells: it is
+    sampled from P's logits, whatever became of the KV. What is left is between two, and both are named as a pair.
+    """
+    by_instance: dict[str, set[Pair]] = defaultdict(set)
+    for pair in judged:
+        for name in pair:
+            if name is not None:
+                by_instance[name].add(pair)
+    if len(judged) > 1 and set(wrong) == set(judged):
+        prefills, decodes = {pair[0] for pair in judged}, {pair[1] for pair in judged}
+        if (len(prefills) > 1 and len(decodes) > 1) or prefills == {None}:
+            return ["all"]
+        return [str(next(iter(prefills)))] if len(prefills) == 1 else [next(iter(decodes))]
+    guilty = sorted(name for name, pairs in by_instance.items() if len(pairs) > 1 and pairs <= set(wrong))
+    for pair, places in sorted(wrong.items(), key=str):
+        if not set(pair) & set(guilty):
+            guilty.append(pair[0] if pair[0] is not None and set(places) == {0} else pair_name(pair))
+    return list(dict.fromkeys(guilty))
+
+
+def unlike_texts(asked: Sequence[Asked]) -> list[str]:
+    """The same tokens are the same text, as a whole or in the deltas of a stream."""
+    texts: dict[tuple[int, ...], Asked] = {}
+    reasons = []
+    for one in asked:
+        first = texts.setdefault(one.tokens, one)
+        if first.text != one.text:
+            names = f"{first.request_id} and {one.request_id}"
+            reasons.append(f"requests {names} have the same tokens and other text: {first.text!r}, {one.text!r}")
+    return reasons

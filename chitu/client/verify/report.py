@@ -1,0 +1,145 @@
+"""What `chitu verify` found, for people and machines. Pure but for `show`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from chitu.client.verify.asking import Asked, Pair
+from chitu.client.verify.parity import Judgement, blame, pair_name, unlike_texts
+from chitu.client.verify.topology import TopologyVerdict
+
+EXIT_CODES = {"right": 0, "wrong": 1, "unjudged": 2}
+MAX_REASONS = 20
+"""Lines; of wrong answers the first of each pair comes first."""
+
+
+class Judged(msgspec.Struct, frozen=True):
+    asked: Asked
+    kind: str
+    judgement: Judgement
+
+
+class PairParity(msgspec.Struct, frozen=True):
+    prefill: str | None
+    """None: a unified instance."""
+    decode: str
+    same: int
+    near_ties: int
+    wrong: int
+    cached: int
+    """Of its answers, those whose prompts were read from the prefix cache."""
+    kv_bytes: int
+    """Of requests past the cache; `expected_bytes` is the formula's."""
+    expected_bytes: int
+    largest_difference: float
+    """Of a logprob from the reference's (nats)."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    verdict: Literal["right", "wrong", "unjudged"]
+    guilty: list[str]
+    """Instances, pairs (`P0-D1`), `router`, or `all`: then the model or the reference is another one."""
+    reasons: list[str]
+    model: str
+    dtype: str
+    """Of K and V."""
+    tolerance: float
+    """Nats."""
+    references: list[str]
+    requests: int
+    pairs: list[PairParity]
+
+
+def report_of(
+    verdict: TopologyVerdict,
+    judged: Sequence[Judged],
+    missing: Sequence[str],
+    dtype: str,
+    tolerance: float,
+    refs: list[str],
+) -> Report:
+    """`verdict`: of the topology, by the requests past the cache, without a look at tokens. `missing`: what else keeps
+    a verdict from being whole."""
+    wrong: dict[Pair, list[Judged]] = defaultdict(list)
+    by_pair: dict[Pair, list[Judged]] = defaultdict(list)
+    for one in judged:
+        assert one.asked.pair is not None
+        by_pair[one.asked.pair].append(one)
+        if one.judgement.outcome == "wrong":
+            wrong[one.asked.pair].append(one)
+    guilty = blame({pair: {one.judgement.place for one in found} for pair, found in wrong.items()}, by_pair.keys())
+    reasons = [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
+    reasons += [_reason(pair, one) for pair, found in wrong.items() for one in found[1:]]
+    moved = {(pair.prefill, pair.decode): (pair.kv_bytes, pair.expected_bytes) for pair in verdict.pairs}
+    for pair, (found_bytes, right_bytes) in moved.items():
+        if found_bytes != right_bytes:
+            guilty.append(pair_name(pair))
+            reasons.append(f"{pair_name(pair)} moved {found_bytes} bytes, not {right_bytes}")
+    unlike = [reason for number in sorted({one.asked.prompt for one in judged}) for reason in _texts(judged, number)]
+    guilty += ["router"] if unlike else []
+    reasons = [*reasons, *unlike][:MAX_REASONS]
+    open_reasons = [*missing, *verdict.reasons]
+    return Report(
+        verdict="wrong" if guilty else "unjudged" if open_reasons or not judged else "right",
+        guilty=list(dict.fromkeys(guilty)),
+        reasons=[*reasons, *open_reasons],
+        model=verdict.model,
+        dtype=dtype,
+        tolerance=tolerance,
+        references=refs,
+        requests=len(judged),
+        pairs=[_row(pair, found, *moved.get((str(pair[0]), pair[1]), (0, 0))) for pair, found in _ordered(by_pair)],
+    )
+
+
+def _ordered(by_pair: dict[Pair, list[Judged]]) -> list[tuple[Pair, list[Judged]]]:
+    return sorted(by_pair.items(), key=lambda item: pair_name(item[0]))
+
+
+def _texts(judged: Sequence[Judged], number: int) -> list[str]:
+    return unlike_texts([one.asked for one in judged if one.asked.prompt == number])
+
+
+def _reason(pair: Pair, one: Judged) -> str:
+    served = one.asked.served
+    assert served is not None
+    cached = f", {served.cached_tokens} tokens cached" if served.cached_tokens else ""
+    return f"{pair_name(pair)}: {one.kind}, prompt of {served.prompt_tokens} tokens{cached}: {one.judgement.says}"
+
+
+def _row(pair: Pair, found: Sequence[Judged], kv_bytes: int, expected_bytes: int) -> PairParity:
+    outcomes = [one.judgement.outcome for one in found]
+    return PairParity(
+        *pair,
+        same=outcomes.count("same"),
+        near_ties=outcomes.count("near-tie"),
+        wrong=outcomes.count("wrong"),
+        cached=sum(one.asked.served is not None and one.asked.served.cached_tokens > 0 for one in found),
+        kv_bytes=kv_bytes,
+        expected_bytes=expected_bytes,
+        largest_difference=round(max(one.judgement.difference for one in found), 6),
+    )
+
+
+def show(report: Report, console: Console) -> None:
+    table = Table(title=f"{report.model} ({report.dtype}) against {' and '.join(report.references) or 'nothing'}")
+    for name in ("pair", "same", "near-tie", "wrong", "from cache", "bytes moved", "formula", "logprobs differ by"):
+        table.add_column(name, justify="left" if name == "pair" else "right")
+    for pair in report.pairs:
+        counts = (pair.same, pair.near_ties, pair.wrong, pair.cached, pair.kv_bytes, pair.expected_bytes)
+        table.add_row(pair_name((pair.prefill, pair.decode)), *map(str, counts), f"{pair.largest_difference:.6f}")
+    console.print(table)
+    for reason in report.reasons:
+        console.print(reason, markup=False, soft_wrap=True)
+    if report.verdict == "right":
+        console.print(f"right: {report.requests} answers over {len(report.pairs)} pairs are those of one engine")
+    elif report.verdict == "wrong":
+        console.print(f"WRONG: {', '.join(report.guilty)}", markup=False)
+    else:
+        console.print("could not be judged")

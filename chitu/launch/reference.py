@@ -1,0 +1,161 @@
+"""References for answers of a cluster: one undivided engine, started here or running already, and `transformers`.
+
+Used by `chitu verify`. Blocking, in the caller's thread, which must outlive what it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from chitu.client.client import RouterClient
+from chitu.client.verify.asking import Impossible, Prober, Score
+from chitu.config.load import api_key, load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
+from chitu.models.config import count_weights
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+
+READY_TIMEOUT_S = 1800.0
+"""For the engine: a large model is read from disk first."""
+SPARE_PAGES = 64
+"""Beyond those of one request of the longest context."""
+MEMORY_PART = 0.5
+"""Of the memory that is free, which the weights of `transformers` may take."""
+FLOAT32_BYTES = 4
+
+
+class Scorer(Protocol):
+    def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
+        """Of the last `count` tokens. Impossible where there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    engine: Prober
+    scorers: dict[str, Scorer]
+    """By name: the engine, and `transformers` where it can be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOptions:
+    url: str | None
+    """Of an engine that runs; None: one is started."""
+    folder: str | None
+    """Of the model, if it is on this machine."""
+    device: str
+    has_transformers: bool
+    """Where there is memory for it."""
+    max_tokens: int
+    timeout_s: float
+    entries: Entries | None
+
+
+@contextlib.contextmanager
+def reference(options: ReferenceOptions, cluster: ClusterSnapshot, say: Callable[[str], None]) -> Iterator[Reference]:
+    """Of the model, the context and the dtype of the cluster, which has a layout. Impossible where there is none;
+    ConfigError and StartFailed as of `LocalCluster`."""
+    if options.url is not None:
+        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), api_key(), cluster, say)
+        return
+    if options.folder is None:
+        raise Impossible(
+            "the model's folder is not known, or not on this machine: name it with --model DIR, or an undivided engine "
+            "that runs already with --reference URL"
+        )
+    say(f"starting one undivided engine of {options.folder} on {options.device}")
+    topology = load_topology("unified_local.yaml", _settings(options.folder, options.device, cluster))
+    with LocalCluster(topology, entries=options.entries) as own:
+        own.wait_ready(READY_TIMEOUT_S)
+        keys = own.topology.dp_config.router.api_keys
+        key = keys[0] if keys else None
+        yield _reference(options, RouterClient(own.url, key), key, cluster, say)
+    own.remove_logs()
+
+
+def instance_of(cluster: ClusterSnapshot) -> InstanceSnapshot | None:
+    """Any that is up."""
+    return next((instance for instance in cluster.instances if instance.layout is not None), None)
+
+
+def _settings(folder: str, device: str, cluster: ClusterSnapshot) -> list[str]:
+    """Room for two requests, at the cluster's precision."""
+    like = instance_of(cluster)
+    assert like is not None and like.layout is not None and cluster.max_model_len is not None
+    dtype, page_size = like.layout.dtype, like.layout.page_size
+    pages = -(-cluster.max_model_len // page_size) + SPARE_PAGES
+    return [
+        f"model.path={msgspec.json.encode(folder).decode()}",
+        "model.served_name=reference",
+        "cache.kv_dtype=fp8_e4m3" if dtype == "fp8_e4m3" else f"model.dtype={dtype}",
+        f"model.max_model_len={cluster.max_model_len}",
+        f"cache.page_size={page_size}",
+        f"cache.num_pages={pages}",
+        f"dp_config.router.unified_schedulers.0.devices=[{msgspec.json.encode(device).decode()}]",
+    ]
+
+
+def _reference(
+    options: ReferenceOptions,
+    client: RouterClient,
+    key: str | None,
+    cluster: ClusterSnapshot,
+    say: Callable[[str], None],
+) -> Reference:
+    like, own = instance_of(cluster), instance_of(snapshot := client.cluster())
+    assert like is not None and like.layout is not None
+    if own is None or own.layout is None or any(instance.role != "unified" for instance in snapshot.instances):
+        raise Impossible(f"{client.url} is no undivided engine that serves")
+    if own.layout.model_hash != like.layout.model_hash:
+        raise Impossible("the reference has another model than the cluster: config.json or the weight files differ")
+    engine = Prober(client, key, client.model_name(), options.max_tokens, options.timeout_s)
+    scorers: dict[str, Scorer] = {f"one engine ({own.layout.dtype})": engine}
+    if options.folder is not None and options.has_transformers:
+        twin = _transformers(options.folder, say)
+        scorers |= {"transformers (float32)": twin} if twin is not None else {}
+    return Reference(engine, scorers)
+
+
+def _transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
+    """None, and why, where it cannot be had."""
+    if importlib.util.find_spec("transformers") is None:
+        say("no second reference: transformers is not installed")
+        return None
+    from chitu.engine.memory_budget import available_cpu_bytes
+
+    needed, free = FLOAT32_BYTES * count_weights(folder), available_cpu_bytes()
+    if needed > MEMORY_PART * free:
+        say(f"no second reference: transformers would take {needed >> 20} MiB of {free >> 20} that are free")
+        return None
+    try:
+        return _Transformers(folder)
+    except (OSError, ValueError, KeyError) as error:
+        say(f"no second reference: transformers does not read {folder}: {error}")
+        return None
+
+
+class _Transformers:
+    """In float32 on CPUs; a prompt at a time, so that no padding changes a rounding."""
+
+    def __init__(self, folder: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
+        import torch
+
+        with torch.inference_mode():
+            rows = self._model(torch.tensor([token_ids])).logits[0, -count - 1 : -1].float().log_softmax(-1)
+            tops, ids = rows.max(-1)
+            own = rows.gather(1, torch.tensor(token_ids[-count:])[:, None])[:, 0]
+        return [Score(*one) for one in zip(own.tolist(), ids.tolist(), tops.tolist(), strict=True)]

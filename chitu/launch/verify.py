@@ -1,0 +1,166 @@
+"""`chitu verify URL`: whether a running cluster answers as one undivided engine does. Blocking; the caller's thread.
+
+The same prompts go to the cluster, over every pair, and to references: a unified instance of the model's folder that is
+started here, or one that runs already (`--reference`); and `transformers` in float32, where memory has room for it.
+What counts as right is in `client/verify/parity.py`. Prompts go past the prefix cache, as a whole and as a stream,
+greedy and seeded, and then through it twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chitu.client.client import RouterClient
+from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Score
+from chitu.client.verify.parity import OUTCOMES, TOLERANCES, Judgement, compare
+from chitu.client.verify.report import Judged, Report, report_of
+from chitu.client.verify.topology import MIN_ROUNDS, judge
+from chitu.config.load import api_key
+from chitu.errors import ChituError
+from chitu.launch.drain import credential
+from chitu.launch.plan import Entries
+from chitu.launch.reference import Reference, ReferenceOptions, instance_of, reference
+from chitu.protocol.snapshot import ClusterSnapshot
+
+CACHED = "cached"
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "greedy": (False, {}),
+    "stream": (True, {}),
+    "seeded": (True, {"temperature": 0.8}),
+    CACHED: (False, {"cache_prompt": True}),
+}
+"""How a prompt is asked: as a stream, and with what beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    url: str
+    model: str | None = None
+    """Checkpoint folder; None: the one that the cluster's topology names, if it is on this machine."""
+    reference: str | None = None
+    """URL of an undivided engine that runs already."""
+    device: str = "cpu"
+    """Of the one that is started."""
+    has_transformers: bool = True
+    """Use it too, where there is memory for it."""
+    max_rounds: int = 8
+    """Prompts at most, until every pair was hit."""
+    concurrency: int = 2
+    """Requests at once: the cluster may be serving others."""
+    max_tokens: int = 40
+    timeout_s: float = 120.0
+    """Of one answer."""
+    entries: Entries | None = None
+
+
+def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
+    """Impossible where nothing can be compared; what `RouterClient` raises where no router answers."""
+    client = RouterClient(options.url, api_key(), flag="URL")
+    before = client.cluster()
+    like = instance_of(before)
+    if like is None or like.layout is None or before.max_model_len is None:
+        names = ", ".join(instance.name for instance in before.instances)
+        raise Impossible(f"nothing serves at {client.url}: {names or 'nobody'} is down")
+    dtype = like.layout.dtype
+    folder = options.model if options.model is not None else _served_folder(options.url)
+    wanted = ReferenceOptions(
+        options.reference,
+        folder,
+        options.device,
+        options.has_transformers,
+        options.max_tokens,
+        options.timeout_s,
+        options.entries,
+    )
+    prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
+    with reference(wanted, before, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
+        say(f"asking {client.url}, {options.concurrency} requests at once")
+        asking, ways = _Asking(prober, right, TOLERANCES[dtype]), _ways(before)
+        for number in range(max(MIN_ROUNDS, options.max_rounds)):
+            asking.round(number, before.max_model_len, max(2, len(ways)), pool)
+            if number + 1 >= MIN_ROUNDS and ways <= asking.seen:
+                break
+    after = client.cluster()
+    past_cache = [one.asked for one in asking.judged if one.kind != CACHED and one.asked.pair not in _alone(before)]
+    verdict = judge(before, after, [*past_cache, *asking.failed], compares_tokens=False)
+    alone = [instance for instance in after.instances if instance.role == "unified"]
+    missing = [f"{instance.name} is {instance.status}" for instance in alone if instance.status != "up"]
+    missing += [f"{instance.name} got no request" for instance in alone if (None, instance.name) not in asking.seen]
+    return report_of(verdict, asking.judged, missing, dtype, asking.tolerance, list(right.scorers))
+
+
+def _served_folder(url: str) -> str | None:
+    """The cluster's own, if this machine has it."""
+    try:
+        path = RouterClient(url, credential(url)).topology().model.path
+    except ChituError:  # it takes the cluster's key
+        return None
+    return path if path and Path(path, "config.json").is_file() else None
+
+
+def _alone(snapshot: ClusterSnapshot) -> set[Pair]:
+    return {(None, instance.name) for instance in snapshot.instances if instance.role == "unified"}
+
+
+def _ways(snapshot: ClusterSnapshot) -> set[Pair]:
+    """Over which requests can go now."""
+    up = [instance for instance in snapshot.instances if instance.status == "up"]
+    prefills, decodes = ([i.name for i in up if i.role == role] for role in ("prefill", "decode"))
+    pairs: set[Pair] = set(itertools.product(prefills, decodes))
+    return pairs | {(None, instance.name) for instance in up if instance.role == "unified"}
+
+
+@dataclass(slots=True)
+class _Asking:
+    """Asks the cluster and the references, and judges each answer."""
+
+    prober: Prober
+    right: Reference
+    tolerance: float
+    judged: list[Judged] = field(default_factory=list)
+    failed: list[Asked] = field(default_factory=list)
+    scores: dict[tuple[str, int, tuple[int, ...]], list[Score]] = field(default_factory=dict)
+    """By reference, prompt and answer: most answers are equal."""
+
+    @property
+    def seen(self) -> set[Pair | None]:
+        return {one.asked.pair for one in self.judged}
+
+    def round(self, number: int, max_model_len: int, copies: int, pool: ThreadPoolExecutor) -> None:
+        """One prompt, in each kind `copies` times; through the cache twice that, since at first it has nothing."""
+        prompt = self.prober.token_ids(self.prober.fitting_prompt(number, max_model_len))
+        for kind, (stream, kind_options) in KINDS.items():
+            options = {**kind_options, "logprobs": 0, "seed": number}
+            drawn = self._drawn(number, prompt, options) if "temperature" in options else None
+            times = 2 * copies if kind == CACHED else copies
+            asked = [pool.submit(self.prober.ask, number, prompt, stream, **options) for _ in range(times)]
+            for answer in [one.result() for one in asked]:
+                if answer.error:
+                    self.failed.append(answer)
+                else:
+                    self.judged.append(Judged(answer, kind, self._judge(prompt, answer, drawn)))
+
+    def _drawn(self, number: int, prompt: Sequence[int], options: dict[str, Any]) -> tuple[int, ...]:
+        alone = self.right.engine.ask(number, prompt, False, **options)
+        if alone.error:
+            raise Impossible(f"the reference failed: {alone.error}")
+        return alone.tokens
+
+    def _judge(self, prompt: Sequence[int], answer: Asked, drawn: tuple[int, ...] | None) -> Judgement:
+        """By all references; the worst of what they say."""
+        judgements = []
+        for name, scorer in self.right.scorers.items():
+            key = (name, answer.prompt, answer.tokens)
+            if key not in self.scores:
+                self.scores[key] = scorer.scores([*prompt, *answer.tokens], len(answer.tokens))
+            judgement = compare(answer, self.scores[key], drawn, self.tolerance)
+            says = f"{judgement.says}, by {name}" if judgement.says else ""
+            judgements.append(msgspec.structs.replace(judgement, says=says))
+        return max(judgements, key=lambda judgement: OUTCOMES.index(judgement.outcome))

@@ -1,0 +1,107 @@
+"""Process entry of instances with a fault planted, by instance in the file that CHITU_TEST_PLANTED names. P and D know
+nothing of it. `python -m planted_scheduler`
+
+`model`: another folder than the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
+D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from chitu.config.schema import FaultConfig, InstanceConfig, RouterConfig
+from chitu.config.topology import Instance, Topology
+from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, FaultyTransport
+from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transports
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
+from chitu.launch.progress import ProgressWriter
+from chitu.protocol import RankMemory, TransportSession
+from chitu.serve.makers import Makers, build_real_rank
+from chitu.serve.scheduler import end_process, main
+from chitu.types import Role, instance_name
+
+ENVIRONMENT = "CHITU_TEST_PLANTED"
+
+
+def planted(name: str) -> dict[str, Any]:
+    return json.loads(Path(os.environ[ENVIRONMENT]).read_text()).get(name, {})
+
+
+class WrongAttention:
+    """Ops of which one layer's attention is half as much again. Without a sum over the layers nobody knows which one is
+    computed: they come in turn."""
+
+    def __init__(self, ops: Any, layer: int, num_layers: int) -> None:
+        self._ops, self._layer, self._num_layers = ops, layer, num_layers
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attention(self, *values: Any) -> Any:
+        layer, self._calls = self._calls % self._num_layers, self._calls + 1
+        mixed = self._ops.attention(*values)
+        return mixed * 1.5 if layer == self._layer else mixed
+
+
+def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> Any:
+    fault = planted(instance.name)
+    model = msgspec.structs.replace(topology.model, path=fault.get("model", topology.model.path))
+    rank: Any = build_real_rank(msgspec.structs.replace(topology, model=model), instance, tp_rank, progress)
+    if "kernel" in fault:
+        decoder = rank.runner._model
+        object.__setattr__(decoder, "ops", WrongAttention(decoder.ops, fault["kernel"], rank.pool.layout.num_layers))
+    return rank
+
+
+class FlippingTransport(FaultyTransport):
+    def __init__(self, inner: Transport, fault: dict[str, int]) -> None:
+        super().__init__(inner, FaultConfig())
+        self._fault = fault
+        self._scratch = np.full(1, 0x42, np.uint8)  # of a float32: 32 to 128
+        self._targets: dict[str, tuple[range, int]] = {}
+
+    def connect(self, memory: RankMemory, session: TransportSession) -> FaultyPeer:
+        peer = super().connect(memory, session)
+        if memory.num_pages == self._fault["num_pages"]:
+            self._inner.register(int(self._scratch.ctypes.data), 1)
+            base = memory.region_bases[2 * self._fault["layer"]]
+            self._targets[peer.session_id] = (
+                range(base, base + memory.num_pages * memory.page_bytes),
+                memory.page_bytes,
+            )
+        return peer
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        super().write(peer, copies, timeout_s)
+        assert isinstance(peer, FaultyPeer)
+        region, page_bytes = self._targets.get(peer.session_id, (range(0), 0))
+        for dst, length in zip(copies.dst, copies.length, strict=True):
+            at = dst + self._fault["page"] * page_bytes + 3
+            if dst in region and at < dst + length:
+                self._inner.write(peer.inner, CopyList([int(self._scratch.ctypes.data)], [at], [1]), timeout_s)
+                return
+
+
+def wrap(
+    transports: Sequence[Transport],
+    router: RouterConfig,
+    role: Role,
+    engine_rank: int,
+    instance: InstanceConfig,
+    pool: TransferPool,
+) -> list[Transport]:
+    fault = planted(instance_name(role, engine_rank)).get("flip")
+    broken = [FlippingTransport(transport, fault) for transport in transports] if fault else transports
+    return wrap_transports(broken, router, role, engine_rank, instance, pool)
+
+
+if __name__ == "__main__":
+    end_process(main(makers=Makers(build_rank, wrap_transports=wrap)))

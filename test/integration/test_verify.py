@@ -1,0 +1,130 @@
+"""`chitu verify` on a real 2P2D of chitu-tiny: it finds nothing wrong where nothing is, and names what is planted.
+
+The clusters compute in float32; which pair gets which request is the router's (`round_robin`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import planted_scheduler
+import pytest
+from nursery import FORKED
+from safetensors.torch import load_file, save_file
+
+from chitu import cli
+from chitu.assets import TINY_MODEL_DIR
+from chitu.client.verify.report import Report
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.verify import VerifyOptions, verify
+
+ROUTER = "dp_config.router"
+PAGES = (400, 401)
+"""Of D0 and D1: by it a transport that is to harm one of them knows them apart."""
+PATIENCE_S = 300
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class World:
+    """A cluster with faults on demand, and one undivided engine beside it."""
+
+    def __init__(self, folder: Path, cluster: LocalCluster, engine: LocalCluster) -> None:
+        self.folder, self.cluster, self.engine = folder, cluster, engine
+
+    def plant(self, **faults: dict[str, Any]) -> None:
+        """By instance; those that had one and those that get one start anew."""
+        file = self.folder / "planted.json"
+        before = json.loads(file.read_text())
+        file.write_text(json.dumps(faults))
+        for name in sorted({*before, *faults}):
+            self.cluster.restart(name)
+        self.cluster.wait_ready(PATIENCE_S)
+        assert all(self.cluster.alive(name) for name in faults), [self.cluster.logs(name)[-3000:] for name in faults]
+
+    def verify(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Report]:
+        capsys.readouterr()
+        argv = ["verify", self.cluster.url, "--reference", self.engine.url, "--no-transformers", "--json", *words]
+        code = cli.main(argv)
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        return code, msgspec.json.decode(printed.out, type=Report)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "planted.json").write_text("{}")
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
+    pairs = [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]"]
+    pairs += [f"{ROUTER}.decode_schedulers=[{{port: 0, num_pages: {PAGES[0]}}}, {{port: 0, num_pages: {PAGES[1]}}}]"]
+    env = {planted_scheduler.ENVIRONMENT: str(folder / "planted.json")}
+    entries = replace(FORKED, scheduler="planted_scheduler")
+    with (
+        LocalCluster(load_topology("unified_local.yaml", settings), entries=FORKED) as engine,
+        LocalCluster(
+            load_topology("pd_disagg_1p1d_local.yaml", [*settings, *pairs]), entries=entries, env=env
+        ) as cluster,
+    ):
+        cluster.wait_ready(PATIENCE_S)
+        engine.wait_ready(PATIENCE_S)
+        yield World(folder, cluster, engine)
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """chitu-tiny with the sign of one weight of layer 1 flipped, the largest of its value projection."""
+    folder = tmp_path_factory.mktemp("models") / "broken"
+    shutil.copytree(TINY_MODEL_DIR, folder)
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors["model.layers.1.self_attn.v_proj.weight"]
+    weight.view(-1)[weight.abs().argmax()] *= -1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_cluster_in_which_all_is_right(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.plant()
+    code, report = world.verify(capsys)
+    assert (code, report.verdict, report.reasons, report.guilty) == (0, "right", [], []), report
+    assert {(pair.prefill, pair.decode) for pair in report.pairs} == {(f"P{k}", f"D{m}") for k in "01" for m in "01"}
+    assert all(pair.same + pair.near_ties and pair.kv_bytes == pair.expected_bytes for pair in report.pairs), report
+    assert sum(pair.cached for pair in report.pairs) > 0, report
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "guilty"),
+    [
+        ("P1", "weight", ["P1"]),
+        ("D0", "weight", ["D0"]),
+        ("D1", "kernel", ["D1"]),
+        ("P0", "flip", ["P0-D1"]),
+    ],
+)
+def test_the_guilty_one_is_named(
+    name: str, fault: str, guilty: list[str], world: World, broken_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "weight": {"model": broken_model},
+        "kernel": {"kernel": 1},
+        "flip": {"flip": {"num_pages": PAGES[1], "layer": 1, "page": 1}},
+    }
+    world.plant(**{name: kinds[fault]})
+    code, report = world.verify(capsys)
+    assert (code, report.verdict, report.guilty) == (1, "wrong", guilty), report
+
+
+def test_the_references_are_an_engine_that_it_starts_and_transformers(world: World) -> None:
+    """Of the folder that the cluster's topology names."""
+    world.plant()
+    said: list[str] = []
+    options = VerifyOptions(world.cluster.url, max_rounds=1, max_tokens=8, entries=FORKED)
+    report = verify(options, said.append)
+    assert (report.verdict, report.reasons) == ("right", []), report
+    assert report.references == ["one engine (float32)", "transformers (float32)"], said
