@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, join, drain, verify, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, explain, verify, join, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
@@ -102,6 +102,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
     command.set_defaults(run=_chat)
+
+    command = commands.add_parser("explain", help="where the time of a running cluster's requests goes")
+    command.add_argument(
+        "source", nargs="?", default=DEFAULT_URL, metavar="URL | FILE", help=f"(default: {DEFAULT_URL})"
+    )
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.add_argument(
+        "--seconds", type=_positive(float), default=10.0, metavar="S", help="to watch for (default: 10)"
+    )
+    command.add_argument("--save", metavar="FILE", help="what was seen, to be explained again")
+    command.add_argument("--json", action="store_true", help="the explanation as one JSON object")
+    command.set_defaults(run=_explain)
 
     command = commands.add_parser("join", help="add an instance to a running cluster, from this machine, until Ctrl-C")
     command.add_argument("role", choices=["prefill", "decode", "unified"])
@@ -297,6 +309,14 @@ def _chat(arguments: argparse.Namespace) -> int:
             temperature=arguments.temperature,
             question=" ".join(arguments.question) if arguments.question else None,
         )
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from chitu.client.explain import ExplainArguments, explain_cluster
+
+    return explain_cluster(
+        ExplainArguments(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
     )
 
 

@@ -48,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prompt_token_s: float = 0.0
     holds: str = ""
     """Folder of the holds; empty: none."""
+    slow: dict[str, float] = {}
+    """By how much an instance (`P1`) is slower than the others."""
 
 
 def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
@@ -96,7 +98,8 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes)
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
-    pace = Pace(config.step_s, config.prompt_token_s)
+    factor = config.slow.get(instance.name, 1.0)
+    pace = Pace(factor * config.step_s, factor * config.prompt_token_s)
     return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))
 
 
@@ -139,7 +142,7 @@ def _main() -> int:
     def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
         if config.transport == "mooncake":
             return select.open_transports(config, host, device)
-        return [HeldShmTransport(holds)]
+        return select.with_faults([HeldShmTransport(holds)], config)
 
     return main(makers=Makers(build, open_transports))
 

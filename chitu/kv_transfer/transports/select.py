@@ -31,7 +31,11 @@ def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cp
     MissingDependency where the configured library is absent; `auto` logs it and goes on. A loopback `host` has its
     peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
-    transports = _open(config, host, device)
+    return with_faults(_open(config, host, device), config)
+
+
+def with_faults(transports: list[Transport], config: PDDisaggregationConfig) -> list[Transport]:
+    """Broken on purpose, where that is configured."""
     if not config.faults.describe():
         return transports
     return [FaultyTransport(transport, config.faults) for transport in transports]

@@ -1,0 +1,359 @@
+"""Where the time of a cluster's requests goes, and what is in the way: from snapshots of `GET /cluster`. Pure.
+
+Used by `chitu explain`. Only what instances and the router report is used; a span is never measured here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from chitu.protocol import LoadReport
+from chitu.protocol.snapshot import ClusterSnapshot, RequestSnapshot
+
+WAITS = 0.2
+"""Share of a request's time, beyond which a stage that only waits is in the way."""
+WAITS_FIRST = 0.5
+"""The same of the time to the first token."""
+OUTLIER = 2.0
+"""How many times as slow as the others an instance or pair must be to be named."""
+OUTLIER_REQUESTS = 3
+"""Of each, at least."""
+OUTLIER_SHARE = 0.05
+"""Of the time of all requests, that the others' pace would save."""
+FAILS = 0.05
+"""Share of attempts."""
+RETRACTS = 0.1
+"""Retractions a request."""
+FULL = 0.1
+"""Share of pages that are free or cached, under which a pool is full."""
+MIN_REQUESTS = 3
+SHARED = 2.0
+"""Prompts at once on a P, on average, that make each other late."""
+MORE_PREFILL = "Add a P (`chitu join prefill`), or give prompts a common beginning, which is computed once."
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """A part of a request's life; the stages of a request follow each other, and add up to its time at the router."""
+
+    name: str
+    mean_s: float
+    p95_s: float
+    share: float
+    """Of the time of all requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    span_s: float
+    """Between the first snapshot and the last one."""
+    num_ended: int
+    num_failed: int
+    num_running: int
+    """At the last snapshot."""
+    first_token_s: float
+    """Mean, from the router's dispatch to the first token there."""
+    tokens_per_s: float
+    """Of the requests that ended."""
+    stages: tuple[StageShare, ...]
+    bottleneck: str
+    """One of `CODES`."""
+    says: str
+    """In one sentence."""
+    advice: str
+
+
+ADMISSION, QUEUE, COMPUTE = "admission on D", "queue on P", "compute on P"
+TRANSFER, FIRST_STEP, DECODE, ROUTER = "KV transfer", "first step of D", "tokens of D", "router and messages"
+STAGES = (ADMISSION, QUEUE, COMPUTE, TRANSFER, FIRST_STEP, DECODE, ROUTER)
+WAITING = (ADMISSION, QUEUE, TRANSFER, FIRST_STEP, ROUTER)
+"""Those in which nothing is computed."""
+BEFORE_FIRST = (ADMISSION, QUEUE, COMPUTE, FIRST_STEP)
+CODES = (
+    *(
+        "no_requests",
+        "no_instance",
+        "failures",
+        "pages",
+        "logits_slots",
+        "admission",
+        "prefill_queue",
+        "prefill_instance",
+    ),
+    *("prefill_compute", "transfer_pair", "transfer", "running_requests", "decode_instance", "decode", "router"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Of one finished request, in seconds."""
+
+    record: RequestSnapshot
+    stages: dict[str, float]
+    total_s: float
+    first_token_s: float
+
+
+def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
+    """`snapshots`: of one router, oldest first, at least one. Requests count that ended between the first and the
+    last."""
+    first, last = snapshots[0], snapshots[-1]
+    since_s = first.time_s if len(snapshots) > 1 else float("-inf")
+    records = {record.room: record for snapshot in snapshots for record in snapshot.requests}
+    ended = [r for r in records.values() if r.ended_at_s is not None and r.ended_at_s >= since_s]
+    finished = [_spans(r) for r in ended if r.state == "finished" and r.stages is not None and r.output_tokens]
+    failed = [r for r in ended if r.state in ("failed", "retried")]
+    total_s = sum(spans.total_s for spans in finished)
+    stages = []
+    for name in STAGES:
+        of_all = sorted(spans.stages[name] for spans in finished)
+        if finished:
+            share = sum(of_all) / total_s if total_s else 0.0
+            stages.append(StageShare(name, statistics.fmean(of_all), of_all[int(0.95 * (len(of_all) - 1))], share))
+    code, says, advice = _verdict(snapshots, finished, ended, failed, {stage.name: stage for stage in stages})
+    span_s = last.time_s - first.time_s
+    return Explanation(
+        span_s=span_s,
+        num_ended=len(ended),
+        num_failed=len(failed),
+        num_running=sum(record.ended_at_s is None for record in last.requests),
+        first_token_s=statistics.fmean(spans.first_token_s for spans in finished) if finished else 0.0,
+        tokens_per_s=sum(spans.record.output_tokens for spans in finished) / span_s if span_s > 0 else 0.0,
+        stages=tuple(stages),
+        bottleneck=code,
+        says=says,
+        advice=advice,
+    )
+
+
+def _spans(record: RequestSnapshot) -> _Spans:
+    """D counts from its arrival there, P from its own, which are taken for one moment. What P's queue has of D's
+    admission is D's."""
+    assert record.stages is not None and record.ended_at_s is not None
+    times, of_p = record.stages, record.stages.prefill
+    total_s = max(0.0, record.ended_at_s - record.created_at_s)
+    left_s = end_s = min(times.total_s, total_s)
+    spans = dict.fromkeys(STAGES, 0.0)
+
+    def take(name: str, span_s: float) -> None:
+        nonlocal left_s
+        spans[name] += (taken_s := min(max(0.0, span_s), left_s))
+        left_s -= taken_s
+
+    take(ADMISSION, times.admission_s)
+    take(QUEUE, of_p.queue_s - times.admission_s)
+    take(COMPUTE, of_p.compute_s)
+    to_first_s = times.first_token_s - (end_s - left_s)
+    travels_s = min(of_p.transfer_s, max(0.0, to_first_s)) if record.prefill is not None else 0.0
+    take(TRANSFER, travels_s)
+    take(FIRST_STEP, to_first_s - travels_s)
+    take(TRANSFER, times.kv_landed_s - times.first_token_s)
+    spans[DECODE], spans[ROUTER] = left_s, total_s - end_s
+    first_s = record.first_token_at_s
+    return _Spans(record, spans, total_s, total_s if first_s is None else first_s - record.created_at_s)
+
+
+# ------------------------------------------------------------------------------------------------------------- verdict
+
+
+def _verdict(
+    snapshots: Sequence[ClusterSnapshot],
+    finished: Sequence[_Spans],
+    ended: Sequence[RequestSnapshot],
+    failed: Sequence[RequestSnapshot],
+    stages: dict[str, StageShare],
+) -> tuple[str, str, str]:
+    last = snapshots[-1]
+    down = [instance.name for instance in last.instances if instance.status == "down"]
+    roles = {instance.role for instance in last.instances}
+    lost = [role for role in sorted(roles) if all(i.status == "down" for i in last.instances if i.role == role)]
+    if lost:
+        return "no_instance", f"No {lost[0]} instance is there ({', '.join(down)} down).", "Start it; its log says why."
+    if len(failed) >= max(1.0, FAILS * len(ended)) and len(ended) >= MIN_REQUESTS:
+        return _failures(failed, len(ended), down)
+    if len(finished) < MIN_REQUESTS:
+        return (
+            "no_requests",
+            f"Only {len(finished)} requests ended while this watched.",
+            "Watch for longer (--seconds), or send some load.",
+        )
+    retracted = sum(_grown(snapshots, lambda load: load.retractions).values())
+    if retracted >= RETRACTS * len(finished):
+        return _small_pool(snapshots, f"{retracted} requests were moved out of D's pages and back")
+    total_s = sum(spans.total_s for spans in finished)
+    slow = _outlier(finished, total_s)
+    if slow is not None:
+        return slow
+    first_s = sum(spans.first_token_s for spans in finished)
+    worst = max((stages[name] for name in WAITING), key=lambda stage: stage.share)
+    waits_s = worst.share * total_s
+    if worst.share >= WAITS or (worst.name in BEFORE_FIRST and waits_s > WAITS_FIRST * first_s):
+        return _waiting(snapshots, finished, worst)
+    return _working(snapshots, finished, stages)
+
+
+def _failures(failed: Sequence[RequestSnapshot], num_ended: int, down: Sequence[str]) -> tuple[str, str, str]:
+    codes = Counter(record.error for record in failed)
+    pairs = Counter(name for record in failed for name in (record.prefill, record.decode) if name is not None)
+    code, name = codes.most_common(1)[0][0], pairs.most_common(1)[0][0]
+    says = f"{len(failed)} of {num_ended} attempts failed, most with {code}, most often with {name}."
+    missing = f" {', '.join(down)}: down." if down else ""
+    return "failures", says, f"See its log, and docs/troubleshooting.md for {code}.{missing}"
+
+
+def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str] | None:
+    """An instance, or a pair, that is much slower at the same work than the others of its kind."""
+    kinds: tuple[tuple[str, Callable[[_Spans], str | None], Callable[[_Spans], tuple[float, float]], str, str], ...] = (
+        ("prefill_instance", lambda s: s.record.prefill, _compute_of, "a prompt token", "Compare its host and device"),
+        ("decode_instance", lambda s: s.record.decode, _decode_of, "a token", "Compare its host and device"),
+        ("transfer_pair", _pair_of, _transfer_of, "a byte of KV", "Look at the network between the two"),
+    )
+    found = []
+    for code, name_of, work_of, what, advice in kinds:
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for spans in finished:
+            name, work = name_of(spans), work_of(spans)
+            if name is not None and work[1]:
+                groups.setdefault(name, []).append(work)
+        paces = {n: _pace(works) for n, works in groups.items() if len(works) >= OUTLIER_REQUESTS}
+        if len(paces) < 2:
+            continue
+        slowest = max(paces, key=paces.__getitem__)
+        others = statistics.median(pace for name, pace in paces.items() if name != slowest)
+        spent_s = sum(span_s for span_s, _ in groups[slowest])
+        saved_s = spent_s * (1 - others / paces[slowest]) if paces[slowest] else 0.0
+        if paces[slowest] >= OUTLIER * others and saved_s >= OUTLIER_SHARE * total_s:
+            times = f"{paces[slowest] / others:.1f} times as long" if others else "far longer"
+            says = f"{slowest} takes {times} for {what} as the others."
+            found.append((saved_s, (code, says, f"{advice}; `chitu drain` takes an instance out.")))
+    return max(found)[1] if found else None
+
+
+def _pace(works: Iterable[tuple[float, float]]) -> float:
+    """Seconds a unit: of the middle request, for one that met an accident says nothing of the rest."""
+    return statistics.median(span_s / units for span_s, units in works)
+
+
+def _compute_of(spans: _Spans) -> tuple[float, float]:
+    record = spans.record
+    return spans.stages[COMPUTE], record.prompt_tokens + record.continued_tokens - record.cached_tokens
+
+
+def _decode_of(spans: _Spans) -> tuple[float, float]:
+    return spans.stages[DECODE], max(0, spans.record.output_tokens - 1 - spans.record.continued_tokens)
+
+
+def _transfer_of(spans: _Spans) -> tuple[float, float]:
+    return spans.stages[TRANSFER], spans.record.kv_bytes
+
+
+def _pair_of(spans: _Spans) -> str | None:
+    return None if spans.record.prefill is None else f"{spans.record.prefill} -> {spans.record.decode}"
+
+
+def _waiting(
+    snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stage: StageShare
+) -> tuple[str, str, str]:
+    share = f"{stage.share:.0%} of a request's time ({_ms(stage.mean_s)})"
+    if stage.name == QUEUE:
+        tokens = sum(_grown(snapshots, lambda load: load.tokens, "P", "U").values())
+        waiting = max((_sum(snapshot, lambda load: load.waiting_tokens, "P", "U") for snapshot in snapshots), default=0)
+        says = f"Prompts wait for P: {share}, with up to {waiting} prompt tokens queued and {tokens} computed."
+        return "prefill_queue", says, MORE_PREFILL
+    if stage.name == TRANSFER:
+        moved, spent_s = (sum(column) for column in zip(*map(_bytes_and_s, finished), strict=True))
+        rate = f"{moved / spent_s / 1e9:.3g} GB/s" if spent_s else "-"
+        says = f"KV is long on its way by {snapshots[-1].transport}: {share}, at {rate} a request."
+        return "transfer", says, "Compare with `chitu bench transfer`; RDMA, more transfer_threads, or fp8 pages."
+    if stage.name == FIRST_STEP:
+        return _few_slots(snapshots, f"Requests whose logits are there wait for a step of D: {share}")
+    if stage.name == ROUTER:
+        says = f"Messages and the router take {share}."
+        return "router", says, "If the router's core is busy, set router.workers; else look at the network to it."
+    loads = [load for snapshot in snapshots for load in _loads(snapshot, "D", "U")]
+    if any(load.pages_free + load.pages_cached <= FULL * load.pages_total for load in loads):
+        return _small_pool(snapshots, f"Requests wait for pages of D: {share}")
+    if any(not load.aux_free and load.aux_total for load in loads):
+        says = f"Requests wait for room for a row of logits on D: {share}."
+        return "logits_slots", says, "Raise cache.num_aux_slots (unset: twice scheduler.max_running_requests)."
+    return _few_slots(snapshots, f"Requests wait to be let in by D, which has pages: {share}")
+
+
+def _few_slots(snapshots: Sequence[ClusterSnapshot], what: str) -> tuple[str, str, str]:
+    running = max((load.running for snapshot in snapshots for load in _loads(snapshot, "D", "U")), default=0)
+    says = f"{what}; up to {running} run on one."
+    return "running_requests", says, "Raise scheduler.max_running_requests, or add a D (`chitu join decode`)."
+
+
+def _small_pool(snapshots: Sequence[ClusterSnapshot], what: str) -> tuple[str, str, str]:
+    used = [
+        1 - (load.pages_free + load.pages_cached) / load.pages_total for s in snapshots for load in _loads(s, "D", "U")
+    ]
+    says = f"{what}: its pages are in use up to {max(used, default=0):.0%}."
+    return "pages", says, "Give D more pages (cache.num_pages, memory_fraction, fp8 pages), or add a D."
+
+
+def _working(
+    snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stages: dict[str, StageShare]
+) -> tuple[str, str, str]:
+    """Nothing waits long."""
+    if stages[COMPUTE].share >= stages[DECODE].share:
+        at_once = _prompts_at_once(finished)
+        if at_once >= SHARED:
+            says = f"Prompts share P: {stages[COMPUTE].share:.0%} of a request's time, {at_once:.0f} at once on each."
+            return "prefill_queue", says, MORE_PREFILL
+        computed_s, tokens = (sum(column) for column in zip(*map(_compute_of, finished), strict=True))
+        pace = f", {_ms(computed_s / tokens)} a prompt token" if tokens else ""
+        says = f"Nothing waits long; most of the time P computes: {stages[COMPUTE].share:.0%}{pace}."
+        return (
+            "prefill_compute",
+            says,
+            "Faster P, or tensor parallelism for them; more of them do not shorten a prompt.",
+        )
+    decoded_s, tokens = (sum(column) for column in zip(*map(_decode_of, finished), strict=True))
+    running = max((_sum(snapshot, lambda load: load.running, "D", "U") for snapshot in snapshots), default=0)
+    pace = f", {_ms(decoded_s / tokens)} a token with up to {running} requests at once" if tokens else ""
+    says = f"Nothing waits long; most of the time D makes tokens: {stages[DECODE].share:.0%}{pace}."
+    return "decode", says, "If that is too slow, add a D, so that each has fewer requests at once."
+
+
+def _prompts_at_once(finished: Sequence[_Spans]) -> float:
+    """On a P that has any, on average: what instances report of it is as old as their last step."""
+    span_s = max(s.record.created_at_s for s in finished) - min(s.record.created_at_s for s in finished)
+    spent_s = sum(spans.stages[COMPUTE] for spans in finished)
+    span_s += spent_s / len(finished)
+    return spent_s / span_s / len({spans.record.prefill for spans in finished}) if span_s else 0.0
+
+
+def _bytes_and_s(spans: _Spans) -> tuple[float, float]:
+    return spans.record.kv_bytes, spans.stages[TRANSFER]
+
+
+def _loads(snapshot: ClusterSnapshot, *letters: str) -> list[LoadReport]:
+    return [i.load for i in snapshot.instances if i.load is not None and i.name[0] in letters and i.load.pages_total]
+
+
+def _sum(snapshot: ClusterSnapshot, of: Callable[[LoadReport], int], *letters: str) -> int:
+    return sum(of(load) for load in _loads(snapshot, *letters))
+
+
+def _grown(snapshots: Sequence[ClusterSnapshot], of: Callable[[LoadReport], int], *letters: str) -> dict[str, int]:
+    """By how much a counter grew, by instance; one that started anew counts from zero."""
+    grown: dict[str, int] = {}
+    before: dict[str, tuple[str, int]] = {}
+    for snapshot in snapshots:
+        for instance in snapshot.instances:
+            if instance.load is None or (letters and instance.name[0] not in letters):
+                continue
+            now = instance.incarnation, of(instance.load)
+            life, count = before.get(instance.name, now)
+            grown[instance.name] = grown.get(instance.name, 0) + now[1] - (count if life == now[0] else 0)
+            before[instance.name] = now
+    return grown
+
+
+def _ms(span_s: float) -> str:
+    return f"{1000 * span_s:.3g} ms" if span_s < 1 else f"{span_s:.3g} s"

@@ -1,0 +1,126 @@
+"""`chitu explain` of snapshots that were made by hand: what real clusters cannot be brought to easily, and its edges.
+Bottlenecks of real clusters are in `test_explain.py`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chitu.client.bottleneck import CODES, Explanation, explain
+from chitu.client.explain import ExplainArguments, explain_cluster
+from chitu.errors import ConfigError
+from chitu.protocol import LoadReport, PrefillTimes, StageTimes
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+
+SPAN_S = st.floats(0, 100)
+rooms = itertools.count()
+
+
+def request(pair: str = "P0-D0", total_s: float = 1.0, at_s: float = 1.0, **times: Any) -> RequestSnapshot:
+    """One that finished. `times`: as StageTimes and PrefillTimes have them, and fields of the record."""
+    prefill, _, decode = pair.rpartition("-")
+    of_p = {name: times.pop(name, 0.0) for name in ("queue_s", "compute_s", "transfer_s")}
+    fields = {"output_tokens": 11, "kv_bytes": 1000, **{k: times.pop(k) for k in list(times) if not k.endswith("_s")}}
+    stages = StageTimes(PrefillTimes(**of_p), **{"total_s": total_s, **times})
+    return RequestSnapshot(
+        **{
+            **dict(room=str(next(rooms)), request_id="r", prefill=prefill or None, decode=decode, state="finished"),
+            **dict(prompt_tokens=100, created_at_s=at_s, first_token_at_s=at_s, ended_at_s=at_s + total_s, error=""),
+            **dict(stages=stages, **fields),
+        }
+    )
+
+
+def snapshot(*requests: RequestSnapshot, time_s: float = 10.0, loads: dict[str, LoadReport] | None = None) -> Any:
+    loads = loads if loads is not None else dict.fromkeys(("P0", "P1", "D0", "D1"), LoadReport(pages_total=10))
+    roles = {"P": "prefill", "D": "decode", "U": "unified"}
+    instances = tuple(InstanceSnapshot(name, roles[name[0]], "up", "h", 1, "1", load) for name, load in loads.items())
+    return ClusterSnapshot("m", "1", 1024, 16, "shm", time_s, "1", 0, instances, requests)
+
+
+def found(*requests: RequestSnapshot, **more: Any) -> Explanation:
+    return explain([snapshot(time_s=0.0), snapshot(*requests, **more)])
+
+
+def test_a_slow_pair_is_named_where_the_others_are_fast() -> None:
+    pairs = [f"P{p}-D{d}" for p in (0, 1) for d in (0, 1)]
+    requests = [
+        request(pair, transfer_s=0.5 if pair == "P1-D0" else 0.05, first_token_s=1.0, at_s=float(n))
+        for n in range(4)
+        for pair in pairs
+    ]
+    slow = found(*requests)
+    assert slow.bottleneck == "transfer_pair" and slow.says.startswith("P1 -> D0 takes 10.0 times as long")
+
+
+def test_one_slow_request_makes_no_instance_slow() -> None:
+    requests = [request(f"P{n % 2}-D0", compute_s=0.1, first_token_s=0.1) for n in range(8)]
+    assert found(*requests, request("P1-D0", 9.0, compute_s=9.0, first_token_s=9.0)).bottleneck != "prefill_instance"
+
+
+def test_requests_that_ended_before_the_watching_do_not_count() -> None:
+    early = [request(at_s=-5.0, compute_s=1.0) for _ in range(5)]
+    none = found(*early)
+    assert (none.bottleneck, none.num_ended, none.stages) == ("no_requests", 0, ())
+    assert explain([snapshot(*early)]).num_ended == 5, "a single look has nothing else"
+
+
+def test_a_counter_that_starts_anew_is_not_a_fall() -> None:
+    def at(time_s: float, life: str, retractions: int, *requests: RequestSnapshot) -> ClusterSnapshot:
+        seen = snapshot(*requests, time_s=time_s, loads={"P0": LoadReport(pages_total=10)})
+        load = LoadReport(pages_total=10, pages_free=9, retractions=retractions)
+        return msgspec.structs.replace(
+            seen, instances=(*seen.instances, InstanceSnapshot("D0", "decode", "up", "h", 1, life, load))
+        )
+
+    requests = [request() for _ in range(5)]
+    assert explain([at(0, "1", 100), at(5, "1", 100), at(9, "1", 100, *requests)]).bottleneck == "decode"
+    again = explain([at(0, "1", 100), at(5, "2", 3), at(9, "2", 4, *requests)])
+    assert again.bottleneck == "pages" and again.says.startswith("4 requests were moved")
+
+
+def test_unified_instances_have_no_transfer() -> None:
+    requests = [request("U0", queue_s=0.7, compute_s=0.1, first_token_s=0.8) for _ in range(5)]
+    alone = found(*requests, loads={"U0": LoadReport(pages_total=10, pages_free=9)})
+    assert alone.bottleneck == "prefill_queue" and sum(stage.share for stage in alone.stages) == pytest.approx(1)
+
+
+@given(
+    st.lists(
+        st.tuples(*[SPAN_S] * 9, st.integers(0, 5), st.sampled_from(["P0-D0", "P1-D0", "P0-D1", "U0"])), max_size=8
+    )
+)
+def test_stages_add_up_and_there_is_always_a_word(spans: list[tuple[Any, ...]]) -> None:
+    requests = []
+    for *times, tokens, pair in spans:
+        total_s, lag_s, queue_s, compute_s, transfer_s, admission_s, first_s, landed_s, at_s = times
+        made = request(
+            *(pair, total_s, at_s),
+            **dict(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s, admission_s=admission_s),
+            **dict(first_token_s=first_s, kv_landed_s=landed_s, output_tokens=tokens),
+        )
+        requests.append(msgspec.structs.replace(made, ended_at_s=at_s + total_s + lag_s))
+    made = found(*requests)
+    assert made.bottleneck in CODES and made.says and made.advice
+    assert all(stage.mean_s >= 0 for stage in made.stages)
+    if any(stage.mean_s for stage in made.stages):
+        assert sum(stage.share for stage in made.stages) == pytest.approx(1)
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Explanation) == made
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "neither a file nor a URL"), (b"", "is empty"), (b"{}\n", "is not what"), (b"\xff", "is not")],
+)
+def test_what_is_no_file_of_snapshots_is_one_sentence(tmp_path: Path, content: bytes | None, why: str) -> None:
+    path = tmp_path / "seen"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        explain_cluster(ExplainArguments(str(path)))
