@@ -241,6 +241,8 @@ class PDSchedulerService:
         self._leave()
         for thread in threads:
             thread.join(timeout=2.0)
+        if self._engine.tiers is not None:  # its copies may need the lanes to other ranks
+            self._engine.tiers.close()
         if self._engine.kv is not None:
             self._engine.kv.close()
         if step.is_alive():
@@ -248,8 +250,6 @@ class PDSchedulerService:
             logger.warning("shutting down without waiting for the step that still computes")
             logging.shutdown()
             os._exit(self._exit_code)
-        if self._engine.tiers is not None:
-            self._engine.tiers.close()
         self._engine.close()
         return self._exit_code
 

@@ -247,20 +247,12 @@ def _tier_problems(topology: Topology) -> Iterator[str]:
         return
     if not topology.cache.prefix_cache:
         yield "cache.host_bytes is memory for the prefix cache, which cache.prefix_cache turns off"
-    for instance in instances(topology):
-        if has_tiers(topology, instance) and instance.config.tp_size > 1:
-            yield (
-                f"cache.host_bytes is for instances of one rank: {instance.key}.tp_size is {instance.config.tp_size}"
-            )
 
 
 def has_tiers(topology: Topology, instance: Instance) -> bool:
-    """Whether its prefix cache goes on in host memory: where prompts are computed, and on a D of one rank that can hand
-    the pages of its answers to those."""
-    cache = topology.cache
-    if instance.role is Role.DECODE and (instance.config.tp_size > 1 or not has_lasting_tiers(topology)):
-        return False
-    return cache.host_bytes > 0
+    """Whether its prefix cache goes on in host memory: where prompts are computed, and on a D that can hand them the
+    pages of its answers."""
+    return topology.cache.host_bytes > 0 and (instance.role is not Role.DECODE or has_lasting_tiers(topology))
 
 
 def has_lasting_tiers(topology: Topology) -> bool:

@@ -20,9 +20,11 @@ from chitu.engine.follower import run_follower
 from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch
 from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
+from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
 from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import ServiceThread
@@ -39,8 +41,10 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     memory: RankMemory | None = None
     """Followers of D: where P's ranks write."""
     lane_base: str = ""
-    """Main rank of P, and of D with `verify_kv`: where its followers take orders (`FanOut`)."""
+    """Main rank of P, of D with `verify_kv`, and with tiers: where its followers take orders (`FanOut`)."""
     num_lanes: int = 0
+    tier_file: int = -1
+    """Main rank, with tiers: its descriptor of their memory."""
 
 
 def greet(group: RankGroup, mine: Greeting) -> list[Greeting]:
@@ -90,11 +94,18 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
 def _start_writer(
     topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
 ) -> ShardFollower | None:
-    """Threads that write this rank's shard of P, or sum up its pages, when the main rank says so."""
+    """Threads that write this rank's shard of P, sum up or copy its pages, when the main rank says so."""
     if not main.num_lanes:
         return None
     is_verified = topology.dp_config.router.pd_disaggregation.verify_kv != "off"
     pool, sums = engine.pool, page_sums_of(engine.pool, tp_rank) if is_verified else None
-    writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums)
+    tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
+    writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums, tiers)
     writer.start(ServiceThread)
     return writer
+
+
+def _tier_memory(pool: KVPool, tp_rank: int, main: Greeting) -> TierMemory:
+    with open(f"/proc/{main.pid}/fd/{main.tier_file}", "r+b") as file:
+        memory = host_memory(os.fstat(file.fileno()).st_size, pool.device.type, file.fileno())
+    return TierMemory(memory, page_copies_of(pool, pool.device.type, tp_rank))

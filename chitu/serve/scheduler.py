@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -42,10 +43,11 @@ from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
+from chitu.kv_cache.tiers.page_copies import shared_file
 from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
@@ -176,28 +178,19 @@ def build_engine(
     wake = Waker()
     fingerprint = _fingerprint(topology, instance, engine)
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
-    tiers: PrefixTiers | None = None
+    fan_out = _fan_out(topology, instance) if engine.group is not None else None
+    tiers, tier_file = None, -1
     if has_tiers(topology, instance):
-        kind = instance.config.devices[MAIN_RANK].partition(":")[0]
-        name, host = instance.name, instance.config.host
-        free_bytes = available_cpu_bytes()
-        config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
-        tiers = build_tiers(config, name, host, engine.pool, kind, cache, free_bytes, RealClock(), wake.wake)
+        tiers, tier_file = _build_tiers(topology, instance, engine.pool, cache, wake, fan_out)
     executor: Executor = engine.runner
-    fan_out: FanOut | None = None
     greetings: list[Greeting] = []
     if engine.group is not None:
         from chitu.engine.model_runner import ModelRunner
         from chitu.engine.tp_executor import TensorParallelExecutor
         from chitu.instance.ranks import Greeting, greet, watch_others
 
-        threads = topology.dp_config.router.pd_disaggregation.transfer_threads
-        if instance.role is Role.PREFILL:
-            fan_out = FanOut(instance.config.tp_size - 1, threads)
-        elif instance.role is Role.DECODE and topology.dp_config.router.pd_disaggregation.verify_kv != "off":
-            fan_out = FanOut(instance.config.tp_size - 1, 0)
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
-        greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes))
+        greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes, tier_file))
         if fan_out is not None:
             fan_out.wait_connected()
         assert isinstance(engine.runner, ModelRunner)
@@ -209,6 +202,8 @@ def build_engine(
         kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers)
 
     def close() -> None:
+        if kv is None and fan_out is not None:
+            fan_out.close()
         executor.close()
         if engine.grammars is not None:
             engine.grammars.close()
@@ -227,6 +222,33 @@ def build_engine(
         tiers=tiers,
         grammars=engine.grammars,
     )
+
+
+def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
+    """Of the main rank of several: the ways to the others, where these have more to do than steps."""
+    pd, num_followers = topology.dp_config.router.pd_disaggregation, instance.config.tp_size - 1
+    if instance.role is Role.PREFILL:
+        return FanOut(num_followers, pd.transfer_threads)
+    sums = instance.role is Role.DECODE and pd.verify_kv != "off"
+    return FanOut(num_followers, 0) if sums or has_tiers(topology, instance) else None
+
+
+def _build_tiers(
+    topology: Topology,
+    instance: Instance,
+    pool: RankPool,
+    cache: PagedKVCacheManager,
+    wake: Waker,
+    fan_out: FanOut | None,
+) -> tuple[PrefixTiers, int]:
+    """The tiers, and the descriptor of their memory for other ranks; -1 without any."""
+    config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
+    kind, name, host = instance.config.devices[MAIN_RANK].partition(":")[0], instance.name, instance.config.host
+    build = partial(build_tiers, config, name, host, pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
+    if fan_out is None:
+        return build(), -1
+    file = shared_file(config.host_bytes)
+    return build(file, partial(FannedPageCopies, fan_out)), file
 
 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:

@@ -18,7 +18,7 @@ def test_pages_go_to_pinned_memory_and_back(card, dtype):
         region.view(torch.uint8).random_()
     wait(card)
     before = [region.clone() for region in pool.regions]
-    copies, nbytes = DevicePageCopies(pool), page_content_bytes(pool)
+    copies, nbytes = DevicePageCopies(pool), page_content_bytes(pool.layout)
     memory = host_memory(2 * nbytes, card.device.type)
     assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned() == (card.device.type == "cuda")
     for place, page in enumerate((3, 7)):

@@ -67,13 +67,17 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=["shm", "mooncake"])
-def cluster(request: pytest.FixtureRequest, model: Path) -> Iterator[LocalCluster]:
+def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalCluster]:
     if request.param == "mooncake":
         try:
             import mooncake.engine  # noqa: F401
         except (ImportError, OSError) as error:
             pytest.skip(f"mooncake does not import here: {error}")
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={request.param}"]
+    settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60"]
+    settings.append(f"cache.disk.path={tmp_path_factory.mktemp('disk')}")
     settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]
     settings.append(f"{PD}.deadlines.drain_s=60")  # Mooncake engines take a second each to end, of a free core
     for index, size in enumerate(SIZES):
@@ -91,6 +95,7 @@ class Answer:
     request_id: str
     token_ids: list[int]
     error: str
+    cached_tokens: int = 0
 
 
 def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]) -> list[Answer]:
@@ -102,7 +107,9 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]
         request_id = reply.headers.get("x-request-id", "")
         if reply.status_code != 200:
             return Answer(request_id, [], reply.json()["error"]["code"])
-        return Answer(request_id, reply.json()["choices"][0]["token_ids"], "")
+        answer = reply.json()
+        cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return Answer(request_id, answer["choices"][0]["token_ids"], "", cached_tokens)
 
     async def run() -> list[Answer]:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=150.0, trust_env=False) as client:
@@ -127,6 +134,39 @@ def ranks_of(cluster: LocalCluster, name: str) -> list[psutil.Process]:
     torchrun = psutil.Process(cluster.pid(name)).parent()
     assert torchrun is not None
     return sorted(torchrun.children(), key=lambda process: process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pages_on_disk_are_those_of_instances_of_every_size(cluster: LocalCluster, model: Path) -> None:
+    """First, on a disk without files. Nine conversations, each turn on another pair: P finds its pages, and those of
+    the answers, wherever they were computed."""
+    rng, disk = random.Random(8), Path(str(cluster.topology.cache.disk.path))
+    conversations = [[rng.randrange(10, VOCAB - 20) for _ in range(45)] for _ in PAIRS]
+    known, options = 0, GREEDY | {"cache_salt": "shared"}
+    for turn in range(3):
+        engines = [Engine(model, max_model_len=2048) for _ in range(2)]
+        parts = (conversations[:5], conversations[5:])
+        tokens = [each for pair in zip(engines, parts, strict=True) for each in generate(*pair, OUTPUT_TOKENS)]
+        for index, prompt in enumerate(conversations):
+            (answer,) = ask(cluster, [prompt], options)
+            cached = known // PAGE_SIZE * PAGE_SIZE
+            assert (answer.token_ids, answer.cached_tokens) == (tokens[index], cached), (turn, index, answer)
+        known = len(conversations[0]) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
+
+        def num_missing(wanted: int = len(PAIRS) * (known // PAGE_SIZE)) -> int:
+            return wanted - len({path.name for path in disk.glob("*/*.kv")})
+
+        wait_until(lambda: num_missing() == 0, 60.0, lambda: f"{num_missing()} pages are not there")
+        ask(cluster, [[turn] * 9], options)  # so the next turns meet other pairs
+        for prompt, answer_tokens in zip(conversations, tokens, strict=True):
+            prompt += [*answer_tokens, *(rng.randrange(10, VOCAB - 20) for _ in range(9))]
+
+    def have_read() -> bool:
+        loads = instance_loads(cluster.url)
+        return all(loads[f"P{index}"]["disk_tokens"] for index in range(3))
+
+    wait_until(have_read, 15.0, lambda: instance_loads(cluster.url))
 
 
 @pytest.mark.slow

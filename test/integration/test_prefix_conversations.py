@@ -58,11 +58,15 @@ CASES = {
             *(HOST_MEMORY, "cache.load_timeout_s=60"),
         ],
     ),
-    "mooncake, 2 ranks to 1": ("pd_disagg_1p1d_local.yaml", "llama", [f"{PD}.transport=mooncake", *sizes(2, 1)]),
-    "shm, 1 rank to 2, fp8": (
+    "mooncake, 2 ranks to 1, disk": (
         "pd_disagg_1p1d_local.yaml",
         "llama",
-        [f"{PD}.transport=shm", "cache.kv_dtype=fp8_e4m3", *sizes(1, 2)],
+        [f"{PD}.transport=mooncake", HOST_MEMORY, "cache.load_timeout_s=60", *sizes(2, 1)],
+    ),
+    "shm, 1 rank to 2, fp8, disk": (
+        "pd_disagg_1p1d_local.yaml",
+        "llama",
+        [f"{PD}.transport=shm", "cache.kv_dtype=fp8_e4m3", HOST_MEMORY, "cache.load_timeout_s=60", *sizes(1, 2)],
     ),
 }
 

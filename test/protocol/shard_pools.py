@@ -26,6 +26,7 @@ class RankPool:
     """`PagedMemory` of one rank; `kv`: int32 `[2 * layers, pages, heads, elements of a head]`."""
 
     def __init__(self, layout: KVLayout, tp_rank: int) -> None:
+        self.layout = layout
         self.heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
         self.page_bytes = HEAD_BYTES * len(self.heads)
         self.num_pages = NUM_PAGES

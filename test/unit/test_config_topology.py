@@ -187,10 +187,6 @@ def test_host_memory_for_a_prefix_cache_that_cannot_be_is_refused() -> None:
     memory = "cache.host_bytes=1000000"
     (only,) = found(load_topology(None, [memory, "cache.prefix_cache=false"]))
     assert "cache.host_bytes" in only and "cache.prefix_cache" in only
-    for role, is_wrong in (("prefill", True), ("decode", False)):
-        section = f"dp_config.router.{role}_schedulers.0"
-        sentences = found(load_topology(None, [memory, f"{section}.tp_size=2", f"{section}.devices=[cpu,cpu]"]))
-        assert [f"{section}.tp_size is 2" in sentence for sentence in sentences] == [True] * is_wrong
 
 
 def test_d_has_tiers_where_p_finds_what_it_leaves_there() -> None:
@@ -202,8 +198,6 @@ def test_d_has_tiers_where_p_finds_what_it_leaves_there() -> None:
     assert with_tiers() == []
     assert with_tiers(memory) == ["P0"]
     assert with_tiers(memory, disk) == with_tiers(memory, "cache.store.master=somewhere:1") == ["P0", "D0"]
-    ranks = ("dp_config.router.decode_schedulers.0.tp_size=2", "dp_config.router.decode_schedulers.0.devices=[cpu,cpu]")
-    assert with_tiers(memory, disk, *ranks) == ["P0"]
 
 
 def test_the_model_folder_is_checked_first_thing(tmp_path: Path) -> None:

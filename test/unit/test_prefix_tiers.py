@@ -17,7 +17,7 @@ from chitu.engine.executor import ExecutorInfo
 from chitu.errors import ConfigError
 from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_cache.tiers.host_pages import HostPages
-from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import HostPageCopies, PageCopies, page_content_bytes
 from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES, PrefixTiers
 from chitu.kv_cache.tiers.record import HEADER_BYTES, is_whole, seal
 from chitu.kv_cache.tiers.speed import MEMORY_S, MeasuredSpeed
@@ -82,7 +82,7 @@ class Tiered(Instance):
     def make_tiers(self) -> PrefixTiers:
         assert isinstance(self.executor, Engine)
         pool = self.executor.pool
-        page_bytes = page_content_bytes(pool)
+        page_bytes = page_content_bytes(pool.layout)
         self.host = HostPages(memoryview(bytearray(self.host_pages * (HEADER_BYTES + page_bytes))), page_bytes)
         self.copies = Copies(pool)
         self.tiers = PrefixTiers(
@@ -495,24 +495,37 @@ def test_a_record_that_was_cut_off_is_told_apart(length: int) -> None:
 LAYOUTS = {
     "keys and values": KVLayout("m", 2, 2, 8, 4, "float16", 100),
     "one rank's share, scales in the page": KVLayout("m", 3, 4, 16, 4, FP8_E4M3, 100, tp_size=2),
+    "a head that two ranks hold": KVLayout("m", 3, 2, 16, 4, "float32", 100, tp_size=4),
+    "latent, one region a layer": KVLayout("m", 3, 1, 24, 4, "bfloat16", 100, tp_size=2, regions_per_layer=1),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_tensors_are_copied_as_host_memory_is(layout: KVLayout) -> None:
+    """Of the first rank, and of another one, which leaves to its neighbour what that holds too."""
+    first = layout.num_kv_heads >= layout.tp_size
+    for tp_rank in range(layout.tp_size):
+        check_copies(layout, tp_rank, is_copied=first or tp_rank % (layout.tp_size // layout.num_kv_heads) == 0)
+
+
+def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
     from chitu.kv_cache.pool import KVPool
     from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
 
     pool = KVPool(layout, 5, 0, has_scratch=True)
     for number, region in enumerate(pool.regions):
         region.view(-1).view(torch.uint8).copy_(torch.arange(region.nbytes) * 7 + number)
-    nbytes = page_content_bytes(pool)
-    assert nbytes == layout.bytes_per_page
+    nbytes = page_content_bytes(pool.layout)
+    holders = max(1, layout.tp_size // layout.num_kv_heads)
+    assert nbytes * holders == layout.bytes_per_page * layout.tp_size
     contents = [bytearray(nbytes) for _ in range(2)]
-    for copies, content in zip((HostPageCopies(pool), DevicePageCopies(pool)), contents, strict=True):
+    both: list[PageCopies] = [HostPageCopies(pool, tp_rank), DevicePageCopies(pool, tp_rank)]
+    for copies, content in zip(both, contents, strict=True):
         copies.extract_from_kvpool(3, memoryview(content))
-    assert contents[0] == contents[1] and len(set(contents[0])) > 9
-    for target, copies in enumerate((HostPageCopies(pool), DevicePageCopies(pool))):
+    assert contents[0] == contents[1] and (len(set(contents[0])) > 9) == is_copied
+    if not is_copied:
+        HostPageCopies(pool, tp_rank - 1).extract_from_kvpool(3, memoryview(contents[0]))
+    for target, copies in enumerate(both):
         before = [region.clone() for region in pool.regions]
         copies.restore_to_kvpool(target, memoryview(contents[0]))
         for region, old in zip(pool.regions, before, strict=True):
@@ -539,7 +552,7 @@ def test_memory_for_less_than_a_page_and_for_more_than_there_is_are_refused() ->
     instance = Tiered(16)
     assert isinstance(instance.executor, Engine)
     pool = instance.executor.pool
-    page = HEADER_BYTES + page_content_bytes(pool)
+    page = HEADER_BYTES + page_content_bytes(pool.layout)
 
     def build(host_bytes: int, free_bytes: int) -> Sequence[object]:
         config = CacheConfig(host_bytes=host_bytes)

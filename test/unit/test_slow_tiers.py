@@ -43,7 +43,7 @@ class Stored(Tiered):
 
     def make_tiers(self) -> PrefixTiers:
         assert isinstance(self.executor, Engine)
-        page_bytes = page_content_bytes(self.executor.pool)
+        page_bytes = page_content_bytes(self.executor.pool.layout)
         self.host = HostPages(memoryview(bytearray(self.host_pages * (HEADER_BYTES + page_bytes))), page_bytes)
         self.copies = Copies(self.executor.pool)
         self.slow = {

@@ -14,7 +14,7 @@ from chitu.errors import ConfigError
 from chitu.kv_cache.tiers.disk_pages import DiskPages
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.mooncake_pages import MooncakePages
-from chitu.kv_cache.tiers.page_copies import PagedRegions, host_memory, page_content_bytes, page_copies_of
+from chitu.kv_cache.tiers.page_copies import PageCopies, PagedRegions, host_memory, page_content_bytes, page_copies_of
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_cache.tiers.record import HEADER_BYTES
 from chitu.kv_cache.tiers.slow_tier import SlowTier
@@ -42,16 +42,21 @@ def build_tiers(
     free_bytes: int,
     clock: Clock,
     wake: Callable[[], None],
+    file: int = -1,
+    on_all_ranks: Callable[[PageCopies, memoryview], PageCopies] = lambda own, memory: own,
 ) -> PrefixTiers:
     """With `cache.host_bytes` set; `cache` tells it of its pages from now on. `name`, `address`: the
-    instance's. `device`: the kind of the pool's. `free_bytes`: of host memory. Raises ConfigError."""
-    page_bytes = page_content_bytes(pool)
+    instance's. `device`: the kind of the pool's. `free_bytes`: of host memory. `file`: where host memory is, if other
+    ranks map it; `on_all_ranks` makes of our copies between the pool and this memory those of all ranks. Raises
+    ConfigError."""
+    page_bytes = page_content_bytes(pool.layout)
     if config.host_bytes < HEADER_BYTES + page_bytes:
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, less than one page of {HEADER_BYTES + page_bytes}")
     if config.host_bytes > free_bytes:
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, but {free_bytes} bytes of host memory are free")
-    host = HostPages(host_memory(config.host_bytes, device), page_bytes)
-    copies = page_copies_of(pool, device)
+    memory = host_memory(config.host_bytes, device, file)
+    host = HostPages(memory, page_bytes)
+    copies = on_all_ranks(page_copies_of(pool, device), memory)
     timeout_s, slow = config.load_timeout_s, list[SlowTier]()
     if config.disk.path is not None:
         shared = Path(config.disk.path)

@@ -5,48 +5,55 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ConfigError
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.tiers.page_copies import HeadsOfRank
 from chitu.ops.cuda_device import on_stream
 
 
 class DevicePageCopies:
-    def __init__(self, pool: KVPool) -> None:
-        self._regions_PB = [region.flatten(1).view(torch.uint8) for region in pool.regions]
+    def __init__(self, pool: KVPool, tp_rank: int = MAIN_RANK) -> None:
+        self._heads = HeadsOfRank(pool.layout, tp_rank)
+        self._regions_PHB = [region.flatten(2).view(torch.uint8) for region in pool.regions]
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def extract_from_kvpool(self, page: int, content: memoryview) -> None:
-        content_RB = self._of(content)
+        if not self._heads.is_first:
+            return
+        content_RHB = self._of(content)
         with on_stream(self._stream):
-            content_RB.copy_(torch.stack([region_PB[page] for region_PB in self._regions_PB]), non_blocking=True)
+            on_device_RHB = torch.stack([region_PHB[page] for region_PHB in self._regions_PHB])
+            if content_RHB.is_contiguous():
+                content_RHB.copy_(on_device_RHB, non_blocking=True)
+            else:  # torch would copy by way of memory that is not pinned
+                for content_HB, on_device_HB in zip(content_RHB, on_device_RHB, strict=True):
+                    content_HB.copy_(on_device_HB, non_blocking=True)
         self._wait()
 
     @torch.inference_mode()
     def restore_to_kvpool(self, page: int, content: memoryview) -> None:
-        content_RB = self._of(content)
+        content_RHB = self._of(content)
         with on_stream(self._stream):
-            on_device_RB = content_RB.to(self._regions_PB[0].device, non_blocking=True)
-            for region, region_PB in enumerate(self._regions_PB):
-                region_PB[page] = on_device_RB[region]
+            on_device_RHB = content_RHB.to(self._regions_PHB[0].device, non_blocking=True)
+            for region, region_PHB in enumerate(self._regions_PHB):
+                region_PHB[page] = on_device_RHB[region]
         self._wait()
 
     def _of(self, content: memoryview) -> torch.Tensor:
-        return torch.frombuffer(content, dtype=torch.uint8).view(len(self._regions_PB), -1)
+        return torch.frombuffer(content, dtype=torch.uint8).view(self._heads.shape)[:, self._heads.place]
 
     def _wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
 
-def pinned_memory(nbytes: int) -> memoryview:
-    """Zeros. Registered, not taken from torch, whose allocator of pinned memory rounds up to a power of two.
-    ConfigError where the driver refuses."""
-    memory: NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
+def pin(memory: memoryview) -> None:
+    """Registered, not taken from torch, whose allocator of pinned memory rounds up to a power of two. ConfigError where
+    the driver refuses."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(memory.ctypes.data, nbytes, 0))
+    code = int(runtime.cudaHostRegister(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes, 0))
     if code:
-        raise ConfigError(f"cache.host_bytes: CUDA does not pin {nbytes} bytes of host memory (error {code})")
-    return memory.data
+        raise ConfigError(f"cache.host_bytes: CUDA does not pin {memory.nbytes} bytes of host memory (error {code})")

@@ -1,10 +1,12 @@
 """A main rank makes all ranks work: an order to every follower, the own part meanwhile, then wait for all answers.
 
-On P all write and sum up pages; on D, where nobody writes, they sum up (`verify_kv`).
+On P all write and sum up pages; on D, where nobody writes, they sum up (`verify_kv`). Where pages are kept in tiers all
+copy theirs.
 
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
 its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
-(comm thread), lane 1 sums up (transfer threads, D's verifying thread), the others write and settle (transfer threads).
+(comm thread), lane 1 sums up and copies pages (transfer threads, D's verifying thread, `tiers`), the others write and
+settle (transfer threads).
 The sockets lie in a folder that only this user can enter, until all followers have connected.
 Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
@@ -12,6 +14,7 @@ that was answered comes after every earlier write, also after one whose answer t
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -28,9 +31,11 @@ import numpy as np
 import zmq
 
 from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
+from chitu.kv_cache.tiers.page_copies import PageCopies
 from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.tensor_parallel.orders import (
     ClosePeer,
+    CopyPage,
     EndOrder,
     OpenPeer,
     Order,
@@ -50,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 SUM_TIMEOUT_S = 10.0
+COPY_TIMEOUT_S = 60.0
+"""A rank that is slower than this at a page of its pool has stopped, as one that is as late to a step."""
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
@@ -229,7 +236,7 @@ class FannedPageSums:
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
         order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
-        result = self._fan_out.sum_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
+        result = self._fan_out.page_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
         failures = result.failures()
         if failures:
             raise TransferFailed("; ".join(error.message for error in failures))
@@ -239,6 +246,34 @@ class FannedPageSums:
             raise TransferFailed(f"sums of {[len(sums_N) for sums_N in theirs]} pages for {len(pages)}")
         totals_N: Int64s = np.sum([result.mine, *theirs][:: self._step], axis=0, dtype=np.int64)
         return totals_N
+
+
+class FannedPageCopies:
+    """Implements `PageCopies` for the main rank of several, each of which copies the heads that it holds. `memory`: of
+    all ranks; contents lie in it. Internal where a rank does not: what it may still copy, and where, nobody knows."""
+
+    def __init__(self, fan_out: FanOut, own: PageCopies, memory: memoryview, timeout_s: float = COPY_TIMEOUT_S) -> None:
+        self._fan_out = fan_out
+        self._own = own
+        self._timeout_s = timeout_s
+        self._base = _address_of(memory)
+
+    def extract_from_kvpool(self, page: int, content: memoryview) -> None:
+        self._copy(page, content, is_restore=False)
+
+    def restore_to_kvpool(self, page: int, content: memoryview) -> None:
+        self._copy(page, content, is_restore=True)
+
+    def _copy(self, page: int, content: memoryview, is_restore: bool) -> None:
+        order = CopyPage(self._fan_out.next_number(), page, _address_of(content) - self._base, is_restore)
+        copy = self._own.restore_to_kvpool if is_restore else self._own.extract_from_kvpool
+        failures = self._fan_out.page_lane.order(order, lambda: copy(page, content), self._timeout_s).failures()
+        if failures:
+            raise Internal("; ".join(error.message for error in failures))
+
+
+def _address_of(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class FanOut:
@@ -254,7 +289,7 @@ class FanOut:
         self.base = make_lane_folder()
         self.num_followers = num_followers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control, self.sum_lane, *self._data = (
+        self._control, self.page_lane, *self._data = (
             Lane(self._context, self.base, number, num_followers) for number in range(self.num_lanes)
         )
         self._numbers = itertools.count(1)
@@ -264,7 +299,7 @@ class FanOut:
         """Then the names of the sockets are gone: nobody else can connect, and a process that is killed leaves nothing
         behind. Raises Internal where a follower does not come."""
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        if not all(lane.wait_connected(deadline_s) for lane in (self._control, self.sum_lane, *self._data)):
+        if not all(lane.wait_connected(deadline_s) for lane in (self._control, self.page_lane, *self._data)):
             raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
         shutil.rmtree(self.base, ignore_errors=True)
 
@@ -291,6 +326,6 @@ class FanOut:
 
     def close(self) -> None:
         """EndOrder the followers' lane threads. No transfer thread runs any more."""
-        if all([lane.close() for lane in (self._control, self.sum_lane, *self._data)]):
+        if all([lane.close() for lane in (self._control, self.page_lane, *self._data)]):
             self._context.term()
         shutil.rmtree(self.base, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a main rank tells its followers to transfer and to sum up, and their answers.
+"""What a main rank tells its followers to transfer, to sum up and to copy, and their answers.
 
 Inside one instance, over `ipc` sockets. Both ends are the same build, so this is no part of the wire protocol and has
 no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats: an answer that
@@ -66,11 +66,20 @@ class SumPages(Order, frozen=True, tag="sum"):
     pages: bytes
 
 
+class CopyPage(Order, frozen=True, tag="copy"):
+    """Copy our heads of this page of the pool to its content in the tiers' memory, or from there."""
+
+    page: int
+    offset: int
+    """Of the content, in bytes."""
+    is_restore: bool
+
+
 class EndOrder(Order, frozen=True, tag="end"):
     """The instance stops: the lane's thread ends. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, EndOrder]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyPage, EndOrder]
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""A TP follower in the transfer layer: it writes its shard of P, and sums up its pages, when the main rank says so.
+"""A TP follower in the transfer layer: it writes its shard of P, sums up and copies pages, when the main rank says so.
 
 One thread per lane of the main rank (`fan_out.py`); each owns its socket and works its orders off one after the other.
 A follower knows no room and no request: an order names pages, layers and the incarnation of D. On D there is nothing to
@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
 from chitu.errors import ChituError, TransferFailed
+from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
 from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.tensor_parallel.fan_out import HELLO, lane_address
 from chitu.kv_transfer.tensor_parallel.orders import (
     AnyOrder,
     ClosePeer,
+    CopyPage,
     EndOrder,
     OpenPeer,
     OrderAnswer,
@@ -38,6 +41,14 @@ from chitu.protocol import KVLayout, unpack_i32
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True)
+class TierMemory:
+    """Where the main rank keeps pages, and the copies between it and the own pool."""
+
+    memory: memoryview
+    copies: PageCopies
+
+
 class ShardFollower:
     """`base`, `num_lanes`: of the main rank's `FanOut`. The transports have `memory` registered."""
 
@@ -50,12 +61,14 @@ class ShardFollower:
         base: str,
         num_lanes: int,
         page_sums: PageSums | None = None,
+        tiers: TierMemory | None = None,
     ) -> None:
         self._layout = layout
         self._tp_rank = tp_rank
         self._memory = memory
         self._transports = transports
         self._page_sums = page_sums
+        self._tiers = tiers
         self._writers: dict[int, ShardWriter] = {}
         """By D's incarnation; lane 0 changes it, the others look up."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,11 +122,21 @@ class ShardFollower:
                     raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
                 sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
                 return OrderAnswer(order.number, sums=sums.tobytes())
+            if isinstance(order, CopyPage):
+                self._copy(order)
+                return OrderAnswer(order.number)
             assert isinstance(order, Settle)
             return OrderAnswer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
         except ChituError as error:
             is_settled = not isinstance(error, WriteError) or error.settled
             return OrderAnswer(order.number, is_settled=is_settled, code=error.code, message=error.message)
+
+    def _copy(self, order: CopyPage) -> None:
+        assert self._tiers is not None, "the main rank has tiers by the same topology"
+        content = self._tiers.memory[order.offset : order.offset + page_content_bytes(self._layout)]
+        copies = self._tiers.copies
+        copy = copies.restore_to_kvpool if order.is_restore else copies.extract_from_kvpool
+        copy(order.page, content)
 
     def _open(self, order: OpenPeer) -> None:
         info = order.info

@@ -1,0 +1,90 @@
+"""Pages between the pools of several ranks and the tiers' memory, which they share: real lanes to the followers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+from shard_pools import Ranks, layout_of
+
+from chitu.errors import Internal
+from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes, shared_file
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
+from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
+from chitu.testing.fake_transport import FakeFabric
+
+HEADS = 4
+SIZES = [(1, 2), (2, 1), (2, 2), (4, 2), (2, 8), (8, 4), (8, 1)]
+
+
+def thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=name, daemon=True)
+
+
+class Instance:
+    """All ranks of an instance with room for three pages in host memory, which each of them maps for itself."""
+
+    def __init__(self, size: int) -> None:
+        layout = layout_of(HEADS, size)
+        self.ranks = Ranks(FakeFabric(), "p", layout)
+        self.page_bytes = page_content_bytes(layout)
+        self._file = shared_file(3 * self.page_bytes)
+        self.memory = self._map()
+        self._fan_out = FanOut(size - 1, 0)
+        self._followers = [
+            ShardFollower(
+                layout,
+                rank,
+                self.ranks.pools[rank],
+                [],
+                self._fan_out.base,
+                self._fan_out.num_lanes,
+                tiers=TierMemory(self._map(), HostPageCopies(self.ranks.pools[rank], rank)),
+            )
+            for rank in range(1, size)
+        ]
+        for follower in self._followers:
+            follower.start(thread)
+        self.copies = FannedPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory)
+
+    def _map(self) -> memoryview:
+        return host_memory(3 * self.page_bytes, "cpu", self._file)
+
+    def content(self, place: int) -> memoryview:
+        return self.memory[place * self.page_bytes : (place + 1) * self.page_bytes]
+
+    def close(self) -> None:
+        self._fan_out.close()
+        for follower in self._followers:
+            follower.close()
+        os.close(self._file)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes[0]}to{sizes[1]}")
+def test_a_page_of_one_instance_is_a_page_of_another_however_both_divide_the_heads(sizes: tuple[int, int]) -> None:
+    source, target = map(Instance, sizes)
+    for pool in source.ranks.pools:
+        pool.fill()
+    from_pages, to_pages = [7, 2], [3, 10]
+    for place, (from_page, to_page) in enumerate(zip(from_pages, to_pages, strict=True), start=1):
+        source.copies.extract_from_kvpool(from_page, source.content(place))
+        target.content(place)[:] = source.content(place)  # what a store does
+        target.copies.restore_to_kvpool(to_page, target.content(place))
+    target.ranks.check(to_pages, from_pages, range(2))
+    assert not any(source.content(0)), "a copy beside its place"
+    source.close()
+    target.close()
+
+
+def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
+    """Where it may write later is not known, so nobody may go on with these pages."""
+    layout = layout_of(HEADS, 2)
+    pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")
+    fan_out = FanOut(1, 0)
+    copies = FannedPageCopies(fan_out, HostPageCopies(pool), memory, timeout_s=0.05)
+    for copy in (copies.extract_from_kvpool, copies.restore_to_kvpool):
+        with pytest.raises(Internal, match="TP rank 1 did not answer"):
+            copy(3, memory)
+    fan_out.close()
