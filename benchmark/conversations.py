@@ -2,27 +2,36 @@
 
     python -m benchmark.conversations [--model DIR]
 
-A unified instance, 1P1D and 2P2D (with `prefix_affinity` for P) are up at once. Each round a conversation of eight
-turns grows to some 2000 tokens on all of them, one request at a time, streamed. Every turn is asked twice, with the
-cache and with `cache_prompt: false`, in an order that changes; what counts is the ratio of the two first tokens. What
-stands behind a prompt is drawn, not the model's answer, so that prompts alone are found again.
+A unified instance, 1P1D and 2P2D are up at once, 1P1D also with a folder by which answers come back from D to P. Each
+round a conversation of eight turns grows to some 2000 tokens on each of them, one request at a time, streamed: the
+prompt of a turn is that of the last one, the model's own answer, and new tokens. Every turn is asked twice, with the
+cache and with `cache_prompt: false`, in an order that changes; what counts is the ratio of the two first tokens, beside
+the tokens that P did not compute.
 
-Then prompts of 2048 drawn tokens through the step loop of an instance whose executor computes nothing, with the cache
-and without in turn: the cache is full, finds nothing, and gives up a page for each that it takes in. CPU time of the
-thread for a prompt, beside the first token of such a prompt on the unified instance.
+Then what a cache costs that never hits. Prompts of 2048 drawn tokens to a 1P1D with the cache and to one without, in
+turn: CPU time of P and D together. And through the step loop of an instance whose executor computes nothing: the cache
+is full, finds nothing, and gives up a page for each that it takes in. CPU time of the thread for a prompt, beside the
+first token of such a prompt on the unified instance. Last, an index of a million pages: CPU time for each 10,000 tokens
+of prompts of 100,000 to be found, taken in and evicted.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+
+import httpx
+import psutil  # type: ignore[import-untyped]
 
 from benchmark.scheduler import IdleExecutor
 from chitu.bench.report import publish
-from chitu.bench.token_times import comparison, token_times_s
+from chitu.bench.token_times import comparison, streamed_tokens, token_times_s
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.load import load_topology
@@ -34,15 +43,19 @@ from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
-FIRST_TURN_TOKENS, NEW_TOKENS, TURNS = 1024, 144, 8
-"""So 88 to 92 % of each later turn stands in the one before."""
+FIRST_TURN_TOKENS, ANSWER_TOKENS, NEW_TOKENS, TURNS = 1024, 64, 80, 8
+"""So 93 to 96 % of each later turn stands in the one before and its answer, 88 to 92 % in its prompt alone."""
+ANSWERS_COME_BACK = ["cache.host_bytes=400000000", "cache.load_timeout_s=10"]
+INDEX_PAGES, INDEX_PROMPT_PAGES = 1_000_000, 6250
 MISS_TOKENS, PAGE_SIZE, PROMPTS_AT_ONCE, POOL_PROMPTS = 2048, 16, 4, 8
 CLUSTERS: dict[str, tuple[str, list[str]]] = {
     "unified": ("unified_local.yaml", []),
     "1P1D": ("pd_disagg_1p1d_local.yaml", []),
-    "2P2D": (
+    "1P1D, answers come back": ("pd_disagg_1p1d_local.yaml", ANSWERS_COME_BACK),
+    "2P2D, answers come back": (
         "pd_disagg_1p1d_local.yaml",
         [
+            *ANSWERS_COME_BACK,
             "dp_config.router.prefill_policy=prefix_affinity",
             *(
                 f"dp_config.router.{role}_schedulers.1.{setting}"
@@ -55,7 +68,7 @@ CLUSTERS: dict[str, tuple[str, list[str]]] = {
 OFF = {"cache_prompt": False}
 
 
-Row = tuple[str, int, int, float, float, float, int]
+Row = tuple[str, int, int, int, float, float, float, float, int]
 
 
 def drawn(rng: random.Random, num_tokens: int) -> list[int]:
@@ -64,33 +77,74 @@ def drawn(rng: random.Random, num_tokens: int) -> list[int]:
 
 def measure_turns(settings: list[str], rounds: int) -> tuple[list[Row], float]:
     """A row for each cluster and turn; the first token of an uncached prompt of MISS_TOKENS on a unified instance."""
-    times: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    times: defaultdict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
     with ExitStack() as stack:
         urls = {}
         for name, (topology, more) in CLUSTERS.items():
+            if more:
+                more = [*more, f"cache.disk.path={stack.enter_context(tempfile.TemporaryDirectory())}"]
             cluster = stack.enter_context(LocalCluster(load_topology(topology, [*settings, *more])))
             cluster.wait_ready()
             urls[name] = cluster.url
         for number in range(rounds + 1):
             rng = random.Random(number)
-            prompt = drawn(rng, FIRST_TURN_TOKENS)
+            opening = drawn(rng, FIRST_TURN_TOKENS)
+            prompts = {name: opening for name in urls}
             for turn in range(1, TURNS + 1):
+                new = drawn(rng, NEW_TOKENS)
                 for name, url in urls.items():
                     pair = [0.0, 0.0]
                     for is_off in (number + turn) % 2, (number + turn + 1) % 2:
-                        pair[is_off] = token_times_s(url, prompt, 2, **(OFF if is_off else {}))[0]
+                        if is_off:
+                            pair[is_off] = token_times_s(url, prompts[name], 1, **OFF)[0]
+                        else:
+                            (pair[is_off], *_), answer = streamed_tokens(url, prompts[name], ANSWER_TOKENS)
                     if number:  # the first round warms all of them up
-                        times[name, turn].append((pair[0], pair[1]))
-                prompt = prompt + drawn(rng, NEW_TOKENS)
+                        times[name, turn].append((pair[0], pair[1], cached_tokens(url)))
+                    prompts[name] = prompts[name] + answer + new
         rng = random.Random(-1)
         misses = [token_times_s(urls["unified"], drawn(rng, MISS_TOKENS), 2, **OFF)[0] for _ in range(rounds)]
     rows = []
-    for (name, turn), pairs in times.items():
-        cached_ms, computed_ms = (1e3 * statistics.median(pair[is_off] for pair in pairs) for is_off in (0, 1))
-        ratio = statistics.median(computed / cached for cached, computed in pairs)
-        tokens = FIRST_TURN_TOKENS + (turn - 1) * NEW_TOKENS
-        rows.append((name, turn, tokens, cached_ms, computed_ms, ratio, len(pairs)))
+    for (name, turn), found in times.items():
+        cached_ms, computed_ms = (1e3 * statistics.median(each[is_off] for each in found) for is_off in (0, 1))
+        ratios = sorted(computed / cached for cached, computed, _ in found)
+        tokens = FIRST_TURN_TOKENS + (turn - 1) * (ANSWER_TOKENS + NEW_TOKENS)
+        hit = round(statistics.median(hit for _, _, hit in found))
+        rows.append((name, turn, tokens, hit, cached_ms, computed_ms, statistics.median(ratios), ratios[0], len(found)))
     return rows, statistics.median(misses)
+
+
+def cached_tokens(url: str) -> int:
+    """Of the last two requests, what the one that may have some had."""
+    requests = httpx.get(f"{url}/cluster", timeout=10.0, trust_env=False).json()["requests"]
+    return max(request["cached_tokens"] or 0 for request in requests[-2:])
+
+
+def measure_missed_requests(settings: list[str], rounds: int) -> list[tuple[float, float]]:
+    """CPU seconds of P and D for a prompt that nothing has, with the cache and without."""
+    rng, pairs = random.Random(1), []
+    with ExitStack() as stack:
+        clusters = []
+        for is_cached in ("true", "false"):
+            more = [*settings, f"cache.prefix_cache={is_cached}"]
+            clusters.append(stack.enter_context(LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", more))))
+        for cluster in clusters:
+            cluster.wait_ready()
+        for number in range(rounds + 6):  # the first fill the pool
+            seconds = [0.0, 0.0]
+            for index in (number % 2, 1 - number % 2):
+                cluster = clusters[index]
+                start_s = cpu_seconds(cluster)
+                token_times_s(cluster.url, drawn(rng, MISS_TOKENS), 2)
+                seconds[index] = cpu_seconds(cluster) - start_s
+            if number >= 6:
+                pairs.append((seconds[0], seconds[1]))
+    return pairs
+
+
+def cpu_seconds(cluster: LocalCluster) -> float:
+    times = [psutil.Process(cluster.pid(name)).cpu_times() for name in ("P0", "D0")]
+    return float(sum(each.user + each.system for each in times))
 
 
 class StepLoop:
@@ -139,15 +193,58 @@ def measure_misses(rounds: int) -> tuple[float, float]:
     return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 
+def measure_index() -> tuple[float, float, float]:
+    """Medians in ms for each 10,000 tokens: keys and search, taking in, giving up for others."""
+    num_prompts = INDEX_PAGES // INDEX_PROMPT_PAGES
+    num_tokens = INDEX_PROMPT_PAGES * PAGE_SIZE
+    cache, rng = PagedKVCacheManager(INDEX_PAGES, PAGE_SIZE, b"model"), random.Random(0)
+    prompts = [rng.randbytes(4 * num_tokens) for _ in range(num_prompts)]
+    found, taken_in, given_up = list[float](), list[float](), list[float]()
+    for prompt in prompts:
+        room = new_room()
+        cache.reserve(room, num_tokens)
+        keys = cache.page_keys("")
+        taken_in.append(cpu_s(partial(cache.commit, room, keys, prompt, num_tokens)))
+        cache.remove_task(room)
+    for prompt in prompts:
+        room = new_room()
+        keys = cache.page_keys("")
+        found.append(cpu_s(partial(cache.begin, room, keys, prompt + bytes(4))))
+        cache.remove_task(room)
+    if cache.hit_tokens != num_prompts * num_tokens:
+        raise RuntimeError("the cache was to have all of them")
+    for _ in prompts:
+        given_up.append(cpu_s(partial(cache.reserve, new_room(), num_tokens)))
+    found_ms, taken_in_ms, given_up_ms = (
+        statistics.median(each) * 1e3 / (num_tokens / 10_000) for each in (found, taken_in, given_up)
+    )
+    return found_ms, taken_in_ms, given_up_ms
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    start_s = time.thread_time()
+    call()
+    return time.thread_time() - start_s
+
+
 def main() -> None:
     with comparison((__doc__ or "").partition("\n")[0], rounds=9) as compared:
-        rows, first_s = measure_turns([*compared.settings, "cache.num_pages=600"], compared.rounds)
-    columns = ("cluster", "turn", "tokens", "cached ms", "computed ms", "computed / cached", "rounds")
-    publish("conversations", columns, rows, compared.json_dir)
+        settings = [*compared.settings, "cache.num_pages=600"]
+        rows, first_s = measure_turns(settings, compared.rounds)
+        columns = ("cluster", "turn", "tokens", "cached", "cached ms", "computed ms", "ratio", "least", "rounds")
+        publish("conversations", columns, rows, compared.json_dir)
+        pairs = measure_missed_requests(settings, 4 * compared.rounds)
+    on_s, off_s = (statistics.median(pair[index] for pair in pairs) for index in (0, 1))
+    ratios = sorted(on / off for on, off in pairs)
+    names = ("CPU s/request with", "without", "median ratio", "quartiles", "rounds")
+    spread = f"{ratios[len(ratios) // 4]:.3f}, {ratios[len(ratios) * 3 // 4]:.3f}"
+    missed = (on_s, off_s, statistics.median(ratios), spread, len(pairs))
+    publish("cache_missed_requests", names, [missed], compared.json_dir)
     rounds = 20 * compared.rounds
     with_s, without_s = measure_misses(rounds)
     extra = (with_s - without_s) / first_s
     names = ("us/prompt with", "us/prompt without", "first token ms", "extra / first token", "rounds")
+    publish("cache_index", ("find ms/10k tokens", "take in", "evict"), [measure_index()], compared.json_dir)
     publish("cache_misses", names, [(with_s * 1e6, without_s * 1e6, first_s * 1e3, extra, rounds)], compared.json_dir)
 
 

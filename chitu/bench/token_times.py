@@ -62,6 +62,11 @@ def comparison(description: str, rounds: int) -> Iterator[Comparison]:
 def token_times_s(url: str, prompt: list[int], num_tokens: int, **fields: object) -> list[float]:
     """Seconds from sending the request to each of its streamed tokens. RuntimeError where others came. `fields`: more
     of its body."""
+    return streamed_tokens(url, prompt, num_tokens, **fields)[0]
+
+
+def streamed_tokens(url: str, prompt: list[int], num_tokens: int, **fields: object) -> tuple[list[float], list[int]]:
+    """`token_times_s`, and the tokens."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
@@ -71,14 +76,16 @@ def token_times_s(url: str, prompt: list[int], num_tokens: int, **fields: object
     connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
     response = connection.getresponse()
     times_s: list[float] = []
+    tokens: list[int] = []
     lines: list[bytes] = []
     while line := response.readline():
         now_s = time.perf_counter()
         lines.append(line)
         if line.startswith(b"data: {"):
             for choice in json.loads(line[6:]).get("choices", ()):
-                times_s += [now_s - start_s] * len(choice.get("token_ids") or ())
+                tokens += choice.get("token_ids") or ()
+                times_s += [now_s - start_s] * (len(tokens) - len(times_s))
     connection.close()
     if len(times_s) != num_tokens:
         raise RuntimeError(f"{response.status}: {len(times_s)} tokens: {b''.join(lines)[-500:]!r}")
-    return times_s
+    return times_s, tokens
