@@ -69,7 +69,10 @@ class PDScheduler:
             parts.config, self._resources, parts.clock, parts.sender, admission, parts.tiers, self._decode.fork
         )
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
-        self._ends = RequestEnds(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock)
+        self._ends = RequestEnds(
+            *(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock),
+            parts.finished_pages,
+        )
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
         sources = LoadSources(
             role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers

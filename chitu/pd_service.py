@@ -29,6 +29,7 @@ from chitu.errors import ChituError, Internal, RankTaken
 from chitu.grammars import GrammarStore
 from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
+from chitu.instance.page_sums import FinishedPages
 from chitu.instance.token_manager import TokenManager, TokenPort
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.bootstrap import RouteError
@@ -88,7 +89,8 @@ class EngineParts:
     """Of the other TP ranks."""
     tiers: PrefixTiers | None = None
     grammars: GrammarStore | None = None
-    """As `PDSchedulerParts` has it."""
+    finished_pages: FinishedPages | None = None
+    """Both as `PDSchedulerParts` has them."""
 
 
 class SilenceWatch:
@@ -184,6 +186,7 @@ class PDSchedulerService:
                 receiver=kv.receiver if kv is not None else None,
                 tiers=engine.tiers,
                 grammars=engine.grammars,
+                finished_pages=engine.finished_pages,
                 wake=engine.wake.wake,
                 overlap=overlaps_steps(topology.scheduler, identity.instance),
             )

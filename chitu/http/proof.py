@@ -64,6 +64,9 @@ class ProofAttempt(msgspec.Struct, frozen=True):
     it itself, so that they are not known."""
     stages: StageTimes | None
     """As P and D report them, each on its own clock; null likewise."""
+    page_sums: str | msgspec.UnsetType = msgspec.UNSET
+    """With `return_page_sums`: checksums of the leading full pages that it left on D, 16 hex digits each, layer by
+    layer."""
 
 
 class ProofChoice(msgspec.Struct, frozen=True):
@@ -165,6 +168,7 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
         record.cached_tokens,
         record.kv_bytes if is_known else None,
         record.stages,
+        record.page_sums,
     )
 
 

@@ -168,6 +168,7 @@ class GenerationBody(Body, kw_only=True):
     truncate_prompt_tokens: Annotated[int, documented(minimum=-1)] | None = None
     return_token_ids: bool | None = None
     return_proof: bool | None = None
+    return_page_sums: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     prompt_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None

@@ -155,6 +155,7 @@ FIELDS: tuple[Field, ...] = (
             "object `chitu` in the answer, or behind the last event of a stream's choices, and headers: which P and D, "
             "bytes moved, tokens cached, attempts, times (operations.md)",
         ),
+        ("return_page_sums", "`return_proof` with checksums of the first full pages that it leaves on D, by layer"),
         (
             "truncate_prompt_tokens",
             "1 to the context: only this many last tokens of each prompt (a bos that the tokenizer puts ahead stays); "

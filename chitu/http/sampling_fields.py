@@ -151,7 +151,14 @@ def sampling_params(
         logprobs=_sampled_logprobs(body),
         prompt_logprobs=asked_of_prompt(body),
         grammar=grammar,
+        page_sums=_asks_page_sums(body),
     )
+
+
+def _asks_page_sums(body: GenerationBody) -> bool:
+    if body.return_page_sums and not body.return_proof:
+        raise InvalidRequest("return_page_sums is allowed only with return_proof: true", "return_page_sums")
+    return bool(body.return_page_sums)
 
 
 def _sampled_logprobs(body: GenerationBody) -> int | None:

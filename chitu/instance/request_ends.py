@@ -22,6 +22,7 @@ from chitu.errors import (
     RequestTimeout,
 )
 from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.page_sums import FinishedPages
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
@@ -52,8 +53,10 @@ class RequestEnds:
         tokens: TokenManager,
         report_failure: Callable[[bytes, ChituError], None],
         clock: Clock,
+        finished_pages: FinishedPages | None = None,
     ) -> None:
         self._rules = rules
+        self._finished_pages = finished_pages
         self._prefill = prefill
         self._decode = decode
         self._tokens = tokens
@@ -110,6 +113,7 @@ class RequestEnds:
                 error.message if error else "",
                 sequence.kv_bytes,
                 sequence.stage_times(self._clock.monotonic()),
+                self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
             ),
             sequence.router_worker,
         )

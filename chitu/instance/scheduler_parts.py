@@ -12,6 +12,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
+from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduling.resources import AuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
@@ -42,6 +43,8 @@ class PDSchedulerParts:
     """Behind the prefix cache, of P and unified instances."""
     grammars: GrammarStore | None = None
     """What the executor's sampler finds compiled grammars in; None where none can be followed."""
+    finished_pages: FinishedPages | None = None
+    """Not on P, and not where nobody can sum them up."""
     wake: Callable[[], None] = lambda: None
     """Of the step thread, where it sleeps; any thread calls it."""
     overlap: bool = False

@@ -19,6 +19,7 @@ from chitu.config.load import api_key, load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 from chitu.models.config import count_weights
+from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 READY_TIMEOUT_S = 1800.0
@@ -39,6 +40,7 @@ class Scorer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Reference:
     engine: Prober
+    layout: KVLayout
     scorers: dict[str, Scorer]
     """By name: the engine, and `transformers` where it can be had."""
 
@@ -119,7 +121,7 @@ def _reference(
     if options.folder is not None and options.has_transformers:
         twin = _transformers(options.folder, say)
         scorers |= {"transformers (float32)": twin} if twin is not None else {}
-    return Reference(engine, scorers)
+    return Reference(engine, own.layout, scorers)
 
 
 def _transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:

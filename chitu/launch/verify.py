@@ -3,7 +3,8 @@
 The same prompts go to the cluster, over every pair, and to references: a unified instance of the model's folder that is
 started here, or one that runs already (`--reference`); and `transformers` in float32, where memory has room for it.
 What counts as right is in `client/verify/parity.py`. Prompts go past the prefix cache, as a whole and as a stream,
-greedy and seeded, and then through it twice.
+greedy and seeded, and then through it twice. At last every pair decodes the same tokens, allowed no others: so pages
+can be compared, and tell where a wrong pair went wrong (`client/verify/pages.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from chitu.client.client import RouterClient
 from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Score
 from chitu.client.verify.parity import OUTCOMES, TOLERANCES, Judgement, compare
-from chitu.client.verify.report import Judged, Report, report_of
+from chitu.client.verify.report import FORCED, Judged, Report, report_of, wrong_pages
 from chitu.client.verify.topology import MIN_ROUNDS, judge
 from chitu.config.load import api_key
 from chitu.errors import ChituError
@@ -30,11 +31,14 @@ from chitu.launch.reference import Reference, ReferenceOptions, instance_of, ref
 from chitu.protocol.snapshot import ClusterSnapshot
 
 CACHED = "cached"
+DRAWN = ("seeded", FORCED)
+"""Their tokens are those of the engine that is asked the same, likely or not."""
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "greedy": (False, {}),
     "stream": (True, {}),
     "seeded": (True, {"temperature": 0.8}),
     CACHED: (False, {"cache_prompt": True}),
+    FORCED: (False, {"return_page_sums": True}),
 }
 """How a prompt is asked: as a stream, and with what beside."""
 
@@ -82,7 +86,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
     with reference(wanted, before, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
-        asking, ways = _Asking(prober, right, TOLERANCES[dtype]), _ways(before)
+        asking, ways = _Asking(prober, right, TOLERANCES[dtype], like.layout.page_size), _ways(before)
         for number in range(max(MIN_ROUNDS, options.max_rounds)):
             asking.round(number, before.max_model_len, max(2, len(ways)), pool)
             if number + 1 >= MIN_ROUNDS and ways <= asking.seen:
@@ -93,7 +97,9 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     alone = [instance for instance in after.instances if instance.role == "unified"]
     missing = [f"{instance.name} is {instance.status}" for instance in alone if instance.status != "up"]
     missing += [f"{instance.name} got no request" for instance in alone if (None, instance.name) not in asking.seen]
-    return report_of(verdict, asking.judged, missing, dtype, asking.tolerance, list(right.scorers))
+    layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
+    pages = wrong_pages(asking.judged, layouts, asking.alone, right.layout)
+    return report_of(verdict, asking.judged, missing, dtype, asking.tolerance, list(right.scorers), pages)
 
 
 def _served_folder(url: str) -> str | None:
@@ -124,10 +130,13 @@ class _Asking:
     prober: Prober
     right: Reference
     tolerance: float
+    page_size: int
     judged: list[Judged] = field(default_factory=list)
     failed: list[Asked] = field(default_factory=list)
     scores: dict[tuple[str, int, tuple[int, ...]], list[Score]] = field(default_factory=dict)
     """By reference, prompt and answer: most answers are equal."""
+    alone: dict[int, str] = field(default_factory=dict)
+    """Checksums of the engine's pages, by prompt."""
 
     @property
     def seen(self) -> set[Pair | None]:
@@ -138,7 +147,10 @@ class _Asking:
         prompt = self.prober.token_ids(self.prober.fitting_prompt(number, max_model_len))
         for kind, (stream, kind_options) in KINDS.items():
             options = {**kind_options, "logprobs": 0, "seed": number}
-            drawn = self._drawn(number, prompt, options) if "temperature" in options else None
+            if kind == FORCED:
+                most = min(2 * self.page_size + 1, max_model_len - len(prompt))
+                options |= {"allowed_token_ids": prompt[:1], "max_tokens": most}
+            drawn = self._drawn(number, prompt, options) if kind in DRAWN else None
             times = 2 * copies if kind == CACHED else copies
             asked = [pool.submit(self.prober.ask, number, prompt, stream, **options) for _ in range(times)]
             for answer in [one.result() for one in asked]:
@@ -151,6 +163,8 @@ class _Asking:
         alone = self.right.engine.ask(number, prompt, False, **options)
         if alone.error:
             raise Impossible(f"the reference failed: {alone.error}")
+        if alone.served is not None and alone.served.page_sums:
+            self.alone[number] = alone.served.page_sums
         return alone.tokens
 
     def _judge(self, prompt: Sequence[int], answer: Asked, drawn: tuple[int, ...] | None) -> Judgement:

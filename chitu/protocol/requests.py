@@ -59,6 +59,8 @@ class SamplingParams(Wire, frozen=True):
     """The same of the prompt's tokens but the first one; not where output of another D lies behind the prompt."""
     grammar: Grammar | None = None
     """What the emitted tokens must follow, those of another D included."""
+    page_sums: bool = False
+    """`Finish` brings checksums of its pages."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler
@@ -212,6 +214,9 @@ class Finish(Wire, frozen=True, array_like=True):
     kv_bytes: int = 0
     """KV and logits bytes that P moved for this room; 0 on a unified instance."""
     stages: StageTimes = StageTimes()
+    page_sums: bytes = b""
+    """int64 LE `[layers, pages]`, of the leading full pages that it leaves, where it asked for them; those that are too
+    much to sum up are not there."""
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):

@@ -47,6 +47,9 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
     cached_tokens: int = 0
     """Of what was prefilled, that was in cached pages and needed no computing; known with the first token."""
+    page_sums: str | msgspec.UnsetType = msgspec.UNSET
+    """Where it asked for them (`return_page_sums`): checksums of the leading full pages that it left on D, each 16 hex
+    digits, layer by layer."""
 
 
 InstanceStatus = Literal["up", "draining", "down"]

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from chitu.errors import ChituError
 from chitu.protocol import Finish, Fork, SamplingParams
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
@@ -129,6 +131,7 @@ class Attempt:
             attempt=self.number,
             continued_tokens=self.num_continued,
             cached_tokens=self.cached_tokens,
+            page_sums=finish.page_sums.hex() if finish is not None and finish.page_sums else msgspec.UNSET,
         )
 
 

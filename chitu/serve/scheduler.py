@@ -40,7 +40,8 @@ from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
-from chitu.kv_cache.checksum import page_sums_of
+from chitu.instance.page_sums import FinishedPages
+from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
 from chitu.kv_cache.tiers.page_copies import shared_file
@@ -221,6 +222,7 @@ def build_engine(
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
         tiers=tiers,
         grammars=engine.grammars,
+        finished_pages=_finished_pages(instance, engine.pool, cache),
     )
 
 
@@ -249,6 +251,12 @@ def _build_tiers(
         return build(), -1
     file = shared_file(config.host_bytes)
     return build(file, partial(FannedPageCopies, fan_out)), file
+
+
+def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManager) -> FinishedPages | None:
+    if instance.role is Role.PREFILL or pool.layout.head_bytes % WORD_BYTES:
+        return None
+    return FinishedPages(page_sums_of(cast("KVPool", pool), MAIN_RANK), cache, pool.layout)
 
 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:

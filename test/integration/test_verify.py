@@ -99,16 +99,16 @@ def test_a_cluster_in_which_all_is_right(world: World, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "guilty"),
+    ("name", "fault", "guilty", "layer"),
     [
-        ("P1", "weight", ["P1"]),
-        ("D0", "weight", ["D0"]),
-        ("D1", "kernel", ["D1"]),
-        ("P0", "flip", ["P0-D1"]),
+        ("P1", "weight", "P1", 1),
+        ("D0", "weight", "D0", 1),
+        ("D1", "kernel", "D1", 2),  # what comes out of the attention of layer 1 goes into it
+        ("P0", "flip", "P0-D1", 1),
     ],
 )
-def test_the_guilty_one_is_named(
-    name: str, fault: str, guilty: list[str], world: World, broken_model: str, capsys: pytest.CaptureFixture[str]
+def test_the_guilty_one_is_named_and_the_layer_and_page_where_it_begins(
+    name: str, fault: str, guilty: str, layer: int, world: World, broken_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "weight": {"model": broken_model},
@@ -117,7 +117,15 @@ def test_the_guilty_one_is_named(
     }
     world.plant(**{name: kinds[fault]})
     code, report = world.verify(capsys)
-    assert (code, report.verdict, report.guilty) == (1, "wrong", guilty), report
+    assert (code, report.verdict, report.guilty) == (1, "wrong", [guilty]), report
+    pairs = [f"P{k}-D{m}" for k in "01" for m in "01" if guilty in (f"P{k}", f"D{m}", f"P{k}-D{m}")]
+    assert sorted(page.pair for page in report.pages) == pairs, report
+    assert {page.place.layer for page in report.pages} == {layer}, report
+    for place in (page.place for page in report.pages):
+        if fault == "flip":
+            assert (place.page, place.is_alone) == (1, True), report
+        else:
+            assert (place.page == 0) == (guilty[0] == "P"), "the prompt's pages are P's, those behind it are D's"
 
 
 def test_the_references_are_an_engine_that_it_starts_and_transformers(world: World) -> None:

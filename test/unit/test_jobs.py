@@ -147,6 +147,15 @@ def test_logprobs_of_a_prompt_have_a_bound_in_bytes() -> None:
         assert world.completion([5] * (most + 1), **{**fields, next(iter(fields)): 19})
 
 
+def test_checksums_of_pages_come_with_the_proof_alone() -> None:
+    world = World()
+    assert world.completion([5], return_proof=True, return_page_sums=True).samplings[0].page_sums
+    assert not world.completion([5], return_proof=True).samplings[0].page_sums
+    with pytest.raises(InvalidRequest, match="return_proof") as caught:
+        world.completion([5], return_page_sums=True)
+    assert caught.value.param == "return_page_sums"
+
+
 def test_without_an_instance_nothing_is_tokenized_and_a_wrong_body_is_still_wrong() -> None:
     world = World(serving=False)
     with pytest.raises(NoInstance, match="nobody is there"):

@@ -243,7 +243,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             7,
             [ROOM],
             [42],
-            [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0))],
+            [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0), page_sums=b"1234")],
             8,
             2,
             1,
@@ -271,6 +271,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                         "kv_landed_s": 0.0,
                         "total_s": 2.0,
                     },
+                    b"1234",
                 ]
             ],
             8,

@@ -100,7 +100,7 @@ def test_the_deltas_of_a_stream_are_the_whole_text() -> None:
 def report(judged: list[Judged], reasons: list[str] | None = None, moved: int = 100) -> Report:
     pairs = [PairReport("P0", "D0", 1, 20, moved, 100, True, 1.0)]
     verdict = TopologyVerdict(not reasons, reasons or [], "m", 1, 1, {}, pairs)
-    return report_of(verdict, judged, [], "float32", 0.01, ["one engine"])
+    return report_of(verdict, judged, [], "float32", 0.01, ["one engine"], [])
 
 
 def test_what_is_wrong_outweighs_what_could_not_be_judged() -> None:

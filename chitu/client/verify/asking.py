@@ -44,6 +44,8 @@ class Served(msgspec.Struct, frozen=True):
     kv_bytes: int | None
     ttft_s: float
     """From the dispatch to the first token, on the router."""
+    page_sums: str = ""
+    """Where they were asked for; see `pages.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class _ProvenAttempt(msgspec.Struct, frozen=True):
     continued_tokens: int
     cached_tokens: int
     kv_bytes: int | None
+    page_sums: str = ""
 
 
 class _ProvenChoice(msgspec.Struct, frozen=True):
@@ -195,7 +198,16 @@ def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
     last = choice.attempts[-1]
     ttft_s = sum(choice.stages.get(name, 0.0) for name in ("queue_s", "compute_s", "first_token_s"))
     used = (usage.prompt_tokens, usage.completion_tokens)
-    return Served(last.prefill, last.decode, *used, last.continued_tokens, last.cached_tokens, last.kv_bytes, ttft_s)
+    return Served(
+        last.prefill,
+        last.decode,
+        *used,
+        last.continued_tokens,
+        last.cached_tokens,
+        last.kv_bytes,
+        ttft_s,
+        last.page_sums,
+    )
 
 
 def _score(entry: dict[str, dict[str, Any]], token: int) -> Score:

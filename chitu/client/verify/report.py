@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from chitu.client.verify.asking import Asked, Pair
+from chitu.client.verify.pages import Place, first_unlike
 from chitu.client.verify.parity import Judgement, blame, pair_name, unlike_texts
 from chitu.client.verify.topology import TopologyVerdict
+from chitu.protocol import KVLayout
 
 EXIT_CODES = {"right": 0, "wrong": 1, "unjudged": 2}
+FORCED = "forced"
+"""The kind of request whose tokens are fixed, and whose pages are summed up."""
 MAX_REASONS = 20
 """Lines; of wrong answers the first of each pair comes first."""
 
@@ -41,6 +45,11 @@ class PairParity(msgspec.Struct, frozen=True):
     """Of a logprob from the reference's (nats)."""
 
 
+class WrongPage(msgspec.Struct, frozen=True):
+    pair: str
+    place: Place
+
+
 class Report(msgspec.Struct, frozen=True):
     verdict: Literal["right", "wrong", "unjudged"]
     guilty: list[str]
@@ -52,8 +61,35 @@ class Report(msgspec.Struct, frozen=True):
     tolerance: float
     """Nats."""
     references: list[str]
+    pages: list[WrongPage]
+    """Where pairs that are wrong went wrong first, as far as checksums of pages tell."""
     requests: int
     pairs: list[PairParity]
+
+
+def wrong_pages(
+    judged: Sequence[Judged], layouts: Mapping[str, KVLayout], alone: Mapping[int, str], alone_layout: KVLayout | None
+) -> list[WrongPage]:
+    """Of pairs with wrong answers the first place in the first prompt that shows one. `layouts`: by name of D. `alone`:
+    sums of the undivided engine, by prompt, which stand in where no other pair is right."""
+    wrong = {one.asked.pair for one in judged if one.judgement.outcome == "wrong"}
+    forced = [one.asked for one in judged if one.kind == FORCED]
+    found: dict[Pair, Place] = {}
+    for one in forced:
+        assert one.pair is not None and one.served is not None
+        layout = layouts[one.served.decode]
+        right = [
+            other.served.page_sums
+            for other in forced
+            if other.prompt == one.prompt and other.pair not in wrong and other.served is not None
+            if layouts[other.served.decode] == layout
+        ]
+        if not right and layout == alone_layout and one.prompt in alone:
+            right = [alone[one.prompt]]
+        place = first_unlike(one.served.page_sums, right, layout.num_layers) if one.pair in wrong else None
+        if place is not None:
+            found.setdefault(one.pair, place)
+    return [WrongPage(pair_name(pair), place) for pair, place in found.items()]
 
 
 def report_of(
@@ -63,6 +99,7 @@ def report_of(
     dtype: str,
     tolerance: float,
     refs: list[str],
+    pages: list[WrongPage],
 ) -> Report:
     """`verdict`: of the topology, by the requests past the cache, without a look at tokens. `missing`: what else keeps
     a verdict from being whole."""
@@ -75,12 +112,13 @@ def report_of(
             wrong[one.asked.pair].append(one)
     guilty = blame({pair: {one.judgement.place for one in found} for pair, found in wrong.items()}, by_pair.keys())
     reasons = [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
-    reasons += [_reason(pair, one) for pair, found in wrong.items() for one in found[1:]]
     moved = {(pair.prefill, pair.decode): (pair.kv_bytes, pair.expected_bytes) for pair in verdict.pairs}
     for pair, (found_bytes, right_bytes) in moved.items():
         if found_bytes != right_bytes:
             guilty.append(pair_name(pair))
             reasons.append(f"{pair_name(pair)} moved {found_bytes} bytes, not {right_bytes}")
+    reasons += [f"{page.pair}: {page.place.says}" for page in pages]
+    reasons += [_reason(pair, one) for pair, found in wrong.items() for one in found[1:]]
     unlike = [reason for number in sorted({one.asked.prompt for one in judged}) for reason in _texts(judged, number)]
     guilty += ["router"] if unlike else []
     reasons = [*reasons, *unlike][:MAX_REASONS]
@@ -93,6 +131,7 @@ def report_of(
         dtype=dtype,
         tolerance=tolerance,
         references=refs,
+        pages=pages,
         requests=len(judged),
         pairs=[_row(pair, found, *moved.get((str(pair[0]), pair[1]), (0, 0))) for pair, found in _ordered(by_pair)],
     )

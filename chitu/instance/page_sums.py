@@ -1,0 +1,38 @@
+"""Checksums of the pages that a finished request leaves, by layer, where it asks for them (`SamplingParams.page_sums`).
+
+On D and on unified instances; step thread only. With TP they are of the main rank's KV heads. Two requests with the
+same tokens have the same sums where the same arithmetic made their KV, so that whoever compares them (`chitu verify`)
+learns in which layer and page the first of them went wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.kv_transfer.checksums import PageSums
+from chitu.protocol import KVLayout
+from chitu.protocol.states import SequenceState
+
+MAX_SUMMED_BYTES = 32 << 20
+"""Of one request: some 10 ms of a core, in which no step is launched. Pages behind that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPages:
+    page_sums: PageSums
+    cache: PagedKVCacheManager
+    layout: KVLayout
+
+    def sums_of(self, sequence: Sequence) -> bytes:
+        """int64 LE `[layers, pages]`, of its leading full pages; empty where it asked for none."""
+        is_running = sequence.state is SequenceState.RUNNING  # else a peer may still write
+        if sequence.sampling is None or not sequence.sampling.page_sums or not is_running:
+            return b""
+        # Of the newest token K and V are not there, or are just being computed.
+        num_full = (sequence.prompt_len + len(sequence.emitted) - 1) // self.layout.page_size
+        num_pages = min(num_full, MAX_SUMMED_BYTES // self.layout.bytes_per_page)
+        pages = self.cache.get_page_indices(sequence.room)[:num_pages]
+        layers = range(self.layout.num_layers) if pages else ()
+        return b"".join(self.page_sums.sums(range(n, n + 1), pages).astype("<i8").tobytes() for n in layers)
