@@ -35,7 +35,7 @@ from chitu.kv_cache.tiers.page_copies import PageCopies
 from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.tensor_parallel.orders import (
     ClosePeer,
-    CopyPage,
+    CopyShard,
     EndOrder,
     OpenPeer,
     Order,
@@ -265,7 +265,7 @@ class FannedPageCopies:
         self._copy(page, content, is_restore=True)
 
     def _copy(self, page: int, content: memoryview, is_restore: bool) -> None:
-        order = CopyPage(self._fan_out.next_number(), page, _address_of(content) - self._base, is_restore)
+        order = CopyShard(self._fan_out.next_number(), page, _address_of(content) - self._base, is_restore)
         copy = self._own.restore_to_kvpool if is_restore else self._own.extract_from_kvpool
         failures = self._fan_out.page_lane.order(order, lambda: copy(page, content), self._timeout_s).failures()
         if failures:

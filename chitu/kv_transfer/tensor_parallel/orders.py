@@ -66,7 +66,7 @@ class SumPages(Order, frozen=True, tag="sum"):
     pages: bytes
 
 
-class CopyPage(Order, frozen=True, tag="copy"):
+class CopyShard(Order, frozen=True, tag="copy"):
     """Copy our heads of this page of the pool to its content in the tiers' memory, or from there."""
 
     page: int
@@ -79,7 +79,7 @@ class EndOrder(Order, frozen=True, tag="end"):
     """The instance stops: the lane's thread ends. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyPage, EndOrder]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyShard, EndOrder]
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

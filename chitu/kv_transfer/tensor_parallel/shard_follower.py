@@ -23,7 +23,7 @@ from chitu.kv_transfer.tensor_parallel.fan_out import HELLO, lane_address
 from chitu.kv_transfer.tensor_parallel.orders import (
     AnyOrder,
     ClosePeer,
-    CopyPage,
+    CopyShard,
     EndOrder,
     OpenPeer,
     OrderAnswer,
@@ -122,7 +122,7 @@ class ShardFollower:
                     raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
                 sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
                 return OrderAnswer(order.number, sums=sums.tobytes())
-            if isinstance(order, CopyPage):
+            if isinstance(order, CopyShard):
                 self._copy(order)
                 return OrderAnswer(order.number)
             assert isinstance(order, Settle)
@@ -131,7 +131,7 @@ class ShardFollower:
             is_settled = not isinstance(error, WriteError) or error.settled
             return OrderAnswer(order.number, is_settled=is_settled, code=error.code, message=error.message)
 
-    def _copy(self, order: CopyPage) -> None:
+    def _copy(self, order: CopyShard) -> None:
         assert self._tiers is not None, "the main rank has tiers by the same topology"
         content = self._tiers.memory[order.offset : order.offset + page_content_bytes(self._layout)]
         copies = self._tiers.copies
