@@ -69,7 +69,7 @@ def test_no_thread_that_may_touch_a_device_is_made_in_another_way() -> None:
     """And no stream is entered but with its device around it: leaving it would set another one."""
     root = Path(chitu.__file__).parent
     instance = [
-        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("bench", "chat", "launch")
+        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("bench", "client", "launch")
     ]
     made = [path for path in instance if re.search(r"threading\.Thread\(|ThreadPoolExecutor\(", path.read_text())]
     # the router's, a client's, and those that only read files or compile grammars
