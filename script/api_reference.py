@@ -32,6 +32,11 @@ A field that is none of these is refused (400, `param` names it and the message 
 objects, too. With `dp_config.router.unknown_fields: warn` it is left out instead, and the header `X-Chitu-Warning` of
 the answer names the first one.
 
+Where a chat's answer must follow a grammar (`response_format` and its like, calls of tools), a model that reasons does
+so first and freely: the grammar begins behind the end of the reasoning. It holds from the first token on if the prompt
+has the end of a reasoning already, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions.
+`usage` counts the tokens up to the end of the reasoning as `reasoning_tokens`.
+
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, a hidden eos, too; `text_offset` counts characters of the choice's `text`.
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chitu.errors import InvalidRequest
+from chitu.grammars.marks import behind_reasoning
 from chitu.grammars.tool_calls import tool_calls_lark
 from chitu.protocol import Grammar, ToolCalls
 
@@ -113,12 +114,16 @@ class GrammarCompiler:
         self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
         self._vocab_size = vocab_size
         self._tokens = LLTokenizer(tokenizer.to_json(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=eos)
-        self._special = tokenizer.special_token_ids
+        self._added = tokenizer.added_token_ids
+        self._eos = frozenset(eos)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """InvalidRequest where the text is no such grammar, has what is not supported, or costs too much."""
         try:
-            matcher = self._engine(self._tokens, self._source(grammar), log_level=0, limits=self._limits)
+            source = self._source(grammar)
+            if grammar.reasoning is not None:
+                source = behind_reasoning(source, grammar.reasoning, self._added, self._eos)
+            matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{grammar.kind}: {_first_line(str(error))}") from error
         if not matcher.is_error():
@@ -142,7 +147,7 @@ class GrammarCompiler:
             choices = msgspec.json.decode(text, type=list[str])
             return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
         if grammar.kind == "tool_calls":
-            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._special, _JSON_OPTIONS)
+            text = tool_calls_lark(msgspec.json.decode(text, type=ToolCalls), self._added, _JSON_OPTIONS)
         if grammar.kind == "lark" and "::=" in text:
             text = _lark_of_gbnf(text)
         return self._engine.grammar_from_lark(text)

@@ -34,11 +34,13 @@ class ChoiceDecoder:
         "_detokenizer",
         "_held",
         "_include_stop",
+        "_num_parsed",
         "_parser",
         "_scanner",
         "_stop_ids",
         "_unshown",
         "finish_reason",
+        "num_reasoning_tokens",
         "num_tokens",
     )
 
@@ -61,6 +63,9 @@ class ChoiceDecoder:
         self._stop_ids = stop_ids
         self._held: list[int] = []
         self.num_tokens = 0
+        self._num_parsed = 0
+        self.num_reasoning_tokens = 0
+        """Up to the one that ends the reasoning, marks and all; 0 where nobody tells reasoning from content."""
         self.finish_reason: str | None = None
 
     def feed(self, tokens: list[int], reason: str | None) -> list[Delta]:
@@ -91,29 +96,35 @@ class ChoiceDecoder:
                 held.append(tokens[-1])
             if reason is not None:
                 self._end(deltas, reason)
-        return deltas if self._parser is None else self._parsed(self._parser, deltas)
+        return deltas if self._parser is None else self._parsed(self._parser, deltas, hidden)
 
     def whole(self, tokens: list[int], reason: str) -> tuple[str | MessageDelta, list[int]]:
         """All tokens of a finished choice at once: its text and the tokens up to its end."""
-        if self._scanner is not None:
+        if self._scanner is not None or (self._parser is not None and self._parser.may_reason):
             deltas = self.feed(tokens, reason)
             return joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids]
         self.num_tokens += len(tokens)
         self.finish_reason = reason
-        shown = tokens[:-1] if tokens and self._is_hidden(tokens[-1], reason) else tokens
+        hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
+        shown = tokens[:-1] if hidden else tokens
         text = self._detokenizer.push(shown) + self._detokenizer.finish()
         if self._parser is None:
             return text, tokens
-        deltas = self._parsed(self._parser, [Delta(text, tokens)])
+        deltas = self._parsed(self._parser, [Delta(text, tokens)], hidden)
         return deltas[-1].text, tokens
 
-    def _parsed(self, parser: MessageParser, found: list[Delta]) -> list[Delta]:
-        """What the parser makes of them. Tokens that show nothing go with the next that do."""
+    def _parsed(self, parser: MessageParser, found: list[Delta], has_hidden: bool) -> list[Delta]:
+        """What the parser makes of them. Tokens that show nothing go with the next that do. `has_hidden`: the last
+        token of all is not part of the text."""
         deltas: list[Delta] = []
         for place, (text, token_ids) in enumerate(found, 1):
             assert isinstance(text, str)
+            was_reasoning = parser.is_reasoning
             shown = parser.push(text)
             self._unshown += token_ids
+            self._num_parsed += len(token_ids)
+            if was_reasoning or parser.is_reasoning:
+                self.num_reasoning_tokens = self._num_parsed - (has_hidden and place == len(found))
             if shown:
                 deltas.append(Delta(shown, self._unshown))
                 self._unshown = []

@@ -212,7 +212,12 @@ class GenerationRoutes:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
         # The choices of a prompt share it: it counts once, as the first of them found it.
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
-        return UsageCount(prompt_tokens, sum([choice.decoder.num_tokens for choice in choices]), cached_tokens)
+        return UsageCount(
+            prompt_tokens,
+            sum([choice.decoder.num_tokens for choice in choices]),
+            cached_tokens,
+            sum([choice.decoder.num_reasoning_tokens for choice in choices]),
+        )
 
     def _moments(self, running: RunningAnswer) -> Moments:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
@@ -361,7 +366,8 @@ class GenerationRoutes:
             for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
                 choice.num_shown += size
                 if events[at]:
-                    usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens)
+                    reasoning = min(choice.num_shown, decoder.num_reasoning_tokens)
+                    usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning)
                     events[at] = form.with_usage(events[at], usage)
         if ending is not None:
             self._router.cancel(generation, is_complete=True)

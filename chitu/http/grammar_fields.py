@@ -13,10 +13,10 @@ from chitu.http.request_bodies import GenerationBody, StructuredOutputs
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 
-def grammar_of(body: GenerationBody, call: Grammar | None = None) -> tuple[Grammar, str] | None:
-    """What the answer must follow, and the field that says so; None where it is free. `call`: what `tool_choice`
-    enforces. InvalidRequest for two of them, and for one that cannot be served."""
-    found: list[tuple[Grammar, str]] = [] if call is None else [(call, "tool_choice")]
+def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
+    """What the answer must follow, and the field that says so; None where it is free. `calls`: the same of tools.
+    InvalidRequest for two of them, and for one that cannot be served."""
+    found: list[tuple[Grammar, str]] = [] if calls is None else [calls]
 
     def note(kind: GrammarKind, text: str, param: str) -> None:
         if found:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from chitu.errors import Capacity, ChituError, InvalidRequest, NoInstance
 from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
 from chitu.http.body_threads import BodyThreads, wait
 from chitu.http.exchange import Exchange
 from chitu.http.grammar_fields import grammar_of
-from chitu.http.messages.forced import forced_calls
+from chitu.http.messages.forced import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
@@ -41,7 +43,14 @@ from chitu.http.sampling_fields import (
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_PROMPT_LOGPROBS_BYTES, Grammar, SamplingParams, pack_i32, prompt_logprobs_bytes
+from chitu.protocol import (
+    MAX_PROMPT_LOGPROBS_BYTES,
+    Grammar,
+    Reasoning,
+    SamplingParams,
+    pack_i32,
+    prompt_logprobs_bytes,
+)
 
 
 @dataclass(slots=True)
@@ -202,12 +211,25 @@ class JobParser:
         }
         tools = chosen_tools(body)
         text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
-        plan, call = self._model.message_plan(body, text, tools.offered), None
+        plan, calls = self._model.message_plan(body, text, tools.offered), None
         if tools.enforced and plan is not None and plan.calls is not None:
-            call = forced_calls(plan.calls, tools.enforced, plan.is_parallel)
-        job = self._job(body, [text], bool(body.add_special_tokens), frame, None, warnings, call)
-        if plan is not None and job.samplings[0].grammar is not None:
-            # The grammar holds from the first token on, so there is no reasoning, even if the prompt ends within it.
+            calls = grammar_of_calls(plan.calls, tools.enforced, plan.is_parallel, tools.is_required)
+        reasoning = plan.reasoning_ahead(text) if plan is not None else None
+        if variables.get("enable_thinking") is False:
+            reasoning = None
+        param = "tool_choice" if tools.is_required else "tools"
+        job = self._job(
+            body,
+            [text],
+            bool(body.add_special_tokens),
+            frame,
+            None,
+            warnings,
+            (calls, param) if calls is not None else None,
+            reasoning,
+        )
+        if plan is not None and reasoning is None and job.samplings[0].grammar is not None:
+            # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
         job.plan = plan
         return job
@@ -220,7 +242,8 @@ class JobParser:
         frame: _Frame,
         default_tokens: int | None,
         warnings: list[str],
-        call: Grammar | None = None,
+        calls: tuple[Grammar, str] | None = None,
+        reasoning: Reasoning | None = None,
     ) -> Job:
         options = output_options(body)
         wanted = wanted_tokens(body)
@@ -230,7 +253,9 @@ class JobParser:
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
-        grammar, grammar_param = grammar_of(body, call) or (None, None)
+        grammar, grammar_param = grammar_of(body, calls) or (None, None)
+        if grammar is not None:
+            grammar = msgspec.structs.replace(grammar, reasoning=reasoning)
         bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []
         samplings = []

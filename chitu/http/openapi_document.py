@@ -30,10 +30,20 @@ class ErrorReply(msgspec.Struct):
     error: ErrorDetail
 
 
+class CachedTokensReply(msgspec.Struct):
+    cached_tokens: int
+
+
+class ReasoningTokensReply(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class UsageReply(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokensReply
+    completion_tokens_details: ReasoningTokensReply
 
 
 class CompletionLogprobsReply(msgspec.Struct):
@@ -147,6 +157,8 @@ class ResponsesUsageReply(msgspec.Struct):
     input_tokens: int
     output_tokens: int
     total_tokens: int
+    input_tokens_details: CachedTokensReply
+    output_tokens_details: ReasoningTokensReply
 
 
 class ResponsesReply(msgspec.Struct):

@@ -6,7 +6,7 @@ Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thre
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -155,14 +155,16 @@ class ChosenTools(NamedTuple):
     offered: list[dict[str, Any]] | None
     """What the prompt has; None if the body offers nothing, or forbids calls."""
     enforced: list[dict[str, Any]]
-    """The answer is a call of one of them; empty: the model is free."""
+    """Whose calls follow their schemas; empty: the model is free."""
+    is_required: bool = False
+    """The answer is a call of one of `enforced`."""
 
 
 def chosen_tools(body: ChatBody) -> ChosenTools:
     """The tools of the body, by its `tool_choice`. InvalidRequest for a choice that names no tool."""
     tools, choice = offered_tools(body.tools), body.tool_choice
     if choice is None or choice == "auto":
-        return ChosenTools(tools, [])
+        return ChosenTools(tools, _strict(body.tools or (), tools or ()))
     if choice == "none":
         return ChosenTools(None, [])
     if isinstance(choice, str) and choice not in TOOL_CHOICES:
@@ -173,13 +175,24 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
     if not tools:
         raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
     if isinstance(choice, str):
-        return ChosenTools(tools, tools)
+        return ChosenTools(tools, tools, True)
     if choice.type != "function":
         raise InvalidRequest(f"tool_choice.type must be 'function', not {choice.type[:40]!r}", "tool_choice.type")
     named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
     if not named:
         raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")
-    return ChosenTools(tools, named)
+    return ChosenTools(tools, named, True)
+
+
+def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What calls must follow where one of the tools is strict, which says nothing of the others: these take any object.
+    Empty where none is."""
+    if not any(tool.function.strict for tool in given):
+        return []
+    return [
+        tool if own.function.strict else {"function": {"name": own.function.name}}
+        for own, tool in zip(given, offered, strict=True)
+    ]
 
 
 def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:

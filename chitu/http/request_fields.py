@@ -71,6 +71,11 @@ FIELDS: tuple[Field, ...] = (
         ("tools[].function.name", "1 to 128 characters, each once"),
         ("tools[].function.description", ""),
         ("tools[].function.parameters", "a JSON schema"),
+        (
+            "tools[].function.strict",
+            "true: arguments of a call that the model makes of its own accord follow `parameters`, too; such a request "
+            "has no `response_format` or the like beside it. Those of an enforced call always follow them",
+        ),
     ),
     *_of(
         (CHAT, TOKENIZE),
@@ -80,7 +85,6 @@ FIELDS: tuple[Field, ...] = (
         ("messages[].provider_specific_fields", "of an answer that litellm sends back"),
         ("messages[].type", "lm-eval sends `text`"),
         ("messages[].tool_calls[].index", "of a streamed call that is sent back"),
-        ("tools[].function.strict", "arguments follow the schema where a call is enforced, and only there"),
         ("messages[].content[].cache_control", ""),
         ("messages[].content[].prompt_cache_breakpoint", ""),
     ),
@@ -215,7 +219,11 @@ FIELDS: tuple[Field, ...] = (
             "none, minimal, low, medium, high, xhigh or max, for a chat template that reads it, or `enable_thinking` "
             "(all but `none` are true)",
         ),
-        ("separate_reasoning", "false: reasoning stays in the content, marks and all; default true"),
+        (
+            "separate_reasoning",
+            "false: reasoning stays in the content, marks and all, and a grammar holds from the first token on; "
+            "default true",
+        ),
         ("include_reasoning", "false: `reasoning_content` is left out; default true"),
         ("logprobs", "`true`: with each token its logprob"),
         ("top_logprobs", "0 to 20 most likely tokens, with `logprobs`"),
@@ -251,6 +259,7 @@ FIELDS: tuple[Field, ...] = (
         ("tools[].name", "1 to 128 characters, each once"),
         ("tools[].description", ""),
         ("tools[].parameters", "a JSON schema"),
+        ("tools[].strict", "as of a chat"),
         ("tool_choice", "as of a chat"),
         ("tool_choice.type", "`function`"),
         ("tool_choice.name", "of one of `tools`"),
@@ -283,7 +292,6 @@ FIELDS: tuple[Field, ...] = (
         ("text.format.name", ""),
         ("text.format.description", ""),
         ("text.format.strict", "the answer always follows the schema"),
-        ("tools[].strict", "arguments follow the schema where a call is enforced, and only there"),
         ("user", ""),
         ("safety_identifier", ""),
         ("service_tier", "there is one"),

@@ -25,6 +25,8 @@ class UsageCount(NamedTuple):
     completion_tokens: int
     cached_tokens: int
     """Of the prompts."""
+    reasoning_tokens: int = 0
+    """Of the completion tokens."""
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         return {
@@ -32,6 +34,7 @@ class UsageCount(NamedTuple):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

@@ -38,7 +38,7 @@ from chitu.protocol.cluster import (
     stats_codec,
     view_codec,
 )
-from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, ToolCall, ToolCalls
+from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls
 from chitu.protocol.logprobs import (
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -144,6 +144,7 @@ __all__ = [
     "PrefillRequest",
     "PrefillTimes",
     "RankMemory",
+    "Reasoning",
     "RegisterReply",
     "ReplicaHeartbeat",
     "RequestFailed",

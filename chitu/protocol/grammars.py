@@ -23,12 +23,23 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "
 """
 
 
+class Reasoning(Wire, frozen=True):
+    """What a model may write ahead of its answer, between two marks."""
+
+    open: str
+    close: str
+    is_open: bool = False
+    """The prompt ended within it."""
+
+
 class Grammar(Wire, frozen=True):
     """The matcher that D makes of it allows at each place the tokens that may follow there, and an eos only where the
     answer may end. Special tokens are in no answer, unless a `ToolCalls` names one."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    reasoning: Reasoning | None = None
+    """Ahead of what follows the grammar, and of any text. None: the grammar holds from the first token on."""
 
 
 class ToolCall(Wire, frozen=True):
@@ -54,4 +65,7 @@ class ToolCalls(Wire, frozen=True):
     is_parallel: bool = True
     """There may be several calls; False: one at most, and nothing behind it."""
     separator: str = ""
-    """Between the calls where `is_required`."""
+    """Between the calls where `is_required` or `is_leading`."""
+    is_leading: bool = False
+    """Calls are at the beginning or nowhere: an answer that begins with the trigger is calls alone, any other is free
+    text, in which the trigger says nothing. Where not `is_required`."""

@@ -142,10 +142,9 @@ class Tokenizer:
         return self._backend.to_str()
 
     @property
-    def special_token_ids(self) -> dict[str, int]:
-        """By their text."""
-        added = self._backend.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+    def added_token_ids(self) -> dict[str, int]:
+        """By their text: of the tokens that texts are cut into ahead of all others, special or not."""
+        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
 
     @property
     def template_source(self) -> str:

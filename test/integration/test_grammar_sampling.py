@@ -19,13 +19,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from chitu.engine.grammar_masks import bits_of, forbidden
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler, GrammarStore
-from chitu.protocol import Grammar, SamplingParams
+from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 EOS = 2
 WORDS = Grammar("regex", "([a-f]{1,5} ){9,20}[a-f]{3}")
 NUMBERS = Grammar("json_schema", '{"type":"array","items":{"type":"integer"},"minItems":3,"maxItems":9}')
+THOUGHT_OF = msgspec.structs.replace(NUMBERS, reasoning=Reasoning("[", "]", True))
+"""The mark comes early among so few tokens."""
 
 
 _PAIRS = (a + b for a in "abcdefĠ0123456789,[]" for b in "abcdef0123")
@@ -39,7 +41,7 @@ def make_compiler() -> GrammarCompiler:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(["<a>", "<b>", "<eos>"])
     tokenizer = SimpleNamespace(
-        eos_token_ids=(EOS,), vocab_size=len(pieces), to_json=backend.to_str, special_token_ids={}
+        eos_token_ids=(EOS,), vocab_size=len(pieces), to_json=backend.to_str, added_token_ids={}
     )
     assert len(pieces) < VOCAB_SIZE
     return GrammarCompiler(cast(Tokenizer, tokenizer), VOCAB_SIZE)
@@ -80,6 +82,7 @@ PARAMS = [
     SamplingParams(99, temperature=0.9, seed=3, top_p=0.8, logit_bias={100: 5.0, EOS: -3.0}, grammar=NUMBERS),
     SamplingParams(99, temperature=0.9, seed=4, min_p=0.1, bad_words=((300,), (70, 71)), grammar=NUMBERS),
     SamplingParams(99, temperature=0.0, presence_penalty=1.5, grammar=NUMBERS),
+    SamplingParams(99, temperature=1.0, seed=5, logit_bias={PIECES.index("]"): 4.0}, grammar=THOUGHT_OF),
 ]
 
 

@@ -152,9 +152,15 @@ def test_reasoning_is_shown_left_in_or_left_out(client: openai.OpenAI) -> None:
         ({"separate_reasoning": False}, text, None),
     ):
         body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "extra_body": extra}
-        message = client.chat.completions.create(**body).choices[0].message
+        whole = client.chat.completions.create(**body)
+        message = whole.choices[0].message
         assert (message.content, getattr(message, "reasoning_content", None)) == (content, reasoning)
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**body, stream=True)]
+        chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        usage = whole.usage
+        assert chunks[-1].usage == usage
+        assert (usage.completion_tokens_details.reasoning_tokens > 0) is ("separate_reasoning" not in extra)
+        assert usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         assert "".join(delta.content or "" for delta in deltas) == content
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (reasoning or "")
     for effort in ("none", "high"):
@@ -191,6 +197,7 @@ def test_responses_whole_and_streamed_have_the_items_that_the_model_wrote(client
         assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", WEATHER), ("time", {})]
         assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert final.usage == whole.usage
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_jobs import World
+from test_jobs import World, copy_of_tiny
 
 from chitu.errors import InvalidRequest
 from chitu.http.body_decoder import completion_decoder
 from chitu.http.grammar_fields import grammar_of
 from chitu.http.request_bodies import MAX_CHOICE_CHARS, MAX_CHOICES
-from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}
 OF_SCHEMA = ("json_schema", SCHEMA)
@@ -100,3 +101,49 @@ def test_a_grammar_travels_with_the_sampling_and_one_that_cannot_be_compiled_is_
     with pytest.raises(InvalidRequest, match="uniqueItems") as raised:
         world.chat("a", response_format={"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}})
     assert raised.value.param == "response_format.json_schema.schema"
+
+
+TEMPLATE = """{#- <tool_call> "arguments" </think> -#}{% if tools %}{% endif %}{{ messages[-1].content }}
+{%- if enable_thinking is defined and not enable_thinking and not quietly %}<think>
+
+</think>
+
+{% endif %}"""
+AHEAD, WITHIN = Reasoning("<think>", "</think>"), Reasoning("<think>", "</think>", True)
+TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {}}}}
+
+
+def test_a_grammar_holds_behind_the_reasoning_unless_there_is_none_to_come(tmp_path: Path) -> None:
+    (copy_of_tiny(tmp_path) / "chat_template.jinja").write_text(TEMPLATE)
+    world = World(path=tmp_path)
+    for grammar in ({"guided_regex": "a+"}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "required"}):
+        for text, fields, reasoning in (
+            ("a", {}, AHEAD),
+            ("a<think>\n", {}, WITHIN),
+            ("a<think>b</think>\n\n", {}, None),
+            ("a", {"chat_template_kwargs": {"enable_thinking": True}}, AHEAD),
+            ("a", {"reasoning_effort": "none"}, None),
+            ("a", {"chat_template_kwargs": {"enable_thinking": False, "quietly": True}}, None),
+            ("a<think>", {"separate_reasoning": False}, None),
+            ("a", {"include_reasoning": False}, AHEAD),
+        ):
+            job = world.chat(text, **grammar, **fields)
+            given = job.samplings[0].grammar
+            assert given is not None and given.reasoning == reasoning, (grammar, text, fields)
+            # What the text is read by agrees with it.
+            assert (job.plan is not None and job.plan.reasoning is not None) is (reasoning is not None), (text, fields)
+    assert World().chat("a", guided_regex="a+").samplings[0].grammar == Grammar("regex", "a+")
+    assert world.completion("a<think>", guided_regex="a+").samplings[0].grammar == Grammar("regex", "a+")
+
+
+def test_a_strict_tool_is_obeyed_or_refused_by_its_name(tmp_path: Path) -> None:
+    (copy_of_tiny(tmp_path) / "chat_template.jinja").write_text(TEMPLATE)
+    world = World(path=tmp_path)
+    loose = {"type": "function", "function": {**TOOL["function"], "strict": False}}
+    assert world.chat("a", tools=[loose]).samplings[0].grammar is None
+    assert world.chat("a", tools=[TOOL], tool_choice="none").samplings[0].grammar is None
+    odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}
+    for fields, param in (({"tools": [odd]}, "tools"), ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex")):
+        with pytest.raises(InvalidRequest) as raised:
+            world.chat("a", **fields)
+        assert raised.value.param == param

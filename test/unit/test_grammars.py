@@ -13,14 +13,14 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import Capacity, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Matcher, store
 from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_A_TOKEN, MAX_GBNF_CHARS
-from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
 TINY = Tokenizer.load(TINY_MODEL_DIR)
@@ -99,7 +99,7 @@ def test_a_tokenizer_with_byte_fallback_spells_what_it_has_no_token_for(seed: in
         eos_token_ids=(eos,),
         vocab_size=backend.get_vocab_size(),
         to_json=backend.to_str,
-        special_token_ids={},
+        added_token_ids={},
     )
     compiler = GrammarCompiler(cast(Tokenizer, tokenizer), tokenizer.vocab_size + 40)
     tokens = drawn(compiler.compile(Grammar("regex", "(漢|ü好)ab a")), seed, (eos,))
@@ -257,6 +257,129 @@ def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool)
         assert not allows(spaced, f'<a>{{{space}"x": 3}}'), "a model that likes spaces would go on with them to the end"
     with pytest.raises(InvalidRequest, match="not"):
         compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
+
+
+def with_marks() -> tuple[Backend, GrammarCompiler]:
+    """As Qwen3: the marks are added tokens that are not special. A token a byte otherwise."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    backend.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>", "<tool_call>")])
+    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    tokenizer = SimpleNamespace(
+        eos_token_ids=(added["<eos>"],),
+        vocab_size=backend.get_vocab_size(),
+        to_json=backend.to_str,
+        added_token_ids=added,
+    )
+    return backend, GrammarCompiler(cast(Tokenizer, tokenizer), tokenizer.vocab_size)
+
+
+MARKED, MARKED_COMPILER = with_marks()
+
+
+def is_answer(grammar: Grammar, text: str, is_spelled: bool) -> bool:
+    """As a whole answer. `is_spelled`: no mark is the token that it could be."""
+    if is_spelled:
+        letters = MARKED.pre_tokenizer.pre_tokenize_str(text)
+        ids = [MARKED.token_to_id(letter) for word, _ in letters for letter in word]
+    else:
+        ids = MARKED.encode(text).ids
+    matcher = MARKED_COMPILER.compile(grammar).matcher()
+    for token in ids:
+        if token not in may_come(matcher):
+            return False
+        matcher.consume([token])
+    return MARKED.token_to_id("<eos>") in may_come(matcher)
+
+
+CALLS = ToolCalls((ToolCall('<tool_call>{"x": ', msgspec.Raw(json.dumps(SCHEMA).encode()), "}"),), "<tool_call>", True)
+
+
+@pytest.mark.parametrize("is_spelled", [False, True])
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar("json_object"), '{"a": [1]}', "[1]"),
+        (Grammar("json_schema", json.dumps(SCHEMA)), '{"x": 3}', '{"x": "3"}'),
+        (Grammar("regex", "a{2,3}"), "aa", "aaaa"),
+        (Grammar("choice", '["yes","no"]'), "no", "nay"),
+        (Grammar("lark", 'start: w\nw: /[ab]+/ "!"'), "ab!", "ab"),
+        (Grammar("lark", 'root ::= "a" [0-9]+'), "a1", "a"),
+        (Grammar("tool_calls", msgspec.json.encode(CALLS).decode()), '<tool_call>{"x": {"x": 3}}', '{"x": 3}'),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else None,
+)
+def test_a_grammar_begins_behind_a_reasoning_in_which_anything_may_stand(
+    grammar: Grammar, right: str, wrong: str, is_spelled: bool
+) -> None:
+    thoughts = (
+        "",
+        "Hm.\n",
+        wrong,
+        right,
+        "<think><tool_call>a<tool_call>",
+        "ü < </ </thin </think",
+        'if "\\x": {',
+        "\n" * 30,
+    )
+    of = {is_open: Reasoning("<think>", "</think>", is_open) for is_open in (False, True)}
+    asks_token = grammar.kind == "tool_calls" and is_spelled  # a call that is enforced begins with the token
+
+    def allows_behind(reasoning: Reasoning | None, text: str) -> bool:
+        return is_answer(msgspec.structs.replace(grammar, reasoning=reasoning), text, is_spelled)
+
+    for thought in thoughts:
+        for reasoning, opened in ((of[True], ""), (of[False], "<think>")):
+            if is_spelled and opened:
+                continue  # nor does a model spell what begins its answer
+            for gap in ("", "\n", "\n\n"):
+                behind = f"{opened}{thought}</think>{gap}"
+                assert allows_behind(reasoning, behind + right) is not asks_token, behind
+                assert not allows_behind(reasoning, behind + wrong), behind
+            for never in (f"{opened}{thought}", f"{opened}{thought}</think>\n\n\n{right}"):
+                assert not allows_behind(reasoning, never), never
+    assert allows_behind(None, right) is allows_behind(of[False], right) is not asks_token
+    for behind in (None, of[False]):
+        assert not allows_behind(behind, f"Hm.</think>{right}"), "it began with neither"
+    assert not allows_behind(None, f"<think></think>{right}") and not allows_behind(of[True], right)
+
+
+def test_a_reasoning_may_go_on_for_ever_within_the_bounds_and_has_no_end_of_the_answer_in_it() -> None:
+    grammar = Grammar("json_object", reasoning=Reasoning("<think>", "</think>", True))
+    matcher, rng = MARKED_COMPILER.compile(grammar).matcher(), random.Random(1)
+    letters = [MARKED.token_to_id(letter) for letter in "abc<>/{}"]
+    for _ in range(4000):
+        allowed = may_come(matcher)
+        assert MARKED.token_to_id("<eos>") not in allowed and MARKED.token_to_id("</think>") in allowed
+        matcher.consume([rng.choice(letters)])
+
+
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_free_text_takes_a_trigger_that_is_an_added_token(is_spelled: bool) -> None:
+    free = msgspec.structs.replace(CALLS, is_required=False)
+    grammar = Grammar("tool_calls", msgspec.json.encode(free).decode())
+    call = '<tool_call>{"x": {"x": 3}}'
+    for text in ("", "a < b", call, f"Well: {call}", f"{call} and {call}."):
+        assert is_answer(grammar, text, is_spelled), text
+    for text in ("<tool_call>", call.replace("3", '"3"'), f"Well: {call[:-3]}"):
+        assert not is_answer(grammar, text, is_spelled), text
+
+
+def test_calls_that_stand_at_the_beginning_or_nowhere_leave_other_text_alone() -> None:
+    call = ToolCall('{"name": "f", "parameters": ', msgspec.Raw(json.dumps(SCHEMA).encode()), "}")
+    f = '{"name": "f", "parameters": {"x": 3}}'
+    wrong = f.replace("3", '"3"')
+    for is_parallel in (True, False):
+        record = ToolCalls((call,), "{", False, is_parallel, "; ", is_leading=True)
+        grammar = Grammar("tool_calls", msgspec.json.encode(record).decode())
+        for text in ("", "no", " \n", f"Like {wrong}", "a {b} c", f):
+            assert is_answer(grammar, text, False), text
+        for text in ("{", wrong, f" {wrong}", '{"a": 1}', f + " said"):
+            assert not is_answer(grammar, text, False), text
+        assert is_answer(grammar, f"{f}; {f}", False) is is_parallel
 
 
 def test_a_call_that_does_not_begin_with_the_trigger_is_refused() -> None:

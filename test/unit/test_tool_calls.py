@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
+from chitu.grammars import GrammarCompiler
 from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
-from chitu.http.messages.forced import forced_calls
+from chitu.http.messages.forced import grammar_of_calls
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
@@ -26,10 +28,12 @@ from chitu.http.request_bodies import ChatBody
 from chitu.http.request_checks import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.sampling_fields import OutputOptions
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
+from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).with_name("chat_templates")
 THINK = MARKS[0]
+TINY = Tokenizer.load(TINY_MODEL_DIR)
 NAMES = frozenset({"add", "look"})
 
 Parser = type[CallParser] | None
@@ -268,6 +272,30 @@ def decode(
     return decoder, ids, joined(shown)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_tokens_up_to_the_end_of_a_reasoning_are_counted(at_once: int, reason: str) -> None:
+    for text, inside, expected in (
+        ("<think>ab</think>", False, 17),
+        ("<think>ab</think>\n\nYes.", False, 17),
+        ("ab</think>Yes.", True, 10),
+        ("</think>Yes.", True, 8),
+        ("<think>abc", False, 10),
+        ("Yes, <think>ab</think>", False, 0),
+        ("", True, 0),
+    ):
+        tokens = [*map(ord, text), *([0] if reason == "stop" else [])]
+        how = plan(None, marks=THINK, inside=inside)
+        options = OutputOptions(1, True, False, (), False, True, True)
+        decoder = ChoiceDecoder(Letters(), None, options, frozenset({0}), how.parser())
+        for at in range(0, len(tokens), at_once):
+            decoder.feed(tokens[at : at + at_once], reason if at + at_once >= len(tokens) else None)
+        whole = ChoiceDecoder(Letters(), None, options, frozenset({0}), how.parser())
+        whole.whole(tokens, reason)
+        counted = [(one.num_reasoning_tokens, one.num_tokens) for one in (decoder, whole)]
+        assert counted == [(expected, len(tokens))] * 2, (text, inside)
+
+
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -348,7 +376,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:
 @pytest.mark.parametrize("calls", KNOWN.values())
 def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
-    grammar = forced_calls(calls, tools, True)
+    grammar = grammar_of_calls(calls, tools, True, True)
     record = msgspec.json.decode(grammar.text, type=ToolCalls)
     assert (
         grammar.kind == "tool_calls"
@@ -361,14 +389,44 @@ def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
     for streamed in (True, False):
         expected = [(name, ADD) for name in sorted(NAMES)][: len(written) if record.is_parallel else 1]
         assert read(plan(calls, streamed), text, 3) == ("", "", expected)
-    assert not msgspec.json.decode(forced_calls(calls, tools, False).text, type=ToolCalls).is_parallel
+    assert not msgspec.json.decode(grammar_of_calls(calls, tools, False, True).text, type=ToolCalls).is_parallel
+
+
+@pytest.mark.parametrize("calls", KNOWN.values())
+def test_calls_of_strict_tools_follow_their_schemas_in_free_text_and_are_read_so(calls: type[CallParser]) -> None:
+    parameters = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+    tools = [{"function": {"name": "add", "parameters": parameters}}, {"function": {"name": "look"}}]
+    grammar = grammar_of_calls(calls, tools, True, False)
+    matcher_of = GrammarCompiler(TINY, TINY.vocab_size).compile(grammar).matcher
+
+    def allows(text: str) -> bool:
+        matcher = matcher_of()
+        for token in TINY.encode(text, add_special_tokens=False):
+            bits = matcher.mask()
+            if not bits[token // 32] >> (token % 32) & 1:
+                return False
+            matcher.consume([token])
+        return any(bool(matcher.mask()[eos // 32] >> (eos % 32) & 1) for eos in TINY.eos_token_ids)
+
+    def call(name: str, arguments: str) -> str:
+        begin, end = calls.written(name)
+        return f"{begin}{arguments}{end}"
+
+    assert allows("") and allows("Free [text], with a brace {.")
+    for text in (call("add", '{"x": 3}'), call("look", '{"of": ["any", 1]}')):
+        assert allows(text), text
+        assert len(read(plan(calls), text, 3)[2]) == 1, text
+    for text in (call("add", '{"x": "3"}'), call("add", "{}"), call("none", "{}")):
+        assert not allows(text), text
+    before, behind = ("", "") if calls.is_leading else ("Well. ", " Done.")
+    assert allows(before + call("add", '{"x": 3}') + behind)
 
 
 def test_what_cannot_be_enforced_is_refused() -> None:
     for parameters in ({"type": "array"}, {"enum": ["x" * MAX_GRAMMAR_CHARS]}):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         with pytest.raises(InvalidRequest) as raised:
-            forced_calls(HermesParser, [tool], True)
+            grammar_of_calls(HermesParser, [tool], True, True)
         assert raised.value.param == "tools"
 
 
@@ -378,15 +436,21 @@ def test_mistrals_ids_are_what_its_template_takes() -> None:
 
 
 def test_a_choice_of_tools_is_served_or_refused_by_name() -> None:
-    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) == (None, [])
+    assert chosen_tools(body(tools=[TOOL], tool_choice="none")) == (None, [], False)
     assert chosen_tools(body(tool_choice="auto")).offered is None
-    assert [len(tools or ()) for tools in chosen_tools(body(tools=[TOOL]))] == [1, 0]
+    loose = {**TOOL, "function": {**TOOL["function"], "strict": False}}
+    assert [len(tools or ()) for tools in chosen_tools(body(tools=[loose]))[:2]] == [1, 0]
     two = [TOOL, {"type": "function", "function": {"name": "other"}}]
-    offered, enforced = chosen_tools(body(tools=two, tool_choice="required"))
-    assert offered == enforced and len(enforced) == 2
+    offered, enforced, is_required = chosen_tools(body(tools=two, tool_choice="required"))
+    assert is_required and offered == enforced and len(enforced) == 2
     named = {"type": "function", "function": {"name": "other"}}
-    offered, enforced = chosen_tools(body(tools=two, tool_choice=named))
-    assert offered is not None and enforced == offered[1:]
+    offered, enforced, is_required = chosen_tools(body(tools=two, tool_choice=named))
+    assert is_required and offered is not None and enforced == offered[1:]
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    for choice in ({}, {"tool_choice": "auto"}):
+        offered, enforced, is_required = chosen_tools(body(tools=[strict, two[1]], **choice))
+        assert offered is not None and enforced == [offered[0], {"function": {"name": "other"}}] and not is_required
+    assert not chosen_tools(body(tools=[strict], tool_choice="none")).enforced
     for fields, param in (
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "requird"}, "tool_choice"),

@@ -90,6 +90,8 @@ class CallParser(abc.ABC):
     """Between calls; None: an answer has one at most, if it is made to have one."""
     end_mark: ClassVar[str] = ""
     """Behind each call; empty: none."""
+    is_leading: ClassVar[bool] = False
+    """Calls are at the beginning of an answer or nowhere."""
     takes_any_order: ClassVar[bool] = False
     """The object of a call may begin with something else than the name."""
 

@@ -1,4 +1,5 @@
-"""The grammar of an answer that must be a call (`tool_choice`: `required`, or a function). Pure."""
+"""The grammar of the calls in an answer: of one that must be a call (`tool_choice`: `required`, or a function), and of
+those that the model may make where a tool is `strict`. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from chitu.http.messages.call_parser import CallParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
 
-def forced_calls(parser: type[CallParser], tools: Sequence[dict[str, Any]], is_parallel: bool) -> Grammar:
-    """A call of one of `tools`, as the chat template takes them, in the format that the parser reads; several with
-    `is_parallel`, where the format has that. InvalidRequest for parameters that are no object, or too long a schema."""
+def grammar_of_calls(
+    parser: type[CallParser], tools: Sequence[dict[str, Any]], is_parallel: bool, is_required: bool
+) -> Grammar:
+    """Calls of `tools`, as the chat template takes them, in the format that the parser reads; several with
+    `is_parallel`, where the format has that. Not `is_required`: in free text. InvalidRequest for parameters that are no
+    object, or too long a schema."""
     calls = []
     for tool in tools:
         function = tool["function"]
@@ -24,8 +28,9 @@ def forced_calls(parser: type[CallParser], tools: Sequence[dict[str, Any]], is_p
             raise InvalidRequest(f"{name} must be of type 'object' where a call is enforced", "tools")
         begin, end = parser.written(function["name"])
         calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end))
-    several = is_parallel and parser.separator is not None
-    record = ToolCalls(tuple(calls), parser.trigger, True, several, parser.separator or "")
+    several = is_parallel and (parser.separator is not None or not is_required)
+    is_leading = parser.is_leading and not is_required
+    record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading)
     text = msgspec.json.encode(record).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(

@@ -13,6 +13,7 @@ class LlamaParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
 
     trigger: ClassVar[str] = "{"
+    is_leading: ClassVar[bool] = True
     separator: ClassVar[str | None] = "; "
 
     def __init__(self, names: Collection[str], is_streamed: bool, is_parallel: bool) -> None:

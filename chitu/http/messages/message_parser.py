@@ -14,6 +14,7 @@ from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
 from chitu.http.messages.mistral import MistralParser
 from chitu.http.messages.reasoning import MARKS, ReasoningMarks, ReasoningParser
+from chitu.protocol import Reasoning
 
 CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     (("[TOOL_CALLS]",), MistralParser),
@@ -56,6 +57,12 @@ class MessagePlan(NamedTuple):
         """What the text must have, be it special tokens or not."""
         return (*(self.calls.needed if self.calls is not None else ()), *(self.reasoning or ()))
 
+    def reasoning_ahead(self, prompt: str) -> Reasoning | None:
+        """What may come ahead of an answer to this prompt; None where nothing does, or the prompt has it already."""
+        if self.reasoning is None or prompt.rstrip().endswith(self.reasoning.close):
+            return None
+        return Reasoning(self.reasoning.open, self.reasoning.close, self.is_reasoning)
+
     def parser(self) -> MessageParser:
         """Of a new choice."""
         reasoning = ReasoningParser(self.reasoning, self.is_reasoning) if self.reasoning is not None else None
@@ -70,6 +77,16 @@ class MessageParser:
         self._reasoning = reasoning
         self._calls = calls
         self._shows_reasoning = shows_reasoning
+
+    @property
+    def may_reason(self) -> bool:
+        """What comes may be reasoning."""
+        return self._reasoning is not None
+
+    @property
+    def is_reasoning(self) -> bool:
+        """What comes next is reasoning, as far as can be said."""
+        return self._reasoning is not None and self._reasoning.is_inside
 
     @property
     def has_calls(self) -> bool:

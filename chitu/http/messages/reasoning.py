@@ -33,6 +33,10 @@ class ReasoningParser:
         """Line ends come before anything else."""
 
     @property
+    def is_inside(self) -> bool:
+        return self._state == self._inside
+
+    @property
     def is_over(self) -> bool:
         """Whatever comes is content."""
         return self._state == self._behind and not self._trims

@@ -1,0 +1,49 @@
+"""Marks in free text, as rules of llguidance's Lark, and a grammar behind a reasoning. Pure.
+
+A tokenizer may have a mark as an added token. The engine keeps most of these, `special` or not, out of text, and models
+write the mark as that token, though they may spell it, too: so both are the mark.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+
+from chitu.protocol import Reasoning
+
+FREE_TEXT = r"TEXT: /(.|\n)*/"
+ANSWER = "answer"
+GAP = r"gap: /\n{0,2}/"
+"""Templates write line ends behind a reasoning; who reads the message takes them off again."""
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else '""'
+
+
+def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
+    """The rule `led`: any text up to and with the first `mark`. Needs `FREE_TEXT`."""
+    # A lazy lexeme ends with the mark, at whose first appearance free text is over.
+    rules = [rf"spelled[lazy]: /(.|\n)*/ {quoted(mark)}"]
+    token = added_tokens.get(mark)
+    return [*rules, "led: spelled" if token is None else f"led: spelled | TEXT <[{token}]>"]
+
+
+def behind_reasoning(
+    grammar: str, reasoning: Reasoning, added_tokens: Mapping[str, int], eos_ids: Collection[int]
+) -> str:
+    """Lark, or llguidance's list of grammars in JSON, behind what the model may think first: any token but an eos."""
+    if grammar.startswith("{"):
+        [answer] = json.loads(grammar)["grammars"]
+    else:
+        answer = {"lark_grammar": grammar}
+    kept_out = {*eos_ids, added_tokens.get(reasoning.close)}
+    others = ",".join(str(token) for token in sorted(added_tokens.values()) if token not in kept_out)
+    thought = f"{f'(TEXT <[{others}]>)* ' if others else ''}led gap @{ANSWER}"
+    if not reasoning.is_open:
+        token = added_tokens.get(reasoning.open)
+        opened = quoted(reasoning.open) if token is None else f"<[{token}]>"
+        thought = f"@{ANSWER} | {opened} {thought}"
+    rules = [f"start: {thought}", *text_up_to(reasoning.close, added_tokens), FREE_TEXT, GAP]
+    ahead = {"lark_grammar": "%llguidance {}\n" + "\n".join(rules) + "\n"}
+    return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}]})
