@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,5 +86,6 @@ def test_events_are_json_whatever_the_text(text: str) -> None:
         body = json.loads(form.full([FinishedChoice(text, "stop", None)], UsageCount(1, 2, 0)))
         choice = body["choices"][0]
         assert (choice["text"] if make is CompletionFormat else choice["message"]["content"]) == text
-        counts = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+        counts: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+        counts["prompt_tokens_details"] = {"cached_tokens": 0}
+        assert body["usage"] == {**counts, "completion_tokens_details": {"reasoning_tokens": 0}}
