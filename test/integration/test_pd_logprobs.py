@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,8 @@ import transformers
 from completions import instance_loads, is_whole, wait_until
 from nursery import FORKED
 from random_schemas import random_schema
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from chitu.config.load import load_topology
 from chitu.engine.sampler import Sampler
@@ -33,19 +36,21 @@ from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.protocol import Grammar, SamplingParams
+from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500
 TOP = 5
 CLOSE = 1e-4
+BIAS = 5.0
 KINDS = ["shm", "mooncake", "tp", "unified"]
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
 TEMPLATE = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
-{%- if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}<think>
-"""
-"""Calls as Hermes, and every answer begins with reasoning."""
+{%- if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}
+{%- if enable_thinking is not defined or enable_thinking %}<think>
+{% endif %}"""
+"""Calls as Hermes, and an answer begins with reasoning unless the request says otherwise."""
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5, "top_p": 0.9},
@@ -58,6 +63,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB}
     folder = make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    merges, vocab = described["model"]["merges"], described["model"]["vocab"]
+    assert vocab.pop("".join(merges.pop())) == VOCAB - 1  # the last one makes room
+    tokenizer = Backend.from_str(json.dumps(described))
+    tokenizer.add_tokens([AddedToken("</think>", special=False)])  # as Qwen3
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -320,6 +331,38 @@ def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logit
 
 
 @pytest.mark.slow
+def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
+    client: openai.OpenAI, reference: transformers.PreTrainedModel, model: Path
+) -> None:
+    tokenizer = Tokenizer.load(model)
+    compiler, prompt = GrammarCompiler(tokenizer, VOCAB), tokenizer.encode("abc<think>\n", add_special_tokens=False)
+    close, asked = tokenizer.added_token_ids["</think>"], {"guided_regex": "[ab]{2,4}[0-9]z"}
+    compiled = compiler.compile(Grammar("regex", asked["guided_regex"], Reasoning("<think>", "</think>", True)))
+    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 60}
+    # The bias has the model end its reasoning soon; no bias at all, never.
+    for bias, ends in ((BIAS, True), (-100.0, False)):
+        for sampling in ({"temperature": 1.0, "seed": 6}, {"temperature": 0.8, "seed": 9, "presence_penalty": 1.0}):
+            fields = {**chat, **sampling, "logit_bias": {str(close): bias}}
+            answer = client.chat.completions.create(**fields, n=2, extra_body={"return_token_ids": True, **asked})
+            thought = 0
+            for index, choice in enumerate(answer.choices):
+                values = {**sampling, "seed": sampling["seed"] + index}
+                params = SamplingParams(60, logit_bias={close: bias}, **values)
+                right = plain_loop(reference, compiled, prompt, params, tokenizer.eos_token_ids)
+                assert choice.token_ids == right, (sampling, index)  # type: ignore[attr-defined]
+                thought += right.index(close) + 1 if ends else len(right)
+                assert choice.finish_reason == ("stop" if ends else "length"), choice
+                text = choice.message.content or ""
+                assert re.fullmatch(asked["guided_regex"] if ends else "", text), choice
+            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+            assert answer.usage.completion_tokens_details.reasoning_tokens == thought, answer
+            assert thought > 2 * len(answer.choices), "too little of it: raise the seed or lower the bias"
+    extra = {**asked, "chat_template_kwargs": {"enable_thinking": False}}
+    answer = client.chat.completions.create(**chat, seed=6, extra_body=extra)
+    assert re.fullmatch(asked["guided_regex"], answer.choices[0].message.content or ""), answer
+
+
+@pytest.mark.slow
 def test_every_answer_to_a_hundred_random_schemas_is_valid(
     cluster: LocalCluster, request: pytest.FixtureRequest
 ) -> None:
@@ -357,6 +400,7 @@ def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_
     names = ("weather", "forecast")
     tools = [openai.pydantic_function_tool(Weather, name=name) for name in names]
     chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "temperature": 1.0}
+    chat["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     for seed in range(2):
         asked = {**chat, "seed": seed, "tools": tools, "max_tokens": 900}
         named = {"type": "function", "function": {"name": "forecast"}}
@@ -373,7 +417,9 @@ def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_
                     assert call.function.name in (names if choice == "required" else names[1:])
         parsed = client.chat.completions.parse(**chat, seed=seed, max_tokens=900, response_format=Weather)
         assert isinstance(parsed.choices[0].message.parsed, Weather)
-        response = client.responses.parse(model="m", input="abc", max_output_tokens=900, text_format=Weather)
+        response = client.responses.parse(
+            model="m", input="abc", max_output_tokens=900, text_format=Weather, extra_body=chat["extra_body"]
+        )
         assert isinstance(response.output_parsed, Weather), response
 
 
