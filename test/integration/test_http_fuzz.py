@@ -54,7 +54,14 @@ NUM_ROUTE_ENTRIES = 2000
 ROUTE_FORMS = 10
 """Of each change of an entry of the bootstrap directory that hypothesis makes."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-BODY_ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+BODY_ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/abort_request",
+)
 ENDLESS = "/cluster/events"
 CHECKS = [
     not_a_server_error,
@@ -160,6 +167,9 @@ def unharmed(cluster: LocalCluster) -> Iterator[None]:
 
 def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
     """Make a body that keeps to the document one that can be answered: of this model, within its context."""
+    if path == "/abort_request":
+        body["rid"] = rng.choice(["x", "cmpl-1", "\u00e9"])
+        return
     body["model"] = TINY_MODEL_NAME
     narrow = ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens")
     for name in (*narrow, "allowed_token_ids", "bad_words", "truncate_prompt_tokens"):
@@ -169,12 +179,16 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
             del body[name]
     if not body.get("stream"):
         body.pop("stream_options", None)
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if body.get(name) is not None:
             body[name] = rng.randint(1, 8)
     if body.get("n") is not None:
         body["n"] = rng.randint(1, 4)
-    if path == "/detokenize":
+    if path == "/v1/responses":
+        body["input"] = rng.choice(["", "a", [{"role": "user", "content": "b"}]])
+        for name in ("tools", "tool_choice", "text", "reasoning", "chat_template_kwargs"):
+            body.pop(name, None)
+    elif path == "/detokenize":
         body["tokens"] = [token % 1000 for token in body.get("tokens", [7])]
     elif path == "/v1/completions":
         body["prompt"] = rng.choice(["ab", ["a", "b c"], [1, 2, 3], [[4], [5, 6]]])
@@ -259,7 +273,11 @@ class Broken:
             error = json.loads(answer)["error"]
             assert set(error) == {"message", "type", "param", "code"} and error["message"], (answer, request)
         elif content_type == "text/event-stream":
-            assert answer.endswith(b"data: [DONE]\n\n"), (answer[-500:], request)
+            last = answer.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+            is_ended = last == b"data: [DONE]" or last.startswith(
+                (b"event: response.completed", b"event: response.inc")
+            )
+            assert is_ended, (answer[-500:], request)
 
 
 def fuzz(num_examples: int, strategy: st.SearchStrategy[Case], check: Callable[[Case, random.Random], None]) -> None:
