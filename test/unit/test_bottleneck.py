@@ -52,7 +52,7 @@ def test_a_slow_pair_is_named_where_the_others_are_fast() -> None:
     pairs = [f"P{p}-D{d}" for p in (0, 1) for d in (0, 1)]
     requests = [
         request(pair, transfer_s=0.5 if pair == "P1-D0" else 0.05, first_token_s=1.0, at_s=float(n))
-        for n in range(4)
+        for n in range(6)
         for pair in pairs
     ]
     slow = found(*requests)
