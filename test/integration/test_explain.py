@@ -74,7 +74,7 @@ PLANTED = {
     ),
     "few logits rows": Planted(
         "logits_slots",
-        engine=EngineConfig(0.01),
+        engine=EngineConfig(0.001, 0.0005),
         settings=("scheduler.max_running_requests=16", "cache.num_aux_slots=1"),
         **{"clients": 24, "tokens": 2},
     ),
