@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, explain, verify, join, drain, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, explain, trace, verify, join, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
@@ -114,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--save", metavar="FILE", help="what was seen, to be explained again")
     command.add_argument("--json", action="store_true", help="the explanation as one JSON object")
     command.set_defaults(run=_explain)
+
+    command = commands.add_parser("trace", help="the life of a traced request (X-Chitu-Trace: 1) as a time line")
+    command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.add_argument("--dir", metavar="DIR", help="folder of the records (trace.dir), in place of a router")
+    command.add_argument("--frames", action="store_true", help="also its messages (X-Chitu-Trace: frames), by msgpack")
+    command.add_argument("--json", action="store_true", help="time line and records as one JSON object")
+    command.set_defaults(run=_trace)
 
     command = commands.add_parser("join", help="add an instance to a running cluster, from this machine, until Ctrl-C")
     command.add_argument("role", choices=["prefill", "decode", "unified"])
@@ -318,6 +327,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     return explain_cluster(
         ExplainArguments(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
     )
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from chitu.client.client import RouterClient
+    from chitu.client.show_trace import TraceArguments, show_trace
+    from chitu.launch.drain import credential
+
+    client = RouterClient(arguments.url, credential(arguments.url)) if arguments.dir is None else None
+    return show_trace(TraceArguments(arguments.request_id, arguments.dir, arguments.json, arguments.frames), client)
 
 
 def _join(arguments: argparse.Namespace) -> int:

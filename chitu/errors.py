@@ -107,6 +107,13 @@ class Forbidden(RequestError):
     http_status = 403
 
 
+class UnknownTrace(RequestError):
+    """Of an admin route: there are no trace records of that request."""
+
+    code = "unknown_trace"
+    http_status = 404
+
+
 class UnknownInstance(RequestError):
     """Of an admin route: the cluster has no such instance."""
 

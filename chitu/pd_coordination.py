@@ -193,6 +193,11 @@ class PDCoordination:
         self._drain(member)
         return member.identity, member.info
 
+    def knows(self, role: Role, engine_rank: int, incarnation: int) -> bool:
+        """Whether that is the process that joined as this instance last; it may have left since."""
+        last = self._last.get((role, engine_rank))
+        return last is not None and last.incarnation == incarnation
+
     def _live(self, role: Role, engine_rank: int, incarnation: int) -> _Member | None:
         member = self._members.get((role, engine_rank))
         return member if member is not None and member.info.incarnation == incarnation else None

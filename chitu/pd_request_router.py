@@ -45,6 +45,7 @@ from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.router.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
+from chitu.tracing.router_trace import RouterTrace
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class PDRequestRouter:
         clock: Clock,
         config: RouterConfig,
         reply: ReplyAddress = THE_ROUTER,
+        trace: RouterTrace | None = None,
     ) -> None:
         """`reply`: which API process this is, where the router is several (`router.workers`)."""
         self._selector = selector
@@ -68,8 +70,10 @@ class PDRequestRouter:
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
-        self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines)
-        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
+        self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines, trace)
+        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end, trace)
+        self._trace = trace
+        self._framed = {} if trace is None else trace.framed
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = self._attempts.counters
@@ -194,9 +198,17 @@ class PDRequestRouter:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._on_bad_tokens(frame)
             else:
+                if self._framed:
+                    self._note_frame(batch, frame)
                 self.on_tokens(batch)
         if self._dirty:
             self.flush()
+
+    def _note_frame(self, batch: TokenBatch, frame: bytes) -> None:
+        """Once for each request that it is about and whose frames are wanted."""
+        assert self._trace is not None
+        for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
+            self._trace.note_frame(self._framed[room], room, "received", "token", frame)
 
     def _on_bad_tokens(self, frame: bytes) -> None:
         self.counters.bad_token_messages += 1

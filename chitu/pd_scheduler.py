@@ -12,7 +12,7 @@ torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +25,7 @@ from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_arrivals import RequestArrivals
 from chitu.instance.request_ends import EndRules, RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
+from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, Word, WorkerGone
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
@@ -64,14 +65,25 @@ class PDScheduler:
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
         self._resources.sync_step = self._sync_step
         self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
+        self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
+        self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
+        """Empty: nothing is traced."""
         admission = None if role is Role.PREFILL else self._open_admission
         self._prefill = PrefillManager(
-            parts.config, self._resources, parts.clock, parts.sender, admission, parts.tiers, self._decode.fork
+            parts.config,
+            self._resources,
+            parts.clock,
+            parts.sender,
+            admission,
+            parts.tiers,
+            self._decode.fork,
+            self._trace,
         )
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(
             *(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock),
             parts.finished_pages,
+            self._trace,
         )
         self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
         sources = LoadSources(
@@ -272,6 +284,9 @@ class PDScheduler:
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)
+        if self._traced and self._trace is not None:
+            is_unified = self._parts.role is Role.UNIFIED
+            self._trace.note_token(sequence, token, reason, self._clock.monotonic(), is_unified=is_unified)
         if reason:
             self._ends.finish(sequence, reason)
 
@@ -298,5 +313,15 @@ class PDScheduler:
     def _take_transfer_event(self, event: TransferEvent) -> None:
         if event.kind is TransferEventKind.FAILED:
             self._ends.transfer_failed(event)
+        if self._traced and event.kind is TransferEventKind.SUCCESS:
+            self._note_success(event)
         self._load.bytes_moved += event.kv_bytes
         self._load.bytes_saved += event.saved_bytes
+
+    def _note_success(self, event: TransferEvent) -> None:
+        """Of a room that may be traced; the managers have not heard of it yet."""
+        assert self._trace is not None
+        if (sent := self._prefill.find(event.room)) is not None:
+            self._trace.note_end(sent, "sent")
+        elif (landed := self._decode.transfer.get(event.room)) is not None:
+            self._trace.note_restored(landed, event, self._clock.monotonic())

@@ -51,6 +51,7 @@ from chitu.protocol import (
     SchedulerMessage,
     encode,
 )
+from chitu.tracing.tracer import Tracer
 from chitu.types import Incarnation, Role, instance_name
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class EngineParts:
     tiers: PrefixTiers | None = None
     grammars: GrammarStore | None = None
     finished_pages: FinishedPages | None = None
-    """Both as `PDSchedulerParts` has them."""
+    tracer: Tracer | None = None
+    """All as `PDSchedulerParts` has them."""
 
 
 class SilenceWatch:
@@ -187,6 +189,7 @@ class PDSchedulerService:
                 tiers=engine.tiers,
                 grammars=engine.grammars,
                 finished_pages=engine.finished_pages,
+                tracer=engine.tracer,
                 wake=engine.wake.wake,
                 overlap=overlaps_steps(topology.scheduler, identity.instance),
             )
@@ -241,6 +244,8 @@ class PDSchedulerService:
         self._wake.wake()
         self._beat_wake.wake()
         step.join(timeout=2.0)
+        if self._engine.tracer is not None:
+            self._engine.tracer.close()
         self._leave()
         for thread in threads:
             thread.join(timeout=2.0)

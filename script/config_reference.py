@@ -24,6 +24,7 @@ TYPES = {
     "Parallel": "1 to 4096",
     "Seconds": "seconds",
     "Fraction": "above 0, to 1",
+    "Share": "0 to 1",
     "str": "text",
     "bool": "`true`, `false`",
     "int": "number",

@@ -13,11 +13,12 @@ import json
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from chitu.client.answer import Answer, AnswerReader, ErrorObject
+from chitu.client.timeline import TraceAnswer
 from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -88,6 +89,10 @@ class RouterClient:
     def drain(self, instance: str, force: bool) -> str:
         """Have an instance finish and leave; which incarnation does. UnknownInstance; LastInstance without `force`."""
         return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
+
+    def trace(self, request_id: str) -> TraceAnswer:
+        """UnknownTrace where there are no records of it."""
+        return self._get(f"/trace/{quote(request_id, safe='')}", TraceAnswer)
 
     def topology(self) -> Topology:
         """That of the cluster, with the router's actual ports and without keys."""

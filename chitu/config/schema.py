@@ -17,6 +17,7 @@ Parallel = Annotated[int, Meta(ge=1, le=4096)]
 """Processes or threads: more are a slip, and nothing that counts them should count for years."""
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 AUTO_DEVICES = ("auto",)
@@ -326,6 +327,23 @@ class LogConfig(Section, frozen=True):
     time."""
 
 
+class TraceConfig(Section, frozen=True):
+    """Trace records: what router, P and D saw of a request, for `chitu trace`. They have token ids of prompts and
+    answers."""
+
+    sample: Share = 0.0
+    """Share of the requests that are traced without being asked to; 0.01: one in a hundred. A request with the header
+    `X-Chitu-Trace: 0` is not."""
+    by_header: bool = True
+    """Whoever may ask for an answer may have it traced, by `X-Chitu-Trace: 1`."""
+    dir: str | None = None
+    """Folder on the router's machine, with a file of each process; unset: one under the temporary folder, which a
+    launcher removes at its end."""
+    max_mb: Positive = 64
+    """MiB that a process's file may have; beyond it goes on empty, and NAME.jsonl.1 keeps what was in it until the next
+    time."""
+
+
 class Topology(Section, frozen=True):
     """A whole cluster: what the YAML file says, with defaults filled in."""
 
@@ -334,3 +352,4 @@ class Topology(Section, frozen=True):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     dp_config: DPConfig = field(default_factory=DPConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

@@ -1,6 +1,7 @@
 """Access to the API port: API keys, the cluster's token, rates. Loop thread; decides, answers nothing.
 
-Open to all are the page, `/health` and `/livez`. Where `api_keys` are configured everything else wants one of them. An
+Traces are shown to the operator, and to the API key whose requests they are; without API keys to this machine. Open to
+all are the page, `/health` and `/livez`. Where `api_keys` are configured everything else wants one of them. An
 operator's calls (`/admin/...`) want the cluster's token where the cluster has a key, since API keys are for its users;
 without a cluster key an API key, and with neither they must come from this machine and from no web page. The token is
 taken wherever an API key is. Secrets are compared in constant time.
@@ -25,6 +26,8 @@ OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
 OPEN_FOLDER = "/web/"
 """The page's files, which are in every copy of the project."""
 ADMIN_FOLDER = "/admin/"
+TRACE_FOLDER = "/trace/"
+"""Records of requests, with their tokens."""
 API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
 TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
 """Messages for a missing key, and for a wrong one."""
@@ -47,6 +50,9 @@ class Access:
         path: str = scope["path"]
         if path.startswith(ADMIN_FOLDER):
             self._require_operator(scope, header(scope, b"authorization"))
+        elif path.startswith(TRACE_FOLDER) and not self._api_keys:
+            if not is_bearer(header(scope, b"authorization"), self._token):
+                _require_local(scope, "without api_keys, traces are shown with the cluster's token, or to this machine")
         elif self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             _require(header(scope, b"authorization"), [*self._api_keys, *self._token], *API_KEY)
 
@@ -63,15 +69,18 @@ class Access:
         key. Call after `require`."""
         return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
 
+    def trace_tenant(self, scope: Scope) -> str | None:
+        """Whose traces may be read; None: everybody's. Call after `require`."""
+        is_operator = is_bearer(header(scope, b"authorization"), self._token)
+        return None if is_operator or not self._api_keys else self.cache_salt(scope)
+
     def _require_operator(self, scope: Scope, authorization: bytes | None) -> None:
         if self._token:
             _require(authorization, self._token, *TOKEN)
         elif self._api_keys:
             _require(authorization, self._api_keys, *API_KEY)
-        elif header(scope, b"origin") is not None or not _is_local(scope):
-            raise Forbidden(
-                "without cluster_key or api_keys, admin calls are taken from this machine alone, and not from web pages"
-            )
+        else:
+            _require_local(scope, "without cluster_key or api_keys, admin calls are taken from this machine")
 
     def _client(self, scope: Scope) -> bytes:
         """Whom a rate belongs to: the API key where keys are asked for, else the address."""
@@ -99,6 +108,11 @@ def _require(authorization: bytes | None, known: list[bytes], missing: str, wron
         raise Unauthorized(missing)
     if not is_bearer(authorization, known):
         raise Unauthorized(wrong)
+
+
+def _require_local(scope: Scope, rule: str) -> None:
+    if header(scope, b"origin") is not None or not _is_local(scope):
+        raise Forbidden(f"{rule} alone, and not from web pages")
 
 
 def _address(scope: Scope) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

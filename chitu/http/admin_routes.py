@@ -37,7 +37,10 @@ class AbortHere(BaseModel):
 
 
 def add_admin_routes(
-    app: FastAPI, cluster: ClusterSource, topology: Callable[[], Topology], abort: Callable[[str, str], int]
+    app: FastAPI,
+    cluster: ClusterSource,
+    topology: Callable[[], Topology],
+    abort: Callable[[str, str], int],
 ) -> None:
     """`topology`: what an instance needs to know to join. `abort`: see `RunningAnswers`."""
 

@@ -29,11 +29,12 @@ from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import CompletionLogprobs
-from chitu.net.http import ClientGone, Scope
+from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import prompt_lines, unpack_i32
 from chitu.router.generation import GenerateRequest
 from chitu.tokenizer import StopScanner
+from chitu.tracing.router_trace import RouterTrace
 
 PROMPT_TOKENS_A_TURN = 128
 """Whose logprobs are written as JSON before others have a turn of the loop."""
@@ -56,9 +57,10 @@ class GenerationRoutes:
         clock: Clock,
         tenant_salt: Callable[[Scope], str],
         trace: Callable[[Scope, float, Callable[[], RequestSpan]], None] | None = None,
+        records: RouterTrace | None = None,
     ) -> None:
         """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `trace` gets every request that
-        is over: when it came, and what makes its spans if they are wanted."""
+        is over: when it came, and what makes its spans if they are wanted. `records`: of requests that are traced."""
         self._model = model
         self._router = router
         self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
@@ -66,6 +68,7 @@ class GenerationRoutes:
         self._clock = clock
         self._tenant_salt = tenant_salt
         self._trace = trace
+        self._records = records
         self.running = RunningAnswers(router.cancel)
         self.draining = False
         """True: the process is ending and takes nothing new."""
@@ -106,6 +109,8 @@ class GenerationRoutes:
                 raise self._router.rejected(NoInstance("the server is shutting down"))
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             timeout_s = client_timeout_s(scope)
+            if self._records is not None:
+                running.trace = self._records.level(header(scope, b"x-chitu-trace"))
             job = await parse(raw, exchange)
             del raw
             exchange.release_body()
@@ -132,9 +137,25 @@ class GenerationRoutes:
         finally:
             exchange.call_when_gone(None)
             self.running.remove(request_id, running)
+            if running.trace and self._records is not None:
+                self._note_request(self._records, scope, request_id, running, failed)
             if self._trace is not None:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
+
+    def _note_request(
+        self,
+        records: RouterTrace,
+        scope: Scope,
+        request_id: str,
+        running: RunningAnswer,
+        failed: type[ChituError] | None,
+    ) -> None:
+        attempts = [choice.generation.attempts() for choice in running.choices]
+        error = "" if failed is None else failed.code
+        records.note_request(
+            request_id, scope["path"], running.tenant, running.arrived_s, running.received_s, error, attempts
+        )
 
     def _request_span(
         self, scope: Scope, request_id: str, running: RunningAnswer, failed: type[ChituError] | None
@@ -179,6 +200,7 @@ class GenerationRoutes:
                     timeout_s=job.timeout_s,
                     cache_salt=job.cache_salt,
                     priority=job.priority,
+                    trace=running.trace,
                 )
                 for i in range(options.n)
             ]

@@ -11,6 +11,7 @@ from chitu.http.choice import ChoiceDecoder
 from chitu.http.jobs import Prompt
 from chitu.http.sse import ID_PREFIXES
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptLogprobs
+from chitu.protocol import TraceLevel
 from chitu.router.generation import Generation
 
 
@@ -65,6 +66,7 @@ class RunningAnswer:
     """Those that were sent on their way."""
     wakeup: Wakeup = field(default_factory=Wakeup)
     is_aborted: bool = False
+    trace: TraceLevel = ""
 
 
 class RunningAnswers:

@@ -27,6 +27,7 @@ from chitu.net.sockets import bind, connect
 from chitu.protocol import (
     PROTOCOL_VERSION,
     VIEW_TOPIC,
+    CancelRequest,
     ClusterView,
     Drain,
     InstanceInfo,
@@ -41,6 +42,7 @@ from chitu.protocol import (
     scheduler_codec,
     view_codec,
 )
+from chitu.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,8 @@ class CommLoop:
         self._next_join_s = 0.0
         self.num_views = 0
         """Views of the router so far, repeated ones too; any thread may read it."""
+        self.tracer: Tracer | None = None
+        """Set before `run`."""
         self.received = LinkReceivers()
         """What came of the requests; the heartbeats say it."""
         self.num_reads = 0
@@ -225,6 +229,8 @@ class CommLoop:
             host, port, frames = self._outbox.popleft()
             try:
                 if port:
+                    if self.tracer is not None and self.tracer.rooms:
+                        self.tracer.frame(frames[0], "sent", "control", frames[1])
                     socket = self._peer(host, port)
                 else:
                     socket = self._stats if host == "stats" else self._coordination
@@ -259,6 +265,8 @@ class CommLoop:
                 if isinstance(message, LinkWord):
                     callbacks.on_link_word(message)
                 elif self.received.take(message.link, message.number, message.num_kept):
+                    if self.tracer is not None:
+                        self._trace_request(self.tracer, message, frame[0])
                     callbacks.on_request(message)
             except UnknownKind as error:
                 self.unknown_frames += 1
@@ -272,12 +280,21 @@ class CommLoop:
             callbacks.on_missing()
         return True
 
+    def _trace_request(self, tracer: Tracer, message: SchedulerMessage, frame: bytes) -> None:
+        if not isinstance(message, CancelRequest):
+            if message.trace:
+                tracer.begin(message, frame)
+        elif tracer.rooms:
+            tracer.frame(message.room, "received", "request", frame)
+
     def _drain_control(self, kv: CommSide | None) -> None:
         for frame in _received(self._control):
             if len(frame) != 2 or len(frame[0]) != 16 or kv is None:
                 self.bad_frames += 1
                 logger.warning("control port: bad frame of %d parts", len(frame))
                 continue
+            if self.tracer is not None and self.tracer.rooms:
+                self.tracer.frame(frame[0], "received", "control", frame[1])
             kv.on_frame(frame[0], frame[1])
 
     def _drain_coordination(self, callbacks: CommCallbacks) -> None:

@@ -17,6 +17,7 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.decode_manager import admission
+from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -46,6 +47,7 @@ class PrefillManager:
         open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
         tiers: Tiers | None = None,
         on_prompt: Callable[[Sequence], None] = lambda sequence: None,
+        trace: SchedulerTrace | None = None,
     ) -> None:
         self._config = config
         self._resources = resources
@@ -54,6 +56,7 @@ class PrefillManager:
         self._clock = clock
         self._sender = sender
         self._on_prompt = on_prompt
+        self._trace = trace
         self._open_admission = open_admission or (lambda: self._fits)
         self._tiers = tiers
         self._planned_s = 0.0
@@ -166,6 +169,8 @@ class PrefillManager:
                 return  # strictly in order: a large request is not overtaken for ever by small ones
             del self.waiting[sequence.room]
             self._slots.take(sequence)
+            if self._trace is not None and self._trace.rooms:
+                self._trace.note_slot(sequence)
             if self._sender is not None or sequence.forks:
                 sequence.aux_slot = self._resources.take_aux()
             sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)

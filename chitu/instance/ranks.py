@@ -19,7 +19,7 @@ from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.follower import run_follower
 from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch
-from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
@@ -41,7 +41,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     memory: RankMemory | None = None
     """Followers of D: where P's ranks write."""
     lane_base: str = ""
-    """Main rank of P, of D with `verify_kv`, and with tiers: where its followers take orders (`FanOut`)."""
+    """Main rank of P, of D, and with tiers: where its followers take orders (`FanOut`)."""
     num_lanes: int = 0
     tier_file: int = -1
     """Main rank, with tiers: its descriptor of their memory."""
@@ -97,8 +97,11 @@ def _start_writer(
     """Threads that write this rank's shard of P, sum up or copy its pages, when the main rank says so."""
     if not main.num_lanes:
         return None
-    is_verified = topology.dp_config.router.pd_disaggregation.verify_kv != "off"
-    pool, sums = engine.pool, page_sums_of(engine.pool, tp_rank) if is_verified else None
+    pool = engine.pool
+    can_sum_up = (
+        topology.dp_config.router.pd_disaggregation.verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
+    )
+    sums = page_sums_of(pool, tp_rank) if can_sum_up else None
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
     writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums, tiers)
     writer.start(ServiceThread)

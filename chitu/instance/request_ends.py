@@ -24,6 +24,7 @@ from chitu.errors import (
 from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import TransferEvent
@@ -54,9 +55,11 @@ class RequestEnds:
         report_failure: Callable[[bytes, ChituError], None],
         clock: Clock,
         finished_pages: FinishedPages | None = None,
+        trace: SchedulerTrace | None = None,
     ) -> None:
         self._rules = rules
         self._finished_pages = finished_pages
+        self._trace = trace
         self._prefill = prefill
         self._decode = decode
         self._tokens = tokens
@@ -87,6 +90,7 @@ class RequestEnds:
         """It ends before it took anything."""
         if sequence.sampling is None:  # P's half of it
             self._report_failure(sequence.room, error)
+            self._note_end(sequence, "error", error)
             return
         for each in sequence.choices:
             self._tell(each, "error", error)
@@ -95,8 +99,11 @@ class RequestEnds:
         """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
         assert event.error is not None
         if self._rules.is_prefill:
-            if self._prefill.find(event.room) is not None and not isinstance(event.error, RequestCancelled):
-                self._report_failure(event.room, event.error)
+            failed = self._prefill.find(event.room)
+            if failed is not None:
+                self._note_end(failed, "error", event.error)
+                if not isinstance(event.error, RequestCancelled):
+                    self._report_failure(event.room, event.error)
             return
         sequence = self._decode.find(event.room)
         if sequence is not None:
@@ -117,12 +124,18 @@ class RequestEnds:
             ),
             sequence.router_worker,
         )
+        self._note_end(sequence, reason, error)
+
+    def _note_end(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+        if self._trace is not None and self._trace.rooms:
+            self._trace.note_end(sequence, reason, error)
 
     def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request here, and say so."""
         logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
         if self._rules.is_prefill:
             self._report_failure(sequence.room, error)
+            self._note_end(sequence, "error", error)
             self._prefill.cancel(sequence, error)
         else:
             for each in sequence.choices:
@@ -143,6 +156,7 @@ class RequestEnds:
         gone = RequestCancelled("the router cancelled the request")
         sequence = self._prefill.find(room) or self._decode.find(room)
         for each in sequence.choices if sequence is not None else ():
+            self._note_end(each, "cancelled", None)
             self._drop(each, gone)
 
     def cancel_all(self) -> None:

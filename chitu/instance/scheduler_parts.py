@@ -17,6 +17,7 @@ from chitu.instance.scheduling.resources import AuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
+from chitu.tracing.tracer import Tracer
 from chitu.types import Role
 
 
@@ -45,6 +46,8 @@ class PDSchedulerParts:
     """What the executor's sampler finds compiled grammars in; None where none can be followed."""
     finished_pages: FinishedPages | None = None
     """Not on P, and not where nobody can sum them up."""
+    tracer: Tracer | None = None
+    """What of its requests is traced; None in tests without."""
     wake: Callable[[], None] = lambda: None
     """Of the step thread, where it sleeps; any thread calls it."""
     overlap: bool = False

@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from chitu.errors import BadFrame, Integrity
 from chitu.protocol import KVLayout, KVSums, pack_i32, unpack_i32
+from chitu.protocol.trace import TracedSums
 
 Int64s = NDArray[np.int64]
 VerifyKV = Literal["off", "sample", "all"]
 
+WINDOW_PAGES = 4
+"""Of a request that is traced: the first and the last so many pages that P writes."""
 SAMPLE_DIVISOR = 16
 """`sample` looks at every so manieth page of a room, chosen at random, and at its first and last one."""
 
@@ -50,6 +53,19 @@ def choose_pages(verify_kv: VerifyKV, first: int, end: int) -> list[int]:
         return list(range(first, end))
     chosen = _random.sample(range(first, end), -(-(end - first) // SAMPLE_DIVISOR))
     return sorted({first, end - 1, *chosen})
+
+
+def trace_window(first: int, end: int) -> list[int]:
+    """The same where the room is traced and `verify_kv` is off."""
+    return sorted({*range(first, min(end, first + WINDOW_PAGES)), *range(max(first, end - WINDOW_PAGES), end)})
+
+
+def traced_sums(positions: Int64s, sums: Int64s, copies: int = 1) -> TracedSums:
+    """As a trace record has them: a window, where all pages were summed up."""
+    chosen = trace_window(0, len(positions))
+    values = sums[chosen].astype(">i8").tobytes()
+    places = tuple(positions[chosen].tolist())
+    return TracedSums(places, tuple(values[i : i + 8].hex() for i in range(0, len(values), 8)), copies)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import RankMemory, RouteEntry, TransportSession
+from chitu.tracing.tracer import Tracer
 from chitu.types import Role
 
 __all__ = ["KVManager", "KVManagerConfig"]
@@ -52,6 +53,7 @@ class KVManager:
         follower_memories: Sequence[RankMemory] = (),
         fan_out: FanOut | None = None,
         page_sums: PageSums | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         if role is Role.UNIFIED:
             raise ConfigError("a unified instance transfers nothing and has no KVManager")
@@ -73,6 +75,7 @@ class KVManager:
         """Of which a peer must have one, too."""
         parts = RoleParts(memory, sessions, aux, self._transports, link, wake, clock, is_pid_alive)
         parts.follower_memories, parts.fan_out, parts.page_sums = follower_memories, fan_out, page_sums
+        parts.tracer = tracer
         self.sender = PrefillSender(config, parts) if role is Role.PREFILL else None
         self.receiver = DecodeReceiver(config, parts) if role is Role.DECODE else None
 

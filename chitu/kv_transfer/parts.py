@@ -21,6 +21,7 @@ from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.log import about
 from chitu.protocol import KVLayout, RankMemory, TransportSession, Wire, encode
+from chitu.tracing.tracer import Tracer
 
 TICK_INTERVAL_S = 0.02
 """A role looks at its deadlines at most so often, however often the comm thread turns."""
@@ -77,7 +78,9 @@ class RoleParts:
     fan_out: FanOut | None = None
     """Of several TP ranks. P: the way to make the followers write. Both: to make them look at their pages."""
     page_sums: PageSums | None = None
-    """Of the pages of all our ranks; needed where `verify_kv` is not off."""
+    """Of the pages of all our ranks; needed where `verify_kv` is not off, and for the hashes of trace records."""
+    tracer: Tracer | None = None
+    """What of its rooms is traced; None in tests without."""
 
 
 class Line(NamedTuple):

@@ -110,7 +110,19 @@ class ReplicaHeartbeat(Wire, frozen=True, tag="replica_heartbeat"):
     """Connections at the router's port; not yet while it starts, nor any more when it ends."""
 
 
-StatsMessage = Union[Heartbeat, RequestFailed, ReplicaHeartbeat]
+class TraceLines(Wire, frozen=True, tag="trace_lines"):
+    """Stats port: records of an instance. It sends them while the request runs, so those of a killed one are there."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+    lines: bytes
+    """A record in JSON each, with a newline."""
+    num_dropped: int = 0
+    """Records before these that found no room: nothing waits for a trace."""
+
+
+StatsMessage = Union[Heartbeat, RequestFailed, ReplicaHeartbeat, TraceLines]
 
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 

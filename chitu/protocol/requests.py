@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Literal, Union
 
 from chitu.protocol.grammars import Grammar
 from chitu.protocol.wire import Codec, Wire
@@ -17,6 +17,9 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 16
 MAX_FORKS = 128
 """Choices of one prompt that one message asks for."""
+
+TraceLevel = Literal["", "records", "frames"]
+"""Of a request: nothing, trace records (`protocol/trace.py`), or these with the frames of its messages."""
 
 
 class SamplingParams(Wire, frozen=True):
@@ -89,6 +92,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """Of those that wait here the lowest is first, and of equal ones the one that came first."""
     prompt_logprobs: int | None = None
     """As in SamplingParams; they travel with Success."""
+    trace: TraceLevel = ""
+    """Whether the instance records what it does for this request."""
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -126,6 +131,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     priority: int = 0
     forks: tuple[Fork, ...] = ()
     """Not empty: `room` is the prompt's alone, and each of these begins with it. At most MAX_FORKS."""
+    trace: TraceLevel = ""
+    """As in PrefillRequest."""
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -146,6 +153,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     priority: int = 0
     forks: tuple[Fork, ...] = ()
     """As in DecodeRequest."""
+    trace: TraceLevel = ""
+    """As in PrefillRequest."""
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):

@@ -41,6 +41,7 @@ from chitu.router.request_dispatch import Dispatcher, most_choices
 from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import MAX_DEATHS, Failure, failure_of, may_retry
 from chitu.router.routing import Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
+from chitu.tracing.router_trace import RouterTrace
 from chitu.types import instance_name, new_room, room_text
 
 log = logging.getLogger(__name__)
@@ -61,12 +62,14 @@ class Attempts:
         clock: Clock,
         config: RouterConfig,
         on_end: Callable[[Generation, bool], None],
+        trace: RouterTrace | None = None,
     ) -> None:
         self._selector = selector
         self._dispatcher = dispatcher
         self._admission = admission
         self._clock = clock
         self._on_end = on_end
+        self._trace = trace
         self._retry = config.retry
         self._breakers = Breakers(config.breaker)
         self._timeout_s = config.request_timeout_s
@@ -394,6 +397,8 @@ class Attempts:
     def _release(self, attempt: Attempt, state: RequestState) -> None:
         """The attempt is over: whatever still comes for its room is stale."""
         del self.rooms[attempt.room]
+        if self._trace is not None and self._trace.framed:
+            self._trace.framed.pop(attempt.room, None)
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         record = attempt.snapshot(state, self._clock.monotonic())

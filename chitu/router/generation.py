@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.protocol import Finish, Fork, SamplingParams
+from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 from chitu.router.retry import Record
 from chitu.router.routing import InstanceKey, Target
@@ -40,6 +40,8 @@ class GenerateRequest:
     """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
     priority: int = 0
     """The lowest is first, wherever requests wait on P and D."""
+    trace: TraceLevel = ""
+    """Whether P and D record what they do for it."""
 
 
 @dataclass(slots=True, eq=False)

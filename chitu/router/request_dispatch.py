@@ -34,6 +34,7 @@ from chitu.protocol import (
 )
 from chitu.router.generation import Attempt
 from chitu.router.routing import InstanceKey
+from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role, instance_name
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,14 @@ def most_choices(instance: InstanceInfo, num_tokens: int) -> int:
 
 class Dispatcher:
     def __init__(
-        self, outbox: Outbox[InstanceKey], reply: ReplyAddress, clock: Clock, deadlines: DeadlineConfig
+        self,
+        outbox: Outbox[InstanceKey],
+        reply: ReplyAddress,
+        clock: Clock,
+        deadlines: DeadlineConfig,
+        trace: RouterTrace | None = None,
     ) -> None:
+        self._trace = trace
         self._outbox = outbox
         self._reply = reply
         self._clock = clock
@@ -146,6 +153,7 @@ class Dispatcher:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 forks=forks,
+                trace=request.trace,
             )
             return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._links.get(attempt.prefill)
@@ -167,6 +175,7 @@ class Dispatcher:
             cache_salt=request.cache_salt,
             priority=request.priority,
             forks=forks,
+            trace=request.trace,
         )
         prefill_half = PrefillRequest(
             room=room,
@@ -181,6 +190,7 @@ class Dispatcher:
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
+            trace=request.trace,
         )
         if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode
@@ -248,6 +258,11 @@ class Dispatcher:
         if link.sender.is_full or not self._outbox.send(link.key, frame):
             return False
         link.sender.note(frame, Dispatched(message.room, False), now_s)
+        if self._trace is not None and not isinstance(message, CancelRequest) and message.trace == "frames":
+            self._trace.note_frame(message.request_id, message.room, "sent", "request", frame)
+            if not isinstance(message, PrefillRequest):
+                pairs = [(fork.room, fork.request_id) for fork in message.forks] or [(message.room, message.request_id)]
+                self._trace.framed.update(pairs)
         return True
 
 

@@ -32,14 +32,19 @@ from chitu.http.cold_routes import make_cold_app
 from chitu.http.generate import GenerationRoutes
 from chitu.http.served_model import ServedModel
 from chitu.http.span_export import SpanExport
+from chitu.http.trace_route import add_trace_route
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import TraceLines
 from chitu.router.request_dispatch import ReplyAddress
 from chitu.router.routing import InstanceKey, make_selector
 from chitu.serve.lifetime import TICK_S, Ending
+from chitu.tracing.router_trace import RouterTrace, trace_folder
+from chitu.tracing.trace_files import TraceFiles
+from chitu.types import instance_name
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +80,19 @@ class ApiEndpoint:
         index, reply = 0, ReplyAddress()
         if worker is not None:
             index, reply = worker[0], ReplyAddress(worker[1], self.token_port)
-        self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply)
+        files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
+        records = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
+        self._traces = files
+        self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply, records)
         cluster = make_cluster(self.router)
         self._threads = BodyThreads()
         access = Access(config, secrets, clock)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         trace = self._spans.record if self._spans is not None else None
-        self._routes = GenerationRoutes(model, self.router, self._threads, config, clock, access.cache_salt, trace)
+        self._routes = GenerationRoutes(
+            model, self.router, self._threads, config, clock, access.cache_salt, trace, records
+        )
         hot = {
             "/v1/completions": self._routes.answer_completion,
             "/v1/chat/completions": self._routes.answer_chat,
@@ -103,6 +113,7 @@ class ApiEndpoint:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
 
         add_admin_routes(cold, cluster, for_joining, running.abort)
+        add_trace_route(cold, cluster, files.folder, access.trace_tenant, clock)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
@@ -111,6 +122,10 @@ class ApiEndpoint:
         """From now on tokens are read."""
         loop = asyncio.get_running_loop()
         self._token_reader = BulkReader(loop, self._token_socket, self.router.on_token_frames)
+
+    def on_trace(self, message: TraceLines) -> None:
+        """Records of an instance."""
+        self._traces.write(instance_name(message.role, message.engine_rank), message.lines, message.num_dropped)
 
     def tick(self) -> None:
         """Request time-outs. Every `TICK_S`; how late it came is what a token may have to wait here."""
@@ -138,6 +153,7 @@ class ApiEndpoint:
             self._token_reader.close()
         self._outbox.close()
         self._threads.close()
+        self._traces.close()
         if self._spans is not None:
             self._spans.close()
 

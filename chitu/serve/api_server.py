@@ -46,6 +46,7 @@ from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import OwnCluster
 from chitu.serve.replicas import ReplicaEvents, ReplicaSet
 from chitu.serve.siblings import Siblings
+from chitu.tracing.router_trace import trace_folder
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class RouterProcess:
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
         """`flush_log` is called with every tick, which bounds how long log lines wait."""
         self._flush_log = flush_log
+        folder = str(trace_folder(topology.trace))  # of all API processes the same
+        topology = msgspec.structs.replace(topology, trace=msgspec.structs.replace(topology.trace, dir=folder))
         whole, topology = topology, with_share(topology, 0)
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
@@ -67,7 +70,8 @@ class RouterProcess:
 
         def cluster_of(router: PDRequestRouter) -> OwnCluster:
             self._membership = Membership(
-                config, context, clock, router, secrets, self._on_replica if is_several else None
+                *(config, context, clock, router, secrets, self._on_replica if is_several else None),
+                on_trace=lambda lines: self._api.on_trace(lines),
             )
             self._cluster = OwnCluster(router, self._membership, self._siblings)
             return self._cluster

@@ -27,6 +27,7 @@ from chitu.protocol import (
     InstanceInfo,
     ReplicaHeartbeat,
     RequestFailed,
+    TraceLines,
     coordination_codec,
     encode,
     stats_codec,
@@ -52,10 +53,12 @@ class CoordinationPorts:
         ports: tuple[int, int, int],
         on_request_failed: Callable[[RequestFailed], None],
         on_replica: Callable[[ReplicaHeartbeat], None] | None,
+        on_trace: Callable[[TraceLines], None],
     ) -> None:
         """`ports`: coordination, metadata sync, stats. `on_replica`: None where the router is one process."""
         self._on_request_failed = on_request_failed
         self._on_replica = on_replica
+        self._on_trace = on_trace
         self._core: PDCoordination | None = None
         self._loop = loop
         self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0], MAX_SMALL_FRAME_BYTES)
@@ -132,6 +135,10 @@ class CoordinationPorts:
         if isinstance(message, ReplicaHeartbeat):
             if self._on_replica is not None:
                 self._on_replica(message)
+            return
+        if isinstance(message, TraceLines):
+            if self._core.knows(message.role, message.engine_rank, message.incarnation):
+                self._on_trace(message)
             return
         if isinstance(message, RequestFailed):
             self._on_request_failed(message)

@@ -20,7 +20,7 @@ from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.curve import ClusterSecrets
 from chitu.pd_coordination import CoordinationEvents, PDCoordination
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, ReplicaHeartbeat, RequestFailed
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, ReplicaHeartbeat, RequestFailed, TraceLines
 from chitu.router.metrics import CoordinationMetrics
 from chitu.serve.coordination_ports import CoordinationPorts
 from chitu.types import Role, new_incarnation
@@ -53,6 +53,7 @@ class Membership:
         listener: MembershipListener,
         secrets: ClusterSecrets | None = None,
         on_replica: Callable[[ReplicaHeartbeat], None] | None = None,
+        on_trace: Callable[[TraceLines], None] = lambda lines: None,
     ) -> None:
         """`on_replica`: as `CoordinationPorts` says."""
         pd = config.pd_disaggregation
@@ -68,6 +69,7 @@ class Membership:
                 (pd.coordination_port, pd.metadata_sync_port, config.stats_port),
                 listener.on_request_failed,
                 on_replica,
+                on_trace,
             )
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error

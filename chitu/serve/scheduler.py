@@ -46,6 +46,7 @@ from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
 from chitu.kv_cache.tiers.page_copies import shared_file
 from chitu.kv_transfer.bootstrap import BootstrapClient
+from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
@@ -58,6 +59,8 @@ from chitu.net.threads import Waker
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
 from chitu.serve.makers import BuiltRank, Makers, RankPool
+from chitu.tracing.stats_socket import StatsSocket
+from chitu.tracing.tracer import Tracer
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
@@ -198,9 +201,12 @@ def build_engine(
         executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
+    tracer = comm.tracer = _tracer(topology, identity, comm, engine.pool)
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
-        kv = _build_transfer(topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers)
+        kv = _build_transfer(
+            *(topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers, tracer)
+        )
 
     def close() -> None:
         if kv is None and fan_out is not None:
@@ -223,6 +229,7 @@ def build_engine(
         tiers=tiers,
         grammars=engine.grammars,
         finished_pages=_finished_pages(instance, engine.pool, cache),
+        tracer=tracer,
     )
 
 
@@ -231,8 +238,7 @@ def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
     pd, num_followers = topology.dp_config.router.pd_disaggregation, instance.config.tp_size - 1
     if instance.role is Role.PREFILL:
         return FanOut(num_followers, pd.transfer_threads)
-    sums = instance.role is Role.DECODE and pd.verify_kv != "off"
-    return FanOut(num_followers, 0) if sums or has_tiers(topology, instance) else None
+    return FanOut(num_followers, 0) if instance.role is Role.DECODE or has_tiers(topology, instance) else None
 
 
 def _build_tiers(
@@ -259,6 +265,15 @@ def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManag
     return FinishedPages(page_sums_of(cast("KVPool", pool), MAIN_RANK), cache, pool.layout)
 
 
+def _tracer(topology: Topology, identity: Identity, comm: CommLoop, pool: RankPool) -> Tracer:
+    address = router_host(topology), topology.dp_config.router.stats_port
+    return Tracer(
+        *(identity.role, identity.engine_rank, identity.incarnation, pool.layout),
+        *(identity.instance.devices[MAIN_RANK].partition(":")[0], lambda: StatsSocket(comm.context, *address)),
+        RealClock(),
+    )
+
+
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
     """What the keys of cached pages begin with; None where nothing is cached."""
     if not topology.cache.prefix_cache:
@@ -281,6 +296,7 @@ def _build_transfer(
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
     makers: Makers,
+    tracer: Tracer,
 ) -> KVManager:
     """The transfer layer over the pool; from here on the pool never moves."""
     router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
@@ -315,8 +331,14 @@ def _build_transfer(
         # A follower of P has memory too, but nobody writes there.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
-        page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if pd.verify_kv != "off" else None,
+        page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if _can_sum_up(pd.verify_kv, pool) else None,
+        tracer=tracer,
     )
+
+
+def _can_sum_up(verify_kv: VerifyKV, pool: RankPool) -> bool:
+    """For `verify_kv`, which says why not, and for the hashes of trace records, which can do without."""
+    return verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
 
 
 def end_process(code: int) -> NoReturn:

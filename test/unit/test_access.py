@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, RateLimited, Unauthorized
 from chitu.http.access import SALT_BYTES, Access
+from chitu.http.trace_route import may_read
 from chitu.net.curve import derive
 from chitu.net.http import error_headers
 from chitu.net.rate_limit import RateLimiter
+from chitu.protocol.trace import TraceRequest
 from chitu.testing.clock import FakeClock
+from chitu.tracing.trace_files import FoundRecords
 
 SECRETS = derive("a key of more than sixteen characters")
 assert SECRETS is not None
@@ -177,3 +180,47 @@ def test_a_flood_of_clients_does_not_grow_memory() -> None:
         assert limiter.take(client) == 0.0
     assert len(limiter) == 100
     assert limiter.take(9_999) > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "credential", "client", "headers", "expected"),
+    [
+        ((), None, LOCAL, {}, None),
+        ((), None, FAR, {}, Forbidden),
+        ((), "sk", FAR, {}, Forbidden),
+        ((), TOKEN, FAR, {}, None),
+        ((), None, LOCAL, {"origin": "http://evil.example"}, Forbidden),
+        (("sk",), None, LOCAL, {}, Unauthorized),
+        (("sk",), "sk", FAR, {}, None),
+        (("sk",), TOKEN, FAR, {}, None),
+    ],
+)
+def test_traces_are_shown_to_this_machine_to_keys_and_to_the_operator(
+    keys: tuple[str, ...],
+    credential: str | None,
+    client: tuple[str, int],
+    headers: dict[str, str],
+    expected: type[ChituError] | None,
+) -> None:
+    guard = access(keys=keys, has_cluster_key=True)[0]
+    assert verdict(guard, request("/trace/r", credential, client, **headers)) is expected
+
+
+def test_a_key_sees_the_traces_of_its_own_requests_alone() -> None:
+    guard = access(keys=("sk-1", "sk-2"), has_cluster_key=True)[0]
+    first, second = (guard.trace_tenant(request("/trace/r", key)) for key in ("sk-1", "sk-2"))
+    assert first and second and first != second
+    assert first == guard.cache_salt(request("/v1/completions", "sk-1"))
+    assert guard.trace_tenant(request("/trace/r", TOKEN)) is None
+    assert access()[0].trace_tenant(request("/trace/r")) is None
+    theirs = FoundRecords([traced(first)])
+    assert may_read(theirs, first) and may_read(theirs, None) and not may_read(theirs, second)
+    assert not may_read(FoundRecords([traced(first), traced(second)]), first), "one id, of two tenants"
+    assert not may_read(FoundRecords([]), first), "whose it is nobody knows"
+
+
+def traced(tenant: str) -> TraceRequest:
+    times = {"at_s": 1.0, "arrived_s": 0.0, "received_s": 0.0}
+    return TraceRequest(
+        request_id="r", room="", instance="router", path="/", tenant=tenant, error="", choices=(), **times
+    )

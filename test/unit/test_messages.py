@@ -38,6 +38,7 @@ from chitu.protocol import (
     StageTimes,
     StatusAck,
     TokenBatch,
+    TraceLines,
     TransferInfo,
     TransferStatus,
     TransportMessage,
@@ -59,6 +60,19 @@ PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 LAYOUT = KVLayout("m", 1, 1, 2, 1, "float32", 8)
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
+    (
+        TraceLines(Role.DECODE, 1, 7, b"{}\n", 2),
+        stats_codec,
+        "86a474797065ab74726163655f6c696e6573a4726f6c65a66465636f6465ab656e67696e655f72616e6b01ab696e6361726e6174696f6e07a56c696e6573c4037b7d0aab6e756d5f64726f7070656402",
+        {
+            "type": "trace_lines",
+            "role": "decode",
+            "engine_rank": 1,
+            "incarnation": 7,
+            "lines": b"{}\n",
+            "num_dropped": 2,
+        },
+    ),
     (
         TransferInfo(7, pack_i32([3, 4, 260]), 2, 40),
         peer_codec,

@@ -37,6 +37,8 @@ class ReceiveRoom:
     """P's Success."""
     repeat_due_s: float = NEVER_S
     error: ChituError | None = None
+    is_traced: bool = False
+    """Its pages are looked at for a trace record, whatever `verify_kv` says."""
 
 
 # --------------------------------------------------------------------------------------------------------------- events

@@ -164,8 +164,8 @@ class ReceiverMachine:
             self.table.bury(room, Tombstone(record.error.code, record.error.message))
 
     def _verify(self, room: bytes, record: events.ReceiveRoom) -> None:
-        if self._verifies_kv:
-            assert record.status is not None
+        assert record.status is not None
+        if self._verifies_kv or (record.is_traced and record.status.kv_sums is not None):
             self._effects.append(events.CheckPages(room, record.info, record.status))
         else:
             self._take(room, ReceiverEvent.VERIFIED)

@@ -11,7 +11,7 @@ room SETTLING until then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -19,10 +19,11 @@ import numpy as np
 
 from chitu import log
 from chitu.errors import ChituError, TransferFailed
-from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages
+from chitu.kv_transfer.checksums import Int64s, RoomSums, choose_pages, trace_window
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts, TransferOutbox
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
+from chitu.kv_transfer.sender.sender_trace import SenderTrace
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, merged
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove
 from chitu.kv_transfer.transports.transport import WriteError
@@ -58,6 +59,7 @@ class PageWriter:
         self._parts = parts
         self._rooms = rooms
         self._out = out
+        self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
         self.bytes_moved = 0
 
     # ------------------------------------------------------------------------------------------------------------ begin
@@ -80,9 +82,14 @@ class PageWriter:
             self._rooms.fail(batch.room, SenderEvent.WRITE_FAILED, error)
             return None
         record, verify_kv = entry.data, self._config.verify_kv
-        if verify_kv != "off" and record.kv_sums is None and record.info is not None:
-            chosen = choose_pages(verify_kv, record.info.prefix_pages, len(record.dst_pages))
-            record.kv_sums = RoomSums.of(chosen, writer.transport)
+        is_traced = self._trace is not None and self._trace.has(batch.room)
+        if (verify_kv != "off" or is_traced) and record.kv_sums is None and record.info is not None:
+            span = record.info.prefix_pages, len(record.dst_pages)
+            chosen = choose_pages(verify_kv, *span) if verify_kv != "off" else trace_window(*span)
+            if self._parts.page_sums is not None:
+                record.kv_sums = RoomSums.of(chosen, writer.transport)
+        if is_traced and self._trace is not None:
+            self._trace.note_send(batch.room, record)
         record.is_in_flight = True
         return Visit(batch, entry, writer)
 
@@ -98,12 +105,31 @@ class PageWriter:
             if batch.is_aux:
                 assert record.info is not None
                 self._parts.aux.seal(record.aux_slot, batch.room, record.cached_tokens)
-                return Outcome((writer.write_aux(record.aux_slot, record.info.dst_aux_index, timeout_s),))
+                slots = record.aux_slot, record.info.dst_aux_index
+                return Outcome(self._noted(visit, [], lambda: (writer.write_aux(*slots, timeout_s),)))
             chunks = merged(batch.chunks)
             moves = _moves(chunks, record)
-            return Outcome(writer.write_pages(moves, timeout_s), self._sums(chunks, record))
+            moved = self._noted(visit, moves, lambda: writer.write_pages(moves, timeout_s))
+            return Outcome(moved, self._sums(chunks, record))
         except ChituError as error:
             return Outcome(error=error)
+
+    def _noted(self, visit: Visit, moves: list[PageMove], write: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """The bytes that `write` wrote, with a record of it where the room is traced."""
+        trace, clock = self._trace, self._parts.clock
+        if trace is None or not trace.has(visit.batch.room):
+            return write()
+        started_s, error = clock.monotonic(), ""
+        moved: tuple[int, ...] = ()
+        try:
+            moved = write()
+            return moved
+        except ChituError as failure:
+            error = failure.code
+            raise
+        finally:
+            latency_s = clock.monotonic() - started_s
+            trace.note_write(visit.batch, visit.writer, moves, moved, latency_s, error)
 
     def _sums(self, chunks: Sequence[TransferKVChunk], record: SendRoom) -> Int64s | None:
         """What the chosen pages of these chunks hold here; zero for the others."""
@@ -179,6 +205,8 @@ class PageWriter:
             self._out.log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
         if not record.units_left and record.is_aux_written:
             self._rooms.succeed(room, entry)
+            if self._trace is not None:
+                self._trace.note_sent(room, record)
 
 
 def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove]:

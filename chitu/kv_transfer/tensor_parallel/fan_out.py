@@ -209,6 +209,9 @@ class FannedWriter:
     def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
         return self._own.write_aux(src_slot, dst_slot, timeout_s)
 
+    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
+        return self._own.buffer_lengths(moves)
+
     def settle(self, timeout_s: float) -> bool:
         order = Settle(self._fan_out.next_number(), self._incarnation, timeout_s)
         wait_s = timeout_s + self._fan_out.answer_grace_s

@@ -64,6 +64,10 @@ class DecodeWriter(Protocol):
         """Bytes of the logits row, from our main rank to D's. Errors as above."""
         ...
 
+    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
+        """Bytes of each piece that our main rank writes for these; for trace records."""
+        ...
+
     def settle(self, timeout_s: float) -> bool:
         """True once no byte of an earlier write can land any more."""
         ...
@@ -110,6 +114,9 @@ class ShardWriter:
             else:
                 link.transport.write(link.handle, copies, left_s)
         return (sum(copies.nbytes for _, copies in planned),)
+
+    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
+        return [nbytes for link in self._links for nbytes in self._plan(link, moves).length]
 
     def _plan(self, link: RankConnection, moves: Sequence[PageMove]) -> CopyList:
         plans = [

@@ -1,0 +1,345 @@
+"""The life of a traced request as a time line: records of router, P and D joined. Pure.
+
+Made for `GET /trace/ID` and by `chitu trace --dir`; shown by `chitu trace` and the page. Clocks of machines need
+not agree: what an instance recorded is laid on the router's clock so that a request arrives there when the router sent
+it, or so much later that no effect comes before its cause (P's first byte after D's announcement, D's KV after P's last
+byte). From then on its own clock counts. That is off by the way of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.trace import (
+    AnyTraceRecord,
+    TraceArrival,
+    TraceEnd,
+    TraceLoss,
+    TraceRequest,
+    TraceRestored,
+    TraceSend,
+    TraceSent,
+    TraceStep,
+    TraceWrite,
+)
+from chitu.tracing.trace_files import FoundRecords, is_of
+
+ROUTER = "router"
+
+
+class TimelineSpan(msgspec.Struct, frozen=True):
+    where: str
+    """`router`, `P0`, `D1`."""
+    what: str
+    start_s: float
+    """From the request's arrival at the router."""
+    end_s: float
+    text: str = ""
+    is_error: bool = False
+    marks_s: tuple[float, ...] = ()
+    """Of each token."""
+
+
+class PageCheck(msgspec.Struct, frozen=True):
+    """A page of the prompt that both sides hashed."""
+
+    room: str
+    position: int
+    prefill: str
+    prefill_page: int
+    """-1 where its number was not recorded."""
+    decode: str
+    decode_page: int
+    is_same: bool
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    request_id: str
+    title: str
+    total_s: float
+    spans: list[TimelineSpan]
+    """By their beginning."""
+    pages: list[PageCheck]
+    notes: list[str]
+    """What is missing, and what was found wrong."""
+
+
+class TraceAnswer(msgspec.Struct, frozen=True):
+    """Of `GET /trace/ID`."""
+
+    timeline: Timeline
+    records: list[AnyTraceRecord]
+
+
+def with_running(
+    found: FoundRecords, request_id: str, snapshots: Iterable[RequestSnapshot], now_s: float
+) -> FoundRecords:
+    """The router records a request when it is over; until then this is what it knows of one that left records."""
+    if not found.records or any(isinstance(record, TraceRequest) for record in found.records):
+        return found
+    choices: dict[str, list[RequestSnapshot]] = {}
+    for snapshot in sorted(snapshots, key=lambda each: each.created_at_s):
+        if is_of(snapshot.request_id, request_id):
+            choices.setdefault(snapshot.request_id, []).append(snapshot)
+    if not choices:
+        return found
+    start_s = min(attempts[0].created_at_s for attempts in choices.values())
+    request = TraceRequest(
+        request_id=request_id,
+        room="",
+        instance=ROUTER,
+        at_s=now_s,
+        path="",
+        tenant="",
+        arrived_s=start_s,
+        received_s=start_s,
+        error="",
+        choices=tuple(tuple(attempts) for attempts in choices.values()),
+    )
+    return FoundRecords([*found.records, request], found.num_unreadable, found.is_cut)
+
+
+def answer_of(found: FoundRecords, request_id: str) -> TraceAnswer:
+    return TraceAnswer(timeline_of(found, request_id), found.records)
+
+
+def timeline_of(found: FoundRecords, request_id: str) -> Timeline:
+    requests = [record for record in found.records if isinstance(record, TraceRequest)]
+    request = max(requests, key=lambda record: record.at_s, default=None)
+    attempts = [attempt for choice in request.choices for attempt in choice] if request is not None else []
+    sent_s = {attempt.room: attempt.created_at_s for attempt in attempts}
+    zero_s = request.arrived_s if request is not None else 0.0
+    rooms: dict[tuple[str, str], list[AnyTraceRecord]] = {}
+    for record in found.records:
+        if (
+            record.room and record.room not in sent_s
+        ):  # a prompt with several choices, or a request that had this id before
+            group_s = [a.created_at_s for a in attempts if a.request_id == record.request_id]
+            if group_s and len(requests) == 1:
+                sent_s[record.room] = min(group_s)
+            elif request is not None:
+                continue
+        if record.room:
+            rooms.setdefault((record.room, record.instance), []).append(record)
+    spans = _router_spans(request) if request is not None else []
+    notes = _notes(found, request, len(requests))
+    sides: dict[str, list[_Side]] = {}
+    for (room, instance), records in rooms.items():
+        if instance.startswith(ROUTER):  # frames, which have no span
+            continue
+        arrival = next((record for record in records if isinstance(record, TraceArrival)), None)
+        if arrival is None:
+            notes.append(f"{instance} has no record of how {room} came")
+            continue
+        shift_s = sent_s.get(room, 0.0) - zero_s - arrival.at_s
+        sides.setdefault(room, []).append(_Side(room, instance, records, shift_s))
+    for pair in sides.values():
+        _put_in_order(pair)
+        spans += [span for side in pair for span in side.spans()]
+    pages = [check for pair in sides.values() for check in _page_checks(pair)]
+    wrong = [check for check in pages if not check.is_same]
+    notes += [
+        f"KV differs in page {check.position} of the prompt: "
+        f"{check.prefill} page {check.prefill_page}, {check.decode} page {check.decode_page}"
+        for check in wrong
+    ]
+    total_s = request.at_s - zero_s if request is not None else max((span.end_s for span in spans), default=0.0)
+    spans.sort(key=lambda span: (span.start_s, span.end_s))
+    return Timeline(request_id, _title(request), total_s, spans, pages, notes)
+
+
+def _title(request: TraceRequest | None) -> str:
+    if request is None:
+        return "the router has no record of it"
+    prompts = {choice[0].prompt_tokens for choice in request.choices}
+    outputs = sum(choice[-1].output_tokens for choice in request.choices)
+    num_attempts = max((len(choice) for choice in request.choices), default=0)
+    parts = [request.path] if request.path else ["it still runs"]
+    parts.append("+".join(map(str, sorted(prompts))) + " prompt tokens")
+    parts.append(f"{outputs} output tokens")
+    if len(request.choices) > 1:
+        parts.append(f"{len(request.choices)} choices")
+    parts.append(f"{num_attempts} attempt{'s' if num_attempts != 1 else ''}")
+    return " · ".join([*parts, request.error] if request.error else parts)
+
+
+def _notes(found: FoundRecords, request: TraceRequest | None, num_requests: int) -> list[str]:
+    notes = []
+    if num_requests > 1:
+        notes.append(f"{num_requests} requests had this id: the last one is shown")
+    for record in found.records:
+        if isinstance(record, TraceLoss):
+            notes.append(f"{record.num_records} records of {record.instance} were dropped, of this or other requests")
+    if found.num_unreadable:
+        notes.append(f"{found.num_unreadable} lines are no records of this version of chitu")
+    if found.is_cut:
+        notes.append("there are more records than are read at once")
+    return notes
+
+
+def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
+    zero_s, end_s = request.arrived_s, request.at_s
+    received_s = min(max(request.received_s, zero_s), end_s)
+    spans = [TimelineSpan(ROUTER, "receive", 0.0, received_s - zero_s)]
+    last_s = received_s
+    if request.choices:
+        first_s = request.choices[0][0].created_at_s
+        spans.append(TimelineSpan(ROUTER, "prepare", received_s - zero_s, first_s - zero_s))
+    for choice in request.choices:
+        for attempt in choice:
+            pair = attempt.decode if attempt.prefill is None else f"{attempt.prefill} -> {attempt.decode}"
+            until_s = end_s if attempt.ended_at_s is None else attempt.ended_at_s
+            last_s = max(last_s, until_s)
+            new_tokens = attempt.output_tokens - attempt.continued_tokens
+            text = f"{attempt.state}{f' ({attempt.error})' if attempt.error else ''}, {new_tokens} tokens"
+            what = f"attempt {attempt.attempt}: {pair}"
+            if len(request.choices) > 1:
+                what = f"{attempt.request_id.rpartition('-')[2]}: {what}"
+            start_s = attempt.created_at_s - zero_s
+            spans.append(TimelineSpan(ROUTER, what, start_s, until_s - zero_s, text, bool(attempt.error)))
+    spans.append(TimelineSpan(ROUTER, "answer", last_s - zero_s, end_s - zero_s, request.error, bool(request.error)))
+    return spans
+
+
+class _Side:
+    """What one instance recorded of one room."""
+
+    def __init__(self, room: str, instance: str, records: Sequence[AnyTraceRecord], shift_s: float) -> None:
+        """`shift_s`: from its clock to that of the time line."""
+        self.shift_s = shift_s
+        self.room = room
+        self.instance = instance
+        self._records = sorted(records, key=lambda record: record.at_s)
+        self.send = next((record for record in records if isinstance(record, TraceSend)), None)
+        self.sent = next((record for record in records if isinstance(record, TraceSent)), None)
+        self.restored = next((record for record in records if isinstance(record, TraceRestored)), None)
+
+    @property
+    def announced_s(self) -> float | None:
+        """On D, on its own clock."""
+        if self.restored is None or self.restored.times.compute_s:
+            return None
+        return self._records[0].at_s + self.restored.admission_s
+
+    @property
+    def written_s(self) -> float | None:
+        """On P: the end of its last write."""
+        return max((record.at_s for record in self._records if isinstance(record, TraceWrite)), default=None)
+
+    def spans(self) -> list[TimelineSpan]:
+        shift_s = self.shift_s
+        start_s, last_s = self._records[0].at_s + shift_s, self._records[-1].at_s + shift_s
+        spans = [*self._of_prefill(start_s, shift_s), *self._of_decode(start_s, shift_s)]
+        end = next((record for record in self._records if isinstance(record, TraceEnd)), None)
+        if not spans:
+            spans.append(self._span("waits", start_s, last_s))
+        if end is not None and end.reason in ("error", "cancelled"):
+            at_s = end.at_s + shift_s
+            text = f"{end.code}: {end.message}" if end.code else "the router wanted no more of it"
+            spans.append(self._span(end.reason, at_s, at_s, text, is_error=end.reason == "error"))
+        elif end is None:
+            spans.append(self._span("no word of an end", last_s, last_s, is_error=True))
+        return spans
+
+    def _span(
+        self,
+        what: str,
+        start_s: float,
+        end_s: float,
+        text: str = "",
+        *,
+        is_error: bool = False,
+        marks_s: Iterable[float] = (),
+    ) -> TimelineSpan:
+        return TimelineSpan(self.instance, what, start_s, max(start_s, end_s), text, is_error, tuple(marks_s))
+
+    def _of_prefill(self, start_s: float, shift_s: float) -> list[TimelineSpan]:
+        times = self.sent.times if self.sent is not None else None
+        if self.restored is not None and self.restored.times.compute_s:  # unified
+            times = self.restored.times
+        spans = []
+        if times is not None:
+            begun_s = start_s + times.queue_s
+            computed_s = begun_s + times.compute_s
+            sent = self.send or self.restored
+            cached = f"{sent.cached_tokens} of {sent.prompt_tokens} tokens cached" if sent is not None else ""
+            spans += [self._span("queue", start_s, begun_s), self._span("compute", begun_s, computed_s, cached)]
+        writes = [record for record in self._records if isinstance(record, TraceWrite)]
+        if writes:
+            failed = [write.error for write in writes if write.error]
+            num_buffers, num_bytes = (
+                sum(write.num_buffers for write in writes),
+                sum(write.total_bytes for write in writes),
+            )
+            text = f"{len(writes)} writes, {num_buffers} buffers, {num_bytes} bytes by {writes[0].transport}"
+            text += f", {failed[0]}" if failed else ""
+            begin_s = min(write.at_s - write.latency_s for write in writes) + shift_s
+            done_s = max(write.at_s for write in writes) + shift_s
+            spans.append(self._span("writes to D", begin_s, done_s, text, is_error=bool(failed)))
+        return spans
+
+    def _of_decode(self, start_s: float, shift_s: float) -> list[TimelineSpan]:
+        spans = []
+        steps = [record for record in self._records if isinstance(record, TraceStep)]
+        restored = self.restored
+        if restored is not None and not restored.times.compute_s:
+            announced_s, landed_s = start_s + restored.admission_s, start_s + restored.landed_s
+            spans.append(self._span("admission", start_s, announced_s, f"pages {_page_text(restored.pages.numbers)}"))
+            text = f"{restored.total_bytes} bytes, {restored.cached_tokens} tokens were here"
+            spans.append(self._span("KV comes", announced_s, landed_s, text))
+        if steps:
+            marks = [step.at_s + shift_s for step in steps]
+            text = f"{len(steps)} tokens {_token_text(steps)}"
+            text += f", {steps[-1].ended}" if steps[-1].ended else ""
+            spans.append(self._span("tokens", marks[0], marks[-1], text, marks_s=marks))
+        return spans
+
+
+def _put_in_order(sides: Sequence[_Side]) -> None:
+    """The word of what was sent may have come late to either: then all of it was later."""
+    prefill = next((side for side in sides if side.send is not None), None)
+    decode = next((side for side in sides if side.announced_s is not None), None)
+    if prefill is None or decode is None or prefill.send is None or decode.restored is None:
+        return
+    assert decode.announced_s is not None
+    prefill.shift_s += max(0.0, decode.announced_s + decode.shift_s - prefill.send.at_s - prefill.shift_s)
+    if prefill.written_s is not None:
+        late_s = prefill.written_s + prefill.shift_s - decode.restored.at_s - decode.shift_s
+        decode.shift_s += max(0.0, late_s)
+
+
+def _page_checks(sides: Sequence[_Side]) -> list[PageCheck]:
+    """Both sides hash the same positions; D's ranks may hold a KV head several times."""
+    prefill = next((side for side in sides if side.sent is not None and side.sent.hashes is not None), None)
+    decode = next((side for side in sides if side.restored is not None and side.restored.hashes is not None), None)
+    if prefill is None or decode is None or prefill.sent is None or decode.restored is None:
+        return []
+    theirs, mine = prefill.sent.hashes, decode.restored.hashes
+    assert theirs is not None and mine is not None
+    found = dict(zip(mine.positions, mine.sums, strict=True))
+    sources = prefill.send.pages.numbers if prefill.send is not None else ()
+    checks = []
+    for position, written in zip(theirs.positions, theirs.sums, strict=True):
+        if position in found:
+            expected = int(written, 16) * mine.head_copies % (1 << 64)
+            page = (_at(sources, position), _at(decode.restored.pages.numbers, position))
+            is_same = int(found[position], 16) == expected
+            names = prefill.instance, decode.instance
+            checks.append(PageCheck(prefill.room, position, names[0], page[0], names[1], page[1], is_same))
+    return checks
+
+
+def _at(numbers: Sequence[int], position: int) -> int:
+    return numbers[position] if position < len(numbers) else -1
+
+
+def _page_text(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
+
+
+def _token_text(steps: Sequence[TraceStep]) -> str:
+    ids = [step.next_token for step in steps]
+    return "[" + " ".join(map(str, ids[:6])) + (" ...]" if len(ids) > 6 else "]")

@@ -1,0 +1,92 @@
+"""What the step thread records of requests that are traced: where KV is, each token, and the end.
+
+Used by `PDScheduler` and its parts, step thread only, and only while something is traced (`is_on`).
+"""
+
+from __future__ import annotations
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.errors import ChituError
+from chitu.instance.scheduling.sequence import Sequence
+from chitu.kv_cache.aux_row import aux_row_bytes
+from chitu.kv_transfer.events import TransferEvent
+from chitu.protocol.trace import TracedPages, TraceEnd, TraceRestored, TraceStep
+from chitu.tracing.tracer import Tracer
+
+
+class SchedulerTrace:
+    def __init__(self, tracer: Tracer, cache: PagedKVCacheManager) -> None:
+        self._tracer = tracer
+        self._cache = cache
+        self.rooms = tracer.rooms
+        """Empty: nothing is traced, and nothing here need be called."""
+
+    def note_slot(self, sequence: Sequence) -> None:
+        """P: its transfer threads name it."""
+        traced = self.rooms.get(sequence.room)
+        if traced is not None:
+            traced.slot = sequence.slot
+
+    def note_restored(self, sequence: Sequence, event: TransferEvent, now_s: float) -> None:
+        """D: KV of its prompt is here, and nothing has been computed behind it."""
+        layout, pages = self._tracer.kv_layout, self._cache.get_page_indices(sequence.room)
+        page_layer_bytes = layout.regions_per_layer * layout.page_bytes * layout.tp_size
+        num_here = event.saved_bytes // (page_layer_bytes * layout.num_layers)
+        num_came = len(pages) - num_here if sequence.needs_kv else 0
+        self._note_pages(sequence, num_here * layout.page_size, num_came * page_layer_bytes, now_s)
+
+    def _note_pages(self, sequence: Sequence, cached_tokens: int, layer_bytes: int, now_s: float) -> None:
+        layout = self._tracer.kv_layout
+        pages = self._cache.get_page_indices(sequence.room)
+        traced = self.rooms.get(sequence.room)
+        is_moved = sequence.aux_slot >= 0
+        self._tracer.add(
+            sequence.room,
+            TraceRestored,
+            prompt_tokens=sequence.prompt_len,
+            cached_tokens=cached_tokens,
+            slot=sequence.slot,
+            aux_slot=sequence.aux_slot,
+            pages=TracedPages.of(pages),
+            layout=self._tracer.layout,
+            bytes_by_layer=(layer_bytes,) * layout.num_layers,
+            total_bytes=layer_bytes * layout.num_layers + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
+            admission_s=max(0.0, sequence.announced_s - sequence.arrival_s),
+            landed_s=now_s - sequence.arrival_s,
+            times=sequence.prefill_times,
+            hashes=None if traced is None else traced.hashes,
+        )
+
+    def note_token(self, sequence: Sequence, token: int, ended: str, now_s: float, *, is_unified: bool) -> None:
+        """It was emitted."""
+        traced, emitted = self.rooms.get(sequence.room), sequence.emitted
+        if traced is None:
+            return
+        if is_unified and len(emitted) == 1 and sequence.source is None:
+            self._note_pages(sequence, sequence.cached_tokens, 0, now_s)
+        pages = self._cache.get_page_indices(sequence.room)
+        if len(emitted) == 1:  # on D it may come ahead of the KV
+            traced.num_pages = self._cache.pages_for(sequence.prompt_len)
+        num_known = traced.num_pages if traced.num_pages <= len(pages) else 0  # it was away in host memory
+        traced.num_pages = len(pages)
+        last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.prompt[-4:], "little", signed=True)
+        self._tracer.add(
+            sequence.room,
+            TraceStep,
+            index=len(emitted) - 1,
+            last_token=last,
+            next_token=token,
+            new_pages=tuple(pages[num_known:]),
+            ended=ended,
+        )
+
+    def note_end(self, sequence: Sequence, reason: str, error: ChituError | None = None) -> None:
+        self._tracer.add(
+            sequence.room,
+            TraceEnd,
+            reason=reason,
+            code=error.code if error is not None else "",
+            message=error.message if error is not None else "",
+            output_tokens=len(sequence.emitted),
+        )
+        self._tracer.end(sequence.room)

@@ -1,0 +1,151 @@
+"""Where trace records lie: `NAME.jsonl` of each process in one folder of the router's machine, and how they are found.
+
+Written by each process of the router (its own records, and those that instances send to it), read for
+`GET /trace/ID` and by `chitu trace --dir`. `write` returns at once; a thread of its own writes. Bounded: beyond
+`max_bytes` a file goes on empty, and `NAME.jsonl.1` keeps what was in it until the next time. A record that finds no
+room on its way, or cannot be written, is dropped, counted, and named in a `TraceLoss` behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from chitu.net.job_thread import JobThread
+from chitu.net.threads import ServiceThread
+from chitu.protocol.trace import AnyTraceRecord, TraceLoss
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 16 << 20
+"""Of records that are to be written; beyond it they are dropped: a disk may be slow or full."""
+MAX_FOUND_BYTES = 8 << 20
+"""Of records of one request that are read."""
+BLOCK_BYTES = 256 << 10
+"""Looked through in one go."""
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyTraceRecord] = msgspec.json.Decoder(AnyTraceRecord)
+
+
+class FoundRecords(msgspec.Struct, frozen=True):
+    records: list[AnyTraceRecord]
+    """In the order of each file."""
+    num_unreadable: int = 0
+    """Lines that are none of this version's records."""
+    is_cut: bool = False
+    """There are more than `MAX_FOUND_BYTES`."""
+
+
+class TraceFiles:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """The folder is made with the first record; only this user can look into it."""
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._files: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._dropped: dict[str, int] = {}
+        self._has_failed = False
+        self._writer: JobThread[tuple[str, bytes, int]] = JobThread("trace-files", self._write)
+        self._is_started = False
+
+    def add(self, record: AnyTraceRecord) -> None:
+        """One of this process. Never blocks."""
+        self.write(record.instance, _encoder.encode(record) + b"\n")
+
+    def write(self, name: str, lines: bytes, num_dropped: int = 0) -> None:
+        """Records of the process `name`, which dropped so many before these. Never blocks."""
+        if not self._is_started:
+            self._is_started = True
+            self._writer.start(ServiceThread)
+        with self._lock:
+            num_dropped += self._dropped.pop(name, 0)
+            if self._waiting_bytes + len(lines) > MAX_WAITING_BYTES:
+                self._dropped[name] = num_dropped + lines.count(b"\n")
+                return
+            self._waiting_bytes += len(lines)
+        self._writer.put((name, lines, num_dropped))
+
+    def close(self) -> None:
+        if self._is_started:
+            self._writer.close(1.0)
+
+    def _write(self, job: tuple[str, bytes, int]) -> None:
+        name, lines, num_dropped = job
+        try:
+            file = self._files.get(name) or self._open(name)
+            if num_dropped:
+                logger.warning("%d trace records of %s were dropped", num_dropped, name)
+                loss = TraceLoss(request_id="", room="", instance=name, at_s=time.monotonic(), num_records=num_dropped)
+                file.write(_encoder.encode(loss) + b"\n")
+            file.write(lines)
+            if file.tell() > self._max_bytes:
+                self._files.pop(name).close()
+                path = self.folder / f"{name}.jsonl"
+                os.replace(path, path.with_name(f"{path.name}.1"))
+            self._has_failed = False
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("trace records cannot be written: %s", error)
+            self._has_failed = True
+            with self._lock:
+                self._dropped[name] = self._dropped.get(name, 0) + num_dropped + lines.count(b"\n")
+        finally:
+            with self._lock:
+                self._waiting_bytes -= len(lines)
+
+    def _open(self, name: str) -> BinaryIO:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = open(os.open(self.folder / f"{name}.jsonl", flags, 0o600), "ab", 0)  # noqa: SIM115 - as long as we live
+        file.seek(0, os.SEEK_END)
+        self._files[name] = file
+        return file
+
+
+def find_records(folder: Path, request_id: str) -> FoundRecords:
+    """Those of a request and of its choices, with every word of records that are missing. Blocks."""
+    text = _encoder.encode(request_id)[1:-1]
+    needles = (b'"request_id":"' + text, b'"kind":"loss"')
+    records: list[AnyTraceRecord] = []
+    num_unreadable = num_bytes = 0
+    for path in sorted(folder.glob("*.jsonl.1")) + sorted(folder.glob("*.jsonl")):
+        for line in _lines_with(path, needles):
+            try:
+                record = _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                num_unreadable += 1
+                continue
+            if not isinstance(record, TraceLoss) and not is_of(record.request_id, request_id):
+                continue
+            num_bytes += len(line)
+            if num_bytes > MAX_FOUND_BYTES:
+                return FoundRecords(records, num_unreadable, is_cut=True)
+            records.append(record)
+    return FoundRecords(records, num_unreadable)
+
+
+def is_of(name: str, request_id: str) -> bool:
+    """Whether a record's `request_id` is that of the request, or of one of its choices."""
+    return name == request_id or (name.startswith(f"{request_id}-") and name[len(request_id) + 1 :].isdigit())
+
+
+def _lines_with(path: Path, needles: Sequence[bytes]) -> Iterator[bytes]:
+    """Whole lines that have one of them. Blocks without any are only looked through, which is fast."""
+    rest = b""
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                whole, newline, rest = (rest + block).rpartition(b"\n")
+                if newline and any(needle in whole for needle in needles):
+                    yield from (line for line in whole.split(b"\n") if any(needle in line for needle in needles))
+    except OSError as error:  # rotated away in this moment, or not ours
+        logger.warning("%s cannot be read: %s", path, error.strerror or error)

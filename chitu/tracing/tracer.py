@@ -1,0 +1,236 @@
+"""What an instance records of the requests that are traced, on its way to the router.
+
+Made by the process entry, used by every thread of an instance: the comm thread says which rooms are traced (`begin`),
+whoever sees something of one of them adds a record, and the thread `trace`, which starts with the first of them, sends
+them to the router's stats port. Invariants: `rooms` is empty where nothing is traced, and one look at it is all that
+tracing costs then; `add` never blocks; what finds no room is counted, and the router is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from chitu.clock import Clock
+from chitu.errors import ChituError
+from chitu.net.threads import ServiceThread
+from chitu.protocol import (
+    DecodeRequest,
+    KVLayout,
+    PrefillRequest,
+    TraceLines,
+    UnifiedRequest,
+    encode,
+    unpack_i32,
+)
+from chitu.protocol.trace import (
+    HEAD_TOKENS,
+    MAX_FRAME_BYTES,
+    AnyTraceRecord,
+    TraceArrival,
+    TracedLayout,
+    TracedSums,
+    TraceFrame,
+)
+from chitu.types import Role, instance_name, room_text
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 8192
+"""Records that wait to be sent."""
+MAX_FRAME_SHARE_BYTES = 8 << 20
+"""Bytes of recorded frames that wait."""
+BATCH_BYTES = 128 << 10
+"""Of one message to the router, about; its port takes 1 MiB."""
+PAUSE_S = 0.05
+"""Between two looks at what waits, while something is traced."""
+MAX_ROOMS = 1024
+"""Traced at once; of more the oldest are traced no more."""
+LINGER_S = 2.0
+"""After its end frames of a room may still come."""
+
+
+class TraceSocket(Protocol):
+    """To the router; used by the thread `trace` alone."""
+
+    def send(self, frame: bytes) -> bool:
+        """False where its queue is full."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class TracedRoom:
+    """What the writers of its records remember between two of them."""
+
+    request_id: str
+    room: str
+    has_frames: bool
+    slot: int = -1
+    num_pages: int = 0
+    """That records have named."""
+    hashes: TracedSums | None = None
+    ended_s: float | None = None
+
+
+class Tracer:
+    def __init__(
+        self,
+        role: Role,
+        engine_rank: int,
+        incarnation: int,
+        layout: KVLayout,
+        device: str,
+        open_socket: Callable[[], TraceSocket],
+        clock: Clock,
+    ) -> None:
+        self._identity = role, engine_rank, incarnation
+        self.name = instance_name(role, engine_rank)
+        self.device = device
+        self.kv_layout = layout
+        self.layout = TracedLayout(
+            *(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, layout.dtype),
+            *(layout.tp_size, layout.regions_per_layer),
+        )
+        self._open_socket = open_socket
+        self._clock = clock
+        self.rooms: dict[bytes, TracedRoom] = {}
+        """That are traced, oldest first. Others' threads only look."""
+        self._queue: deque[AnyTraceRecord] = deque()
+        self._frame_bytes = 0
+        self._num_dropped = 0
+        self._lock = threading.Lock()
+        """Of changes of `rooms`, and of the count of what was dropped."""
+        self._thread: ServiceThread | None = None
+        self._is_wanted, self._is_closed = threading.Event(), False
+
+    # ----------------------------------------------------------------------------------------------------- comm thread
+
+    def begin(self, message: PrefillRequest | DecodeRequest | UnifiedRequest, frame: bytes) -> None:
+        """A request that is traced has come."""
+        has_frames = message.trace == "frames"
+        pairs = [(message.room, message.request_id)]
+        if not isinstance(message, PrefillRequest):
+            pairs += [(fork.room, fork.request_id) for fork in message.forks]
+        with self._lock:
+            for room, request_id in pairs:
+                self.rooms[room] = TracedRoom(request_id, room_text(room), has_frames)
+            while len(self.rooms) > MAX_ROOMS:
+                del self.rooms[next(iter(self.rooms))]
+        if self._thread is None:
+            self._thread = ServiceThread("trace", self._loop)
+            self._thread.start()
+        ids = message.token_ids
+        for room, _ in pairs:
+            self.add(
+                room,
+                TraceArrival,
+                prompt_tokens=len(ids) // 4,
+                continued_tokens=0 if isinstance(message, PrefillRequest) else message.num_emitted,
+                prompt_head=tuple(unpack_i32(ids[: 4 * HEAD_TOKENS])) if len(ids) % 4 == 0 else (),
+            )
+        self.frame(message.room, "received", "request", frame)
+        self._is_wanted.set()
+
+    # ------------------------------------------------------------------------------------------------------ any thread
+
+    def add(self, room: bytes, kind: type[Any], **fields: Any) -> None:
+        """A record of this room, if it is traced. Never blocks."""
+        traced = self.rooms.get(room)
+        if traced is None:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self._drop(1)
+            return
+        self._queue.append(
+            kind(
+                request_id=traced.request_id,
+                room=traced.room,
+                instance=self.name,
+                at_s=self._clock.monotonic(),
+                **fields,
+            )
+        )
+
+    def frame(self, room: bytes, direction: str, port: str, frame: bytes) -> None:
+        """A message of this room, if its frames are wanted."""
+        traced = self.rooms.get(room)
+        if traced is None or not traced.has_frames:
+            return
+        data = frame if len(frame) <= MAX_FRAME_BYTES else b""
+        if self._frame_bytes + len(data) > MAX_FRAME_SHARE_BYTES:
+            self._drop(1)
+            return
+        self._frame_bytes += len(data)  # by several threads: about so many
+        self.add(room, TraceFrame, direction=direction, port=port, num_bytes=len(frame), data=data)
+
+    def end(self, room: bytes) -> None:
+        """Its last record was added."""
+        traced = self.rooms.get(room)
+        if traced is not None:
+            traced.ended_s = self._clock.monotonic()
+
+    def close(self) -> None:
+        """Send what waits, and stop."""
+        self._is_closed = True
+        self._is_wanted.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    # ---------------------------------------------------------------------------------------------------- trace thread
+
+    def _loop(self) -> None:
+        socket: TraceSocket = _NoSocket()
+        try:
+            socket = self._open_socket()
+        except ChituError as error:
+            logger.warning("trace records cannot be sent: %s", error.message)
+        while not self._is_closed:
+            self._is_wanted.wait()
+            self._is_wanted.clear()
+            while (self.rooms or self._queue) and not self._is_closed:
+                self.send_waiting(socket)
+                self._forget_ended()
+                self._is_wanted.wait(PAUSE_S)
+        self.send_waiting(socket)
+        socket.close()
+
+    def send_waiting(self, socket: TraceSocket) -> None:
+        """In messages of about `BATCH_BYTES`; what the router does not take is dropped, and it hears how much."""
+        encoder, lines, num_lines = msgspec.json.Encoder(), bytearray(), 0
+        while self._queue:
+            record = self._queue.popleft()
+            if isinstance(record, TraceFrame):
+                self._frame_bytes -= len(record.data)
+            lines += encoder.encode(record) + b"\n"
+            num_lines += 1
+            if len(lines) >= BATCH_BYTES or not self._queue:
+                dropped = self._num_dropped
+                message = TraceLines(*self._identity, bytes(lines), dropped)
+                self._drop(-dropped if socket.send(encode(message)) else num_lines)
+                lines, num_lines = bytearray(), 0
+
+    def _forget_ended(self) -> None:
+        """The rooms of requests that are over, when nothing more can come of them."""
+        end_s = self._clock.monotonic() - LINGER_S
+        with self._lock:
+            over = [room for room, each in self.rooms.items() if each.ended_s is not None and each.ended_s < end_s]
+            for room in over:
+                del self.rooms[room]
+
+    def _drop(self, num_records: int) -> None:
+        with self._lock:
+            self._num_dropped += num_records
+
+
+class _NoSocket:
+    def send(self, frame: bytes) -> bool:
+        return False
+
+    def close(self) -> None: ...

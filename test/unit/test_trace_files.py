@@ -1,0 +1,200 @@
+"""Trace records on their way: bounded everywhere, what is dropped is counted and said, and nobody else's is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from chitu.config.schema import TraceConfig
+from chitu.errors import InvalidRequest
+from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
+from chitu.protocol.cluster import stats_codec
+from chitu.protocol.trace import AnyTraceRecord, TraceArrival, TraceEnd, TraceFrame, TraceLoss
+from chitu.testing.clock import FakeClock
+from chitu.tracing import trace_files, tracer
+from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import TraceFiles, find_records, is_of
+from chitu.tracing.tracer import Tracer
+from chitu.types import Role
+
+ROOM, OTHER = bytes(range(16)), bytes(16 * [7])
+LAYOUT = KVLayout("m", 2, 1, 2, 1, "float32", 8)
+
+
+def ended(request_id: str, instance: str = "D0", message: str = "") -> TraceEnd:
+    return TraceEnd(
+        request_id=request_id,
+        room="r",
+        instance=instance,
+        at_s=1.0,
+        reason="stop",
+        code="",
+        message=message,
+        output_tokens=1,
+    )
+
+
+class Written(TraceFiles):
+    """Writes in the caller's thread."""
+
+    def write(self, name: str, lines: bytes, num_dropped: int = 0) -> None:
+        self._is_started = True
+        super().write(name, lines, num_dropped)
+        self._writer.run_one()
+
+
+def test_a_file_goes_on_empty_beyond_its_bound_and_one_before_it_is_kept(tmp_path: Path) -> None:
+    files = Written(tmp_path / "t", 2000)
+    for n in range(100):
+        files.add(ended(f"r{n}"))
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "t").iterdir()}
+    assert set(sizes) == {"D0.jsonl", "D0.jsonl.1"} and max(sizes.values()) < 2500
+    assert [each.request_id for each in find_records(tmp_path / "t", "r99").records] == ["r99"]
+    assert not find_records(tmp_path / "t", "r0").records
+
+
+def test_a_disk_that_takes_nothing_costs_records_which_are_counted(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    files = Written(blocked / "t", 1 << 20)
+    files.add(ended("a"))
+    files.write("D0", b"{}\n{}\n", num_dropped=5)
+    blocked.unlink()
+    files.add(ended("b"))
+    found = find_records(blocked / "t", "b").records
+    losses = [each.num_records for each in found if isinstance(each, TraceLoss)]
+    assert losses == [1 + 5 + 2]
+    assert found[-1].request_id == "b"
+
+
+def test_a_slow_disk_holds_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "MAX_WAITING_BYTES", 1000)
+    files = TraceFiles(tmp_path, 1 << 20)
+    files._is_started = True  # and nobody writes
+    line = b"x" * 99 + b"\n"
+    for _ in range(20):
+        files.write("P0", line)
+    while files._writer.run_one():
+        pass
+    assert (tmp_path / "P0.jsonl").stat().st_size == 1000
+    files.add(ended("r", "P0"))
+    while files._writer.run_one():
+        pass
+    assert [e.num_records for e in find_records(tmp_path, "r").records if isinstance(e, TraceLoss)] == [10]
+
+
+def test_only_the_records_of_a_request_and_its_choices_are_found(tmp_path: Path) -> None:
+    files = Written(tmp_path, 1 << 20)
+    names = ["abc", "abc-0", "abc-12", "abcd", "xabc", "abc-", "abc-x", 'odd"\\id', "other"]
+    for name in names:
+        files.add(ended(name, message='"request_id":"abc"'))
+    (tmp_path / "P0.jsonl").write_bytes(b'{"request_id":"abc","kind":"nonsense"}\n\xff"request_id":"abc"\n')
+    found = find_records(tmp_path, "abc")
+    assert [record.request_id for record in found.records] == ["abc", "abc-0", "abc-12"]
+    assert found.num_unreadable == 2
+    assert [record.request_id for record in find_records(tmp_path, 'odd"\\id').records] == ['odd"\\id']
+    assert is_of("a-1-2", "a-1") and not is_of("a-1-2", "a")
+
+
+def test_too_many_records_are_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "MAX_FOUND_BYTES", 1000)
+    monkeypatch.setattr(trace_files, "BLOCK_BYTES", 64)  # lines that lie in several blocks
+    files = Written(tmp_path, 1 << 20)
+    for _ in range(20):
+        files.add(ended("a"))
+    found = find_records(tmp_path, "a")
+    assert found.is_cut and 5 < len(found.records) < 20
+
+
+class Socket:
+    def __init__(self) -> None:
+        self.sent: list[TraceLines] = []
+        self.is_full = False
+
+    def send(self, frame: bytes) -> bool:
+        message = stats_codec.decode(frame)
+        assert isinstance(message, TraceLines)
+        if not self.is_full:
+            self.sent.append(message)
+        return not self.is_full
+
+    def close(self) -> None: ...
+
+    def records(self) -> list[AnyTraceRecord]:
+        decoder = msgspec.json.Decoder(AnyTraceRecord)
+        return [record for message in self.sent for record in decoder.decode_lines(message.lines)]
+
+
+def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Tracer, Socket, FakeClock]:
+    """Without its thread: the test sends what waits."""
+    socket, clock = Socket(), FakeClock()
+    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, clock)
+    monkeypatch.setattr(tracer.ServiceThread, "start", lambda self: None)
+    return made, socket, clock
+
+
+def test_rooms_that_are_not_traced_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, socket, _ = started(monkeypatch)
+    made.add(ROOM, TraceEnd, reason="stop", code="", message="", output_tokens=1)
+    made.frame(ROOM, "sent", "control", b"x")
+    made.send_waiting(socket)
+    assert not made.rooms and not socket.sent
+
+
+def test_each_choice_arrives_and_is_forgotten_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, socket, clock = started(monkeypatch)
+    forks = (Fork(OTHER, "r-1", 5),)
+    message = DecodeRequest(ROOM, "r-0", pack_i32([5, 6]), SamplingParams(3), 0, 1, forks=forks, trace="records")
+    made.begin(message, encode(message))
+    made.frame(ROOM, "sent", "control", b"not wanted")
+    made.send_waiting(socket)
+    arrivals = socket.records()
+    assert [(type(a), a.request_id) for a in arrivals] == [(TraceArrival, "r-0"), (TraceArrival, "r-1")]
+    assert isinstance(arrivals[0], TraceArrival) and arrivals[0].prompt_head == (5, 6)
+    made.end(OTHER)
+    clock.advance(tracer.LINGER_S + 1)
+    made._forget_ended()
+    assert list(made.rooms) == [ROOM]
+
+
+def test_records_beyond_the_bounds_are_dropped_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "MAX_QUEUED", 10)
+    monkeypatch.setattr(tracer, "MAX_FRAME_SHARE_BYTES", 100)
+    made, socket, _ = started(monkeypatch)
+    message = PrefillRequest(ROOM, "r", pack_i32([5]), 0, 1, trace="frames")
+    made.begin(message, b"12345")  # two records
+    for _ in range(3):
+        made.frame(ROOM, "sent", "control", b"x" * 60)  # one fits
+    for _ in range(20):
+        made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
+    socket.is_full = True
+    made.send_waiting(socket)
+    socket.is_full = False
+    made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
+    made.send_waiting(socket)
+    assert [message.num_dropped for message in socket.sent] == [2 + 13 + 10]
+    made.frame(ROOM, "sent", "control", b"x" * (tracer.MAX_FRAME_BYTES + 1))
+    made.send_waiting(socket)
+    large = socket.records()[-1]
+    assert isinstance(large, TraceFrame) and large.data == b"" and large.num_bytes == tracer.MAX_FRAME_BYTES + 1
+    assert socket.sent[-1].num_dropped == 0
+
+
+@pytest.mark.parametrize("given", [b"", b"2", b"true", b"1, 1", b"\xff"])
+def test_a_header_that_says_nothing_is_refused(given: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="X-Chitu-Trace"):
+        RouterTrace(TraceConfig(), TraceFiles(tmp_path, 1), "router", FakeClock()).level(given)
+
+
+def test_the_header_goes_over_the_sample_unless_the_operator_wants_none(tmp_path: Path) -> None:
+    def level(given: bytes | None, **config: object) -> str:
+        trace = TraceConfig(**config)  # type: ignore[arg-type]
+        return RouterTrace(trace, TraceFiles(tmp_path, 1), "router", FakeClock()).level(given)
+
+    assert (level(None), level(b"1"), level(b"frames"), level(b"0")) == ("", "records", "frames", "")
+    assert (level(None, sample=1.0), level(b"0", sample=1.0)) == ("records", "")
+    assert level(None, sample=1.0, by_header=False) == "records" and level(b"0", by_header=False) == ""
+    with pytest.raises(InvalidRequest, match=r"trace\.by_header"):
+        level(b"1", by_header=False)
