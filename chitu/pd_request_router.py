@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
@@ -40,6 +40,8 @@ from chitu.protocol import (
 )
 from chitu.protocol.snapshot import RequestSnapshot
 from chitu.router.attempts import Attempts
+from chitu.router.cross_check import CheckResult
+from chitu.router.cross_checks import CrossChecks
 from chitu.router.generation import Attempt, GenerateRequest, Generation
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
@@ -62,8 +64,10 @@ class PDRequestRouter:
         config: RouterConfig,
         reply: ReplyAddress = THE_ROUTER,
         trace: RouterTrace | None = None,
+        on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
-        """`reply`: which API process this is, where the router is several (`router.workers`)."""
+        """`reply`: which API process this is, where the router is several (`router.workers`). `on_wrong` hears what
+        cross-checks found wrong."""
         self._selector = selector
         self._clock = clock
         self._max_in_flight = config.max_in_flight
@@ -74,6 +78,12 @@ class PDRequestRouter:
         self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end, trace)
         self._trace = trace
         self._framed = {} if trace is None else trace.framed
+        verify_compute = config.pd_disaggregation.verify_compute
+        self._cross_checks: CrossChecks | None = None
+        if verify_compute != "off":
+            self._cross_checks = CrossChecks(
+                verify_compute, self._start_check, lambda: self.candidates, self._attempts.counters, on_wrong
+            )
         self._dirty: list[Generation] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.counters = self._attempts.counters
@@ -158,6 +168,8 @@ class PDRequestRouter:
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, first.timeout_s or self._timeout_s)
         generations = [Generation(request, wake, now_s + timeout_s, now_s) for request in requests]
+        if self._cross_checks is not None and len(requests) == 1 and (checked := self._cross_checks.sampled(first)):
+            generations[0].request, generations[0].is_checked = checked, True
         try:
             generations = generations[: self._attempts.start(generations)]
             for generation in generations:
@@ -250,7 +262,7 @@ class PDRequestRouter:
                 attempt.generation.prompt_logprobs = lines
         for place, packed in batch.logprobs:
             attempt = attempt_of(rooms[place])
-            if attempt is not None:
+            if attempt is not None and not (attempt.generation.is_checked and attempt.generation.logprobs):
                 attempt.generation.logprobs.append(packed)
         for finish in batch.finished:
             attempt = attempt_of(finish.room)
@@ -317,6 +329,8 @@ class PDRequestRouter:
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have got lost on the way here."""
         self._attempts.tick()
+        if self._cross_checks is not None and not self._idle_waiters:
+            self._cross_checks.tick()
         self.flush()
 
     # ----------------------------------------------------------------------------------------------------- internal
@@ -330,8 +344,18 @@ class PDRequestRouter:
             generation.dirty = True
             self._dirty.append(generation)
 
+    def _start_check(self, request: GenerateRequest, avoid: Set[InstanceKey]) -> Generation:
+        """A computation of a cross-check, which looks at it by itself. TooManyRequests, Overloaded, NoInstance."""
+        self._require_admission(1, request.num_tokens)
+        now_s = self._clock.monotonic()
+        generation = Generation(request, lambda: None, now_s + (request.timeout_s or self._timeout_s), now_s)
+        self._attempts.start([generation], avoid)
+        return generation
+
     def _on_end(self, generation: Generation, is_news: bool) -> None:
         """It is over: its reader is woken once more, unless it said so itself."""
+        if generation.is_checked and self._cross_checks is not None:
+            self._cross_checks.on_end(generation)
         if is_news and not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)

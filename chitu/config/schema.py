@@ -219,6 +219,9 @@ class PDDisaggregationConfig(Section, frozen=True):
     verify_kv: Literal["off", "sample", "all"] = "off"
     """Checksums of the KV pages that arrived, against those of P: of none, of some pages a request, or of all. The
     logits row always has one."""
+    verify_compute: Literal["off", "sample", "all"] = "off"
+    """A second P computes the prompt of no request, of one in 100, or of each, once it was answered. A P whose logits
+    are wrong is named in the log and drained. Wants two P."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 

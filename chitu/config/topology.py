@@ -290,6 +290,11 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
             "the topology has no instance: give dp_config.router.prefill_schedulers and "
             "dp_config.router.decode_schedulers, or dp_config.router.unified_schedulers"
         )
+    if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills < 2:
+        yield (
+            f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: a second P is to compute what the "
+            f"first one did, and there are {prefills} prefill_schedulers"
+        )
     for instance in instances(topology):
         config = instance.config
         if is_auto(config):

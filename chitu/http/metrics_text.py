@@ -19,6 +19,7 @@ from chitu.errors import ServiceError
 from chitu.http.metric_families import PER_INSTANCE, by_instance, by_key, counter, gauge, histogram, histograms, one
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import InstanceSnapshot
+from chitu.router.cross_check import OUTCOMES
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
 from chitu.router.routing.breaker import BreakerState
 from chitu.types import Role
@@ -102,6 +103,12 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
         "Failed attempts that another followed, by the code of the failure",
         by_key(total.retries, codes),
         ("code",),
+    )
+    yield counter(
+        "chitu_cross_checks",
+        "Answers that a second P computed, by what was found (verify_compute)",
+        by_key(total.cross_checks, OUTCOMES),
+        ("outcome",),
     )
     yield counter(
         "chitu_recomputes", "Retries after the first token: a request went on elsewhere", one(total.continuations)

@@ -17,6 +17,7 @@ from chitu.protocol import (
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PRIORITY,
 )
 
 MAX_N = 128
@@ -28,8 +29,6 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_WORDS = MAX_BAD_WORDS // 2
 """Of `bad_words`: each is looked for with a space ahead, too."""
 MAX_WORD_CHARS = 64
-MAX_PRIORITY = (1 << 31) - 1
-"""And the same below 0."""
 MAX_CHOICES = 1024
 """Of `guided_choice`."""
 MAX_CHOICE_CHARS = 1024

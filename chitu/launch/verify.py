@@ -20,7 +20,7 @@ import msgspec
 
 from chitu.client.client import RouterClient
 from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Score
-from chitu.client.verify.parity import OUTCOMES, TOLERANCES, Judgement, compare
+from chitu.client.verify.parity import OUTCOMES, Judgement, compare
 from chitu.client.verify.report import FORCED, Judged, Report, report_of, wrong_pages
 from chitu.client.verify.topology import MIN_ROUNDS, judge
 from chitu.config.load import api_key
@@ -28,6 +28,7 @@ from chitu.errors import ChituError
 from chitu.launch.drain import credential
 from chitu.launch.plan import Entries
 from chitu.launch.reference import Reference, ReferenceOptions, instance_of, reference
+from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.snapshot import ClusterSnapshot
 
 CACHED = "cached"
@@ -86,7 +87,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
     with reference(wanted, before, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
-        asking, ways = _Asking(prober, right, TOLERANCES[dtype], like.layout.page_size), _ways(before)
+        asking, ways = _Asking(prober, right, LOGPROB_TOLERANCES[dtype], like.layout.page_size), _ways(before)
         for number in range(max(MIN_ROUNDS, options.max_rounds)):
             asking.round(number, before.max_model_len, max(2, len(ways)), pool)
             if number + 1 >= MIN_ROUNDS and ways <= asking.seen:

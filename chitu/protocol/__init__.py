@@ -41,6 +41,7 @@ from chitu.protocol.cluster import (
 )
 from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls
 from chitu.protocol.logprobs import (
+    LOGPROB_TOLERANCES,
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS_BYTES,
     TokenLogprobs,
@@ -72,6 +73,7 @@ from chitu.protocol.requests import (
     MAX_BAD_WORDS,
     MAX_FORKS,
     MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
     MAX_STOP_TOKEN_IDS,
     NO_TIMES,
     CancelRequest,
@@ -103,6 +105,7 @@ from chitu.protocol.wire import (
 __all__ = [
     "FP8_E4M3",
     "ITEM_BYTES",
+    "LOGPROB_TOLERANCES",
     "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
@@ -110,6 +113,7 @@ __all__ = [
     "MAX_GRAMMAR_CHARS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
+    "MAX_PRIORITY",
     "MAX_PROMPT_LOGPROBS_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "NO_TIMES",

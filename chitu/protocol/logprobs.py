@@ -16,6 +16,9 @@ MAX_LOGPROBS = 20
 """Most likely tokens that a request may ask for with each of its tokens."""
 MAX_PROMPT_LOGPROBS_BYTES = 16 << 20
 """Of one prompt: they travel in one message to D, and in one to the router."""
+LOGPROB_TOLERANCES = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
+"""Nats by which rounding may move a logprob from one engine, batch or device to another, by what K and V are kept
+in."""
 _PAIR = struct.Struct("<if")
 _OWN = struct.Struct("<f")
 

@@ -15,6 +15,8 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 """Sequences of tokens; one word of a client is two of them, with and without a space ahead."""
 MAX_BAD_WORD_TOKENS = 16
+MAX_PRIORITY = (1 << 31) - 1
+"""And the same below 0; the lowest is first."""
 MAX_FORKS = 128
 """Choices of one prompt that one message asks for."""
 

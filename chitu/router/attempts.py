@@ -12,7 +12,7 @@ twice. Every end that D did not report itself sends a CancelRequest to both side
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
@@ -40,7 +40,7 @@ from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.request_dispatch import Dispatcher, most_choices
 from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import MAX_DEATHS, Failure, failure_of, may_retry
-from chitu.router.routing import Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
+from chitu.router.routing import NOBODY, Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
 from chitu.tracing.router_trace import RouterTrace
 from chitu.types import instance_name, new_room, room_text
 
@@ -96,13 +96,13 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------- what came from outside
 
-    def start(self, generations: list[Generation]) -> int:
+    def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NOBODY) -> int:
         """Send a new request, or several that differ in their seeds alone, to a pair, or a unified instance: as many as
         one message may have there, which is returned. They may have ended with an error then, where nobody takes them.
-        NoInstance where nobody is there."""
+        NoInstance where nobody is there. `avoid`: it goes to others, if there are any."""
         request = generations[0].request
         blocked = self._breakers.blocked(self._clock.monotonic())
-        target = self._selector.select(request.token_ids, blocked=blocked, cache_salt=request.cache_salt)
+        target = self._selector.select(request.token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
         together = generations[:count]
         for generation in together:
@@ -175,6 +175,7 @@ class Attempts:
         attempt.first_token_s = self._clock.monotonic()
         if generation.first_token_s is None:
             generation.first_token_s = generation.woken_s = attempt.first_token_s
+            generation.first_prefill = attempt.prefill
             self.counters.ttft.observe(generation.first_token_s - generation.created_s)
         self.journal.note_change()
         if attempt.prefill is not None and attempt.leads:

@@ -155,6 +155,10 @@ class Generation:
     """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
     prompt_logprobs: bytes | None = None
     """Of the prompt, once its first token is here, until somebody took them."""
+    is_checked: bool = False
+    """A cross-check wants `logprobs`, and those of the first token alone; its reader did not ask for any."""
+    first_prefill: InstanceKey | None = None
+    """Whose logits its first token was drawn from."""
     num_taken: int = 0
     taken: array[int] = field(default_factory=lambda: array("i"))
     """Those that were: another D may have to go on behind them."""

@@ -95,6 +95,8 @@ class RouterMetrics(_Metrics):
     """Prompt and emitted tokens that continuations prefilled again."""
     breaker_openings: Counts = _dict()
     """By name of the instance."""
+    cross_checks: Counts = _dict()
+    """By what was found (`router/cross_check.py`)."""
     tokens: int = 0
     """Received from decode instances, stale ones included."""
     stale_tokens: int = 0

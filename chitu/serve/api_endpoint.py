@@ -21,7 +21,7 @@ from chitu.clock import Clock
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import RouterConfig, Topology
 from chitu.config.topology import with_router_ports
-from chitu.errors import ConfigError, NoInstance
+from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.admin_routes import add_admin_routes
 from chitu.http.app import RouterApp
@@ -39,8 +39,9 @@ from chitu.net.http import Scope
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import TraceLines
+from chitu.router.cross_check import CheckResult
 from chitu.router.request_dispatch import ReplyAddress
-from chitu.router.routing import InstanceKey, make_selector
+from chitu.router.routing import InstanceKey, instance_key, make_selector
 from chitu.serve.lifetime import TICK_S, Ending
 from chitu.tracing.router_trace import RouterTrace, trace_folder
 from chitu.tracing.trace_files import TraceFiles
@@ -83,8 +84,11 @@ class ApiEndpoint:
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         records = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
         self._traces = files
-        self.router = PDRequestRouter(make_selector(config, index), self._outbox, clock, config, reply, records)
-        cluster = make_cluster(self.router)
+        self.router = PDRequestRouter(
+            make_selector(config, index), self._outbox, clock, config, reply, records, self._on_wrong
+        )
+        self._cluster = cluster = make_cluster(self.router)
+        self._healing: set[asyncio.Task[None]] = set()
         self._threads = BodyThreads()
         access = Access(config, secrets, clock)
         endpoint = config.otlp_endpoint
@@ -147,6 +151,22 @@ class ApiEndpoint:
         if self.router.in_flight:
             log.warning("%d requests did not finish in time", self.router.in_flight)
             self.router.fail_all(NoInstance("the server is shutting down"))
+
+    def _on_wrong(self, result: CheckResult) -> None:
+        """A cross-check found a P that is wrong: it drains. Where only its answer was, no instance keeps its pages."""
+        task = asyncio.ensure_future(self._heal(result))
+        self._healing.add(task)
+        task.add_done_callback(self._healing.discard)
+
+    async def _heal(self, result: CheckResult) -> None:
+        guilty = result.guilty
+        try:
+            if result.outcome == "passing":
+                await self._cluster.flush_caches()
+            elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
+                await self._cluster.drain(instance_name(guilty.role, guilty.engine_rank), False)
+        except ChituError as error:
+            log.error("cross-check: nothing was done about it: %s", error)
 
     def close(self) -> None:
         if self._token_reader is not None:

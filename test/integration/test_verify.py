@@ -11,20 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import planted_scheduler
 import pytest
+from chaos_cluster import wait_for
 from nursery import FORKED
 from safetensors.torch import load_file, save_file
 
 from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
+from chitu.client.client import RouterClient
 from chitu.client.verify.report import Report
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.verify import VerifyOptions, verify
 
 ROUTER = "dp_config.router"
+PD = f"{ROUTER}.pd_disaggregation"
 PAGES = (400, 401)
 """Of D0 and D1: by it a transport that is to harm one of them knows them apart."""
 PATIENCE_S = 300
@@ -136,3 +140,25 @@ def test_the_references_are_an_engine_that_it_starts_and_transformers(world: Wor
     report = verify(options, said.append)
     assert (report.verdict, report.reasons) == ("right", []), report
     assert report.references == ["one engine (float32)", "transformers (float32)"], said
+
+
+def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: Path, broken_model: str) -> None:
+    """`verify_compute`: the very request that it served, or that it was the second one for, names it."""
+    (tmp_path / "planted.json").write_text(json.dumps({"P1": {"model": broken_model}}))
+    env = {planted_scheduler.ENVIRONMENT: str(tmp_path / "planted.json")}
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
+    settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
+    topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+        cluster.wait_ready(PATIENCE_S)
+        client = RouterClient(cluster.url)
+        body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 3}
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["logprobs"] is None, "its reader knows nothing of it"
+
+        def statuses() -> dict[str, str]:
+            return {instance.name: instance.status for instance in client.cluster().instances}
+
+        wait_for(lambda: statuses()["P1"] != "up", 60, lambda: cluster.logs("router")[-3000:])
+        assert "P1 differs from D, too: its weights or kernels are wrong" in cluster.logs("router")
+        assert statuses()["P0"] == "up"

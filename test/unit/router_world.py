@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.pd_request_router import PDRequestRouter
@@ -20,6 +21,7 @@ from chitu.protocol import (
     pack_i32,
     scheduler_codec,
 )
+from chitu.router.cross_check import CheckResult
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.routing import InstanceKey, instance_key, make_selector
 from chitu.testing.clock import FakeClock
@@ -70,6 +72,8 @@ class World:
         retry: RetryConfig | None = None,
         breaker: BreakerConfig | None = None,
         deadlines: DeadlineConfig | None = None,
+        verify_compute: Literal["off", "sample", "all"] = "off",
+        on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
         """One instance for each role named; those of one role have the ranks 0, 1, ..."""
         self.clock = FakeClock()
@@ -80,9 +84,12 @@ class World:
             request_timeout_s=60.0,
             retry=retry or RetryConfig(),
             breaker=breaker or BreakerConfig(),
-            pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines or DeadlineConfig()),
+            pd_disaggregation=PDDisaggregationConfig(
+                deadlines=deadlines or DeadlineConfig(), verify_compute=verify_compute
+            ),
         )
-        self.router = PDRequestRouter(make_selector(config), self.outbox, self.clock, config)  # type: ignore[arg-type]
+        outbox: Any = self.outbox
+        self.router = PDRequestRouter(make_selector(config), outbox, self.clock, config, on_wrong=on_wrong)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
             InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)

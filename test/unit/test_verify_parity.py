@@ -7,9 +7,10 @@ import pytest
 
 from chitu import cli
 from chitu.client.verify.asking import Asked, Pair, Score, Served
-from chitu.client.verify.parity import DRAW_NOISE, TOLERANCES, Judgement, blame, compare, unlike_texts
+from chitu.client.verify.parity import DRAW_NOISE, Judgement, blame, compare, unlike_texts
 from chitu.client.verify.report import Judged, Report, report_of
 from chitu.client.verify.topology import PairReport, TopologyVerdict
+from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.cluster import FP8_E4M3, ITEM_BYTES
 
 TOLERANCE = 0.5
@@ -61,7 +62,7 @@ def test_a_draw_that_falls_another_way_is_excused_by_nothing_but_rounding_in_the
 
 
 def test_every_dtype_that_a_cluster_can_have_has_a_tolerance() -> None:
-    assert set(TOLERANCES) == {*ITEM_BYTES, FP8_E4M3}
+    assert set(LOGPROB_TOLERANCES) == {*ITEM_BYTES, FP8_E4M3}
 
 
 WAYS = [(f"P{k}", f"D{m}") for k in range(2) for m in range(2)]

@@ -25,8 +25,6 @@ import msgspec
 
 from chitu.client.verify.asking import Asked, Pair, Score
 
-TOLERANCES = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
-"""Nats, by what K and V are kept in."""
 DRAW_NOISE = 1e-3
 """Nats."""
 

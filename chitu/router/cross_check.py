@@ -1,0 +1,111 @@
+"""Whether a second P computes of a prompt what the first one computed, and if not, which of the two is wrong. Pure.
+
+`cross_check` is a generator: it asks for computations and is sent what came of them. `cross_checks.py` runs it.
+
+1. A second P computes the prompt of an answer that was given, all of it, without its cache. The rows of logits behind
+   the prompt must agree. Every weight, and every page of the prompt's KV, has a part in that row.
+2. If they do not, D judges. It computes the row of the next place behind the pages of each P, and the P computes that
+   row, too. A P whose weights or kernels are wrong disagrees with what D made of its pages; the other one does not.
+3. If neither disagrees with D, and the first P now computes what the second did, then its answer was wrong and its
+   weights are not: pages of its cache are damaged, or a fault has passed.
+
+A fault that moves no logprob of the likeliest tokens by more than the tolerance is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from chitu.protocol import pack_i32, unpack_logprobs
+from chitu.router.routing import InstanceKey
+from chitu.types import instance_name
+
+Outcome = Literal["agreed", "wrong", "passing", "unclear", "unanswered"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A prompt to be computed without the cache, with the logprobs of its tokens."""
+
+    token_ids: bytes
+    """int32 LE."""
+    max_tokens: int
+    prefill: InstanceKey
+    by_another: bool = False
+    """By any P except `prefill`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    prefill: InstanceKey
+    tokens: list[int]
+    rows: list[bytes]
+    """Of each token: `protocol/logprobs.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """`agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer; `unclear`: two P
+    disagree, and D cannot tell who is right; `unanswered`: there was no second P, or it failed."""
+
+    outcome: Outcome
+    guilty: InstanceKey | None = None
+    says: str = ""
+
+
+UNANSWERED = CheckResult("unanswered")
+
+
+def cross_check(
+    token_ids: bytes, first: Computed, tolerance: float
+) -> Generator[Recompute, Computed | None, CheckResult]:
+    """`first`: what was served. Sent None where nothing came of what it asked for."""
+    second = yield Recompute(token_ids, 1, first.prefill, by_another=True)
+    if second is None or second.prefill == first.prefill:
+        return UNANSWERED
+    apart = rows_apart(first.rows[0], second.rows[0])
+    if apart <= tolerance:
+        return CheckResult("agreed")
+    one, other = _name(first.prefill), _name(second.prefill)
+    says = f"{one} and {other} differ by {apart:.3g} in the logprobs behind one prompt of {len(token_ids) // 4} tokens"
+    wrong: list[InstanceKey] = []
+    again: list[bytes] = []
+    for prefill in (first.prefill, second.prefill):
+        judged = yield Recompute(token_ids, 2, prefill)
+        own = None
+        if judged is not None and judged.prefill == prefill and len(judged.rows) == 2:
+            own = yield Recompute(token_ids + pack_i32(judged.tokens[:1]), 1, prefill)
+        if judged is None or own is None or own.prefill != prefill:
+            return CheckResult("unclear", says=f"{says}; {_name(prefill)} did not answer again")
+        again.append(judged.rows[0])
+        if not rows_apart(judged.rows[1], own.rows[0]) <= tolerance:
+            wrong.append(prefill)
+    if len(wrong) == 1:
+        says = f"{says}; {_name(wrong[0])} differs from D, too: its weights or kernels are wrong"
+        return CheckResult("wrong", wrong[0], says)
+    if not wrong and rows_apart(*again) <= tolerance:
+        return CheckResult("passing", first.prefill, f"{says}; {one} computed it right when it was asked again")
+    whose = "both differ" if wrong else "neither differs"
+    return CheckResult("unclear", says=f"{says}; D cannot tell which is wrong: {whose} from it")
+
+
+def rows_apart(one: bytes, other: bytes) -> float:
+    """By how much the logprobs of two rows' likeliest tokens differ at most (nats); infinite where one is no number. A
+    token that is in one list only can have had the least logprob of the other, at most."""
+    tops = dict(unpack_logprobs(one).top), dict(unpack_logprobs(other).top)
+    apart = 0.0
+    for mine, theirs in (tops, tops[::-1]):
+        least = min(theirs.values(), default=float("nan"))
+        for token, value in mine.items():
+            gap = abs(value - theirs[token]) if token in theirs else value - least
+            if gap != gap:
+                return float("inf")
+            apart = max(apart, gap)
+    return apart if all(tops) else float("inf")
+
+
+def _name(key: InstanceKey) -> str:
+    return instance_name(key.role, key.engine_rank)

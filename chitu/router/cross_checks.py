@@ -1,0 +1,129 @@
+"""Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check makes for it.
+
+Owned by `PDRequestRouter`, on the loop thread: `sampled` when a request comes, `on_end` when it is over, `tick` by the
+timer, in which alone new requests begin. One check runs at a time, with the lowest priority; what ends while `WAITING`
+others wait is not checked. A checked request brings the logprobs of its first token, of which its reader knows nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Set
+
+import msgspec
+
+from chitu.errors import ChituError
+from chitu.log import about
+from chitu.protocol import LOGPROB_TOLERANCES, MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
+from chitu.router.cross_check import CheckResult, Computed, Recompute, cross_check
+from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.metrics import RouterMetrics
+from chitu.router.routing import Candidates, InstanceKey, instance_key
+
+log = logging.getLogger(__name__)
+
+FRACTIONS = {"off": 0.0, "sample": 0.01, "all": 1.0}
+"""Of the requests, by `verify_compute`."""
+WAITING = 16
+ANSWER_S = 60.0
+"""Within which a computation of a check must be done."""
+
+Start = Callable[[GenerateRequest, Set[InstanceKey]], Generation]
+"""Send a request to others than these, where there are others; a ChituError where it cannot be sent."""
+
+
+class CrossChecks:
+    """`on_wrong` gets every result except `agreed` and `unanswered`."""
+
+    def __init__(
+        self,
+        verify_compute: str,
+        start: Start,
+        candidates: Callable[[], Candidates],
+        counters: RouterMetrics,
+        on_wrong: Callable[[CheckResult], None],
+    ) -> None:
+        self._fraction = FRACTIONS[verify_compute]
+        self._start = start
+        self._candidates = candidates
+        self._counters = counters
+        self._on_wrong = on_wrong
+        self._ended: deque[Generation] = deque(maxlen=WAITING)
+        self._steps: Generator[Recompute, Computed | None, CheckResult] | None = None
+        self._checked_id = ""
+        self._asked: Generation | None = None
+        """The computation that the running check waits for."""
+
+    def sampled(self, request: GenerateRequest) -> GenerateRequest | None:
+        """The request as it is to be sent, if it is to be checked. Those that ask for logprobs themselves are not."""
+        if request.sampling.logprobs is not None or random.random() >= self._fraction:
+            return None
+        if len(self._candidates().prefill) < 2:
+            return None
+        sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS)
+        return dataclasses.replace(request, sampling=sampling)
+
+    def on_end(self, generation: Generation) -> None:
+        """A checked request is over, by whatever."""
+        if generation.first_prefill is not None and generation.logprobs:
+            self._ended.append(generation)
+
+    def tick(self) -> None:
+        if self._asked is not None and self._asked.done:
+            asked, self._asked = self._asked, None
+            self._go_on(_computed(asked))
+        if self._steps is None and self._ended:
+            served = self._ended.popleft()
+            computed = _computed(served)
+            layouts = [instance.layout for instance in self._candidates().prefill]
+            if computed is not None and layouts:
+                self._checked_id = served.request.request_id
+                tolerance = LOGPROB_TOLERANCES[layouts[0].dtype]
+                self._steps = cross_check(served.request.token_ids, computed, tolerance)
+                self._go_on(None)
+
+    def _go_on(self, computed: Computed | None) -> None:
+        assert self._steps is not None
+        try:
+            ask = self._steps.send(computed)
+            while not self._send(ask):
+                ask = self._steps.send(None)
+        except StopIteration as end:
+            self._steps = None
+            self._judge(end.value)
+
+    def _send(self, ask: Recompute) -> bool:
+        """False where no P that may be asked is there, or takes requests."""
+        others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
+        sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
+        request = GenerateRequest(
+            f"cross-check of {self._checked_id}",
+            ask.token_ids,
+            len(ask.token_ids) // 4,
+            sampling,
+            wake_per_token=False,
+            timeout_s=ANSWER_S,
+            cache_salt=None,
+            priority=MAX_PRIORITY,
+        )
+        try:
+            self._asked = self._start(request, {ask.prefill} if ask.by_another else others)
+        except ChituError:
+            return False
+        return True
+
+    def _judge(self, result: CheckResult) -> None:
+        self._counters.count(self._counters.cross_checks, result.outcome)
+        if result.says:
+            log.error("cross-check: %s", result.says, extra=about(self._checked_id))
+            self._on_wrong(result)
+
+
+def _computed(generation: Generation) -> Computed | None:
+    """None where it has no token with its logprobs."""
+    if generation.first_prefill is None or not generation.logprobs:
+        return None
+    return Computed(generation.first_prefill, generation.output.tolist(), generation.logprobs)

@@ -1,0 +1,208 @@
+"""Cross-checks of P: which of two is named, and what the router sends for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from router_world import World, two_pairs
+
+from chitu.config.schema import DeadlineConfig
+from chitu.protocol import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    Finish,
+    SamplingParams,
+    TokenBatch,
+    pack_i32,
+    pack_logprobs,
+    unpack_i32,
+)
+from chitu.router.cross_check import CheckResult, Computed, Recompute, cross_check, rows_apart
+from chitu.router.routing import InstanceKey
+from chitu.types import Role
+
+P0, P1, P2 = (InstanceKey(Role.PREFILL, rank, 7) for rank in range(3))
+PROMPT = pack_i32([1, 2, 3])
+TOLERANCE = 0.01
+
+Compute = Callable[[InstanceKey, bytes], float]
+"""The likeliest token's logprob in the row behind some tokens, as an instance computes it."""
+
+
+def row(value: float) -> bytes:
+    return pack_logprobs(value, [(5, value), (6, value - 1), (7, value - 2)])
+
+
+def right(key: InstanceKey | None, tokens: bytes) -> float:
+    return -0.5 - 0.1 * len(tokens)
+
+
+def found(
+    compute: Compute, first: float | None = None, pages: Compute | None = None
+) -> tuple[CheckResult, list[Recompute]]:
+    """What a check says of a cluster of P0 and P1 whose D is right, of an answer of P0. `pages`: what D makes of the
+    pages of each."""
+    told = row(compute(P0, PROMPT) if first is None else first)
+    steps = cross_check(PROMPT, Computed(P0, [5], [told]), TOLERANCE)
+    asked: list[Recompute] = []
+    answer: Computed | None = None
+    try:
+        while True:
+            ask = steps.send(answer)
+            asked.append(ask)
+            key = (P1 if ask.prefill == P0 else P0) if ask.by_another else ask.prefill
+            rows = [row(compute(key, ask.token_ids))]
+            if ask.max_tokens == 2:
+                rows.append(row((pages or right)(key, ask.token_ids + pack_i32([5]))))
+            answer = Computed(key, [5, 5][: ask.max_tokens], rows)
+    except StopIteration as end:
+        return end.value, asked
+
+
+def off(guilty: InstanceKey, by: float) -> Compute:
+    return lambda key, tokens: right(key, tokens) + (by if key == guilty else 0.0)
+
+
+def test_two_that_agree_cost_one_computation() -> None:
+    result, asked = found(right)
+    assert result == CheckResult("agreed") and asked == [Recompute(PROMPT, 1, P0, by_another=True)]
+    assert found(off(P1, 0.9 * TOLERANCE))[0].outcome == "agreed"
+
+
+@pytest.mark.parametrize("by", [0.02, -0.02, 5.0, math.nan, math.inf])
+@pytest.mark.parametrize("guilty", [P0, P1])
+def test_the_one_that_differs_from_d_too_is_named(guilty: InstanceKey, by: float) -> None:
+    result, asked = found(off(guilty, by))
+    assert (result.outcome, result.guilty) == ("wrong", guilty), result
+    assert f"P{guilty.engine_rank} differs from D" in result.says and "one prompt of 3 tokens" in result.says
+    assert asked[1:] == [
+        Recompute(tokens, count, key)
+        for key in (P0, P1)
+        for tokens, count in ((PROMPT, 2), (PROMPT + pack_i32([5]), 1))
+    ], "the token that D's row stands behind is the one that this P's row gave"
+
+
+def test_an_answer_that_was_wrong_once_names_its_cache() -> None:
+    result, _ = found(right, first=-3.0)
+    assert (result.outcome, result.guilty) == ("passing", P0), result
+
+
+def test_who_is_wrong_is_not_guessed() -> None:
+    both, _ = found(lambda key, tokens: right(key, tokens) + (1.0 if key == P0 else 2.0))
+    assert (both.outcome, both.guilty) == ("unclear", None) and "both differ" in both.says
+    of_d, _ = found(lambda key, tokens: right(key, tokens) + 1.0, first=-3.0)
+    assert (of_d.outcome, of_d.guilty) == ("unclear", None), "the two agree now, and D differs from both"
+    follows, _ = found(off(P0, 1.0), pages=off(P0, 1.0))
+    assert (follows.outcome, follows.guilty) == ("unclear", None) and "neither differs" in follows.says
+
+
+def test_what_does_not_come_is_no_verdict() -> None:
+    for answer in (None, Computed(P0, [5], [row(9.0)])):
+        steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), TOLERANCE)
+        next(steps)
+        with pytest.raises(StopIteration) as end:
+            steps.send(answer)
+        assert end.value.value == CheckResult("unanswered")
+    steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), TOLERANCE)
+    next(steps)
+    steps.send(Computed(P1, [5], [row(2.0)]))
+    with pytest.raises(StopIteration) as end:
+        steps.send(Computed(P2, [5, 5], [row(1.0), row(1.0)]))  # that is not the one that was asked
+    assert end.value.value.outcome == "unclear"
+
+
+def test_rows_that_list_other_tokens() -> None:
+    one = pack_logprobs(-1.0, [(5, -1.0), (6, -2.0), (7, -3.0)])
+    assert rows_apart(one, one) == 0.0
+    assert rows_apart(one, pack_logprobs(-1.0, [(5, -1.0), (6, -2.0), (8, -3.0)])) == 0.0, (
+        "a tie at the end of the list"
+    )
+    assert rows_apart(one, pack_logprobs(-1.0, [(5, -1.0), (8, -1.5), (6, -2.0)])) == pytest.approx(1.5)
+    assert rows_apart(one, pack_logprobs(-1.0, [(5, math.nan), (6, -2.0), (7, -3.0)])) == math.inf
+    assert rows_apart(one, pack_logprobs(-1.0)) == math.inf, "no list"
+
+
+# ------------------------------------------------------------------------------------------------------ on the router
+
+
+def answer(world: World, room: bytes, values: list[float]) -> None:
+    rows = [(place, row(value)) for place, value in enumerate(values)]
+    batch = TokenBatch(1, [room] * len(values), [5] * len(values), [Finish(room, "length")], logprobs=rows)
+    world.router.on_tokens(batch)
+    world.router.flush()
+
+
+def open_room(world: World) -> bytes:
+    """Of the one request in flight."""
+    rooms = world.router._attempts.rooms
+    assert len(rooms) == 1, list(rooms)
+    return next(iter(rooms))
+
+
+def checking(verify_compute: str = "all") -> tuple[World, list[CheckResult]]:
+    results: list[CheckResult] = []
+    world = two_pairs(verify_compute=verify_compute, on_wrong=results.append, deadlines=DeadlineConfig())
+    return world, results
+
+
+def test_the_router_asks_another_p_and_names_the_guilty_one() -> None:
+    world, results = checking()
+    generation, room = world.add()
+    sent = world.sent_to(room)
+    assert sent["D0"].sampling.logprobs == MAX_LOGPROBS
+    answer(world, room, [-1.0, -1.0, -1.0, -1.0])
+    assert generation.take() == [5, 5, 5, 5] and len(generation.logprobs) == 1, "the first token's alone"
+    for values, name in (([-2.0], "P1"), ([-1.0, -1.0], "P0"), ([-3.0], "P0"), ([-2.0, -1.0], "P1"), ([-1.0], "P1")):
+        assert not results
+        world.router.tick()
+        asked = open_room(world)
+        sent = world.sent_to(asked)
+        assert name in sent and sent[name].cache_salt is None and sent[name].priority == MAX_PRIORITY, sent
+        num_tokens = len(unpack_i32(sent[name].token_ids))
+        assert num_tokens == (4 if len(values) == 1 and name == "P0" else 4 if values == [-1.0] else 3)
+        answer(world, asked, values)
+    world.router.tick()
+    assert [(result.outcome, result.guilty) for result in results] == [
+        ("wrong", InstanceKey(Role.PREFILL, 0, world.instance("P0").incarnation))
+    ]
+    assert world.router.counters.cross_checks == {"wrong": 1} and not world.router.in_flight
+
+
+def test_it_asks_for_nothing_if_it_is_off_or_there_is_no_second_p_or_the_client_wants_logprobs() -> None:
+    world, _ = checking("off")
+    _, room = world.add()
+    assert world.sent_to(room)["D0"].sampling.logprobs is None
+    world, _ = checking()
+    client = world.add_client(sampling=SamplingParams(max_tokens=8, logprobs=2))
+    room = world.room(client.generation)
+    assert world.sent_to(room)["D0"].sampling.logprobs == 2
+    answer(world, room, [-1.0, -1.0])
+    assert client.generation is not None and len(client.generation.logprobs) == 2
+    world.router.tick()
+    assert not world.router.in_flight
+    world.lose(Role.PREFILL, 1)
+    _, room = world.add()
+    assert [m.sampling.logprobs for name, m in world.sent_to(room).items() if name[0] == "D"] == [None]
+
+
+def test_a_check_that_nobody_answers_ends_and_the_next_one_begins() -> None:
+    world, results = checking()
+    for _ in range(2):
+        _, room = world.add()
+        answer(world, room, [-1.0] * 4)
+    world.router.tick()
+    first = open_room(world)
+    world.clock.advance(100.0)
+    world.router.tick()
+    world.router.tick()
+    assert open_room(world) != first and world.router.counters.cross_checks == {"unanswered": 1} and not results
+
+
+def test_a_request_that_ends_before_its_first_token_is_not_checked() -> None:
+    world, _ = checking()
+    generation, _ = world.add()
+    world.router.cancel(generation)
+    world.router.tick()
+    assert not world.router.in_flight and not world.router.counters.cross_checks
