@@ -27,7 +27,7 @@ def add_trace_route(
 ) -> None:
     """`tenant_of`: whose traces a caller may read; None: everybody's. `clock`: the router's."""
 
-    @app.get("/trace/{request_id}")
+    @app.get("/trace/{request_id:path}")
     async def trace(request: Request, request_id: str) -> Response:
         """What router, P and D recorded of a request that was traced (`X-Chitu-Trace: 1`), with its time line."""
         found = await asyncio.to_thread(find_records, folder, request_id)

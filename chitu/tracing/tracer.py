@@ -108,7 +108,7 @@ class Tracer:
         self._lock = threading.Lock()
         """Of changes of `rooms`, and of the count of what was dropped."""
         self._thread: ServiceThread | None = None
-        self._is_wanted, self._is_closed = threading.Event(), False
+        self._is_wanted, self._closing = threading.Event(), threading.Event()
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
@@ -178,7 +178,7 @@ class Tracer:
 
     def close(self) -> None:
         """Send what waits, and stop."""
-        self._is_closed = True
+        self._closing.set()
         self._is_wanted.set()
         if self._thread is not None:
             self._thread.join(1.0)
@@ -191,13 +191,12 @@ class Tracer:
             socket = self._open_socket()
         except ChituError as error:
             logger.warning("trace records cannot be sent: %s", error.message)
-        while not self._is_closed:
+        while not self._closing.is_set():
             self._is_wanted.wait()
             self._is_wanted.clear()
-            while (self.rooms or self._queue) and not self._is_closed:
+            while (self.rooms or self._queue) and not self._closing.wait(PAUSE_S):
                 self.send_waiting(socket)
                 self._forget_ended()
-                self._is_wanted.wait(PAUSE_S)
         self.send_waiting(socket)
         socket.close()
 

@@ -159,6 +159,23 @@ def test_each_choice_arrives_and_is_forgotten_after_its_end(monkeypatch: pytest.
     assert list(made.rooms) == [ROOM]
 
 
+def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that spun would cost more than all that is traced."""
+    socket, looks = Socket(), 0
+    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, FakeClock())
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    monkeypatch.setattr(made, "_forget_ended", look)
+    monkeypatch.setattr(tracer, "PAUSE_S", 30.0)
+    for room in (ROOM, OTHER):
+        made.begin(PrefillRequest(room, "r", pack_i32([5]), 0, 1, trace="records"), b"")
+    made.close()
+    assert looks == 0 and len(socket.records()) == 2
+
+
 def test_records_beyond_the_bounds_are_dropped_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracer, "MAX_QUEUED", 10)
     monkeypatch.setattr(tracer, "MAX_FRAME_SHARE_BYTES", 100)

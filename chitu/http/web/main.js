@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { ClusterFeed } from "./cluster.js";
 import { TokenRates } from "./rates.js";
 import { RequestTable } from "./requests.js";
+import { TimelineView } from "./timeline.js";
 import { Topology } from "./topology.js";
 import { showHeader, showTotals } from "./totals.js";
 
@@ -110,6 +111,14 @@ keyInput.addEventListener("input", () => {
   keyTimer = setTimeout(() => useKey(keyInput.value), KEY_PAUSE_MS);
 });
 addEventListener("online", () => feed.reconnect());
+
+new TimelineView(api, {
+  section: byId("life"),
+  title: byId("life-title"),
+  drawing: byId("timeline"),
+  notes: byId("life-notes"),
+  close: byId("life-close"),
+});
 
 // On a phone the keyboard would cover the picture.
 if (matchMedia("(pointer: fine)").matches) byId("prompt").focus({ preventScroll: true });

@@ -52,7 +52,9 @@ class Row {
       this.#cells[name] = this.element.appendChild(cell);
     }
     this.mark = this.#span(this.#cells.request, "mark");
-    this.id = this.#span(this.#cells.request, "id");
+    this.id = this.#cells.request.appendChild(document.createElement("a"));
+    this.id.className = "id";
+    this.id.href = `#trace=${encodeURIComponent(request.request_id)}`;
     this.id.textContent = shortId(request.request_id);
     this.id.title = request.request_id;
     this.bar = this.#cells.time.appendChild(newStageBar());
