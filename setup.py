@@ -65,7 +65,7 @@ setup(
             "import-linter>=2.1",
             "types-PyYAML",
             "httpx>=0.27",
-            "openai>=1.60",
+            "openai>=2",
             "msgpack>=1.1",
             "psutil>=6",
             "playwright>=1.50",

@@ -29,6 +29,14 @@ def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
     return [*rules, "led: spelled" if token is None else f"led: spelled | TEXT <[{token}]>"]
 
 
+def with_mark(text: str, added_tokens: Mapping[str, int]) -> str:
+    """`text`, of which a mark at its end may be its token, too."""
+    mark = max((name for name in added_tokens if text.endswith(name)), key=len, default="")
+    if not mark:
+        return quoted(text)
+    return f"{quoted(text.removesuffix(mark))} ({quoted(mark)} | <[{added_tokens[mark]}]>)"
+
+
 def behind_reasoning(
     grammar: str, reasoning: Reasoning, added_tokens: Mapping[str, int], eos_ids: Collection[int]
 ) -> str:

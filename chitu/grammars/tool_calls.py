@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to
+from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_mark
 from chitu.protocol import ToolCalls
 
 
@@ -24,12 +24,12 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     for i, call in enumerate(calls.calls):
         if not call.begin.startswith(calls.trigger):
             raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
-        begin = quoted(call.begin.removeprefix(calls.trigger))
+        begin = with_mark(call.begin.removeprefix(calls.trigger), added_tokens)
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         text = json.dumps({**schema, "x-guidance": dict(json_options)})
-        rules.append(f"call_{i}: {begin} %json {text} {quoted(call.end)}")
+        rules.append(f"call_{i}: {begin} %json {text} {with_mark(call.end, added_tokens)}")
     call_of_any = " | ".join(f"call_{i}" for i in range(len(rules)))
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     separator = quoted(calls.separator)

@@ -19,6 +19,11 @@ SERVED: Literal["served"] = "served"
 REFUSED: Literal["refused"] = "refused"
 NO_EFFECT: Literal["without effect"] = "without effect"
 
+ONE_CALL = (
+    "false: the answer ends behind its first call, as always where the chat template takes no more than one of an "
+    "answer that is sent back (Llama 3's); default true"
+)
+
 
 class Field(NamedTuple):
     name: str
@@ -213,7 +218,7 @@ FIELDS: tuple[Field, ...] = (
         ("tool_choice.type", "`function`"),
         ("tool_choice.function", ""),
         ("tool_choice.function.name", "of one of `tools`"),
-        ("parallel_tool_calls", "false: the answer ends behind its first call; default true"),
+        ("parallel_tool_calls", ONE_CALL),
         (
             "reasoning_effort",
             "none, minimal, low, medium, high, xhigh or max, for a chat template that reads it, or `enable_thinking` "
@@ -263,7 +268,7 @@ FIELDS: tuple[Field, ...] = (
         ("tool_choice", "as of a chat"),
         ("tool_choice.type", "`function`"),
         ("tool_choice.name", "of one of `tools`"),
-        ("parallel_tool_calls", "false: the answer ends behind its first call; default true"),
+        ("parallel_tool_calls", ONE_CALL),
         ("reasoning", ""),
         ("reasoning.effort", "as `reasoning_effort` of a chat"),
         ("text", ""),
@@ -307,6 +312,7 @@ FIELDS: tuple[Field, ...] = (
         ("previous_response_id", "nothing is stored: send the turns as `input`"),
         ("conversation", "nothing is stored: send the turns as `input`"),
         ("background", "", (False,)),
+        ("background_options", ""),
         ("prompt", ""),
         ("include", "", ([],)),
         ("truncation", "", ("disabled",)),

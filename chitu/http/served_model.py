@@ -13,7 +13,7 @@ from typing import Any
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.grammars import GrammarCompiler, GrammarStore
-from chitu.http.messages.message_parser import MessageFormat, MessagePlan
+from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
 from chitu.http.request_bodies import MAX_TOKENS, ChatBody
 from chitu.http.token_logprobs import (
     ChatLogprobs,
@@ -54,6 +54,7 @@ class ServedModel:
         """Tables that fill as tokens occur, for logprobs."""
         self._spec_vocab_size = spec.vocab_size
         self.message_format = MessageFormat.of(tokenizer.template_source)
+        self._takes_several_calls = takes_several_calls(tokenizer.apply_chat_template)
         self.created_s = created_s
         self._config_max_len = config.max_model_len
         self._grammars: GrammarStore | None = None
@@ -180,7 +181,7 @@ class ServedModel:
         return MessagePlan(
             calls=calls,
             names=frozenset(tool["function"]["name"] for tool in tools or ()),
-            is_parallel=body.parallel_tool_calls is not False,
+            is_parallel=body.parallel_tool_calls is not False and self._takes_several_calls,
             reasoning=marks,
             is_reasoning=marks is not None and prompt.rstrip().endswith(marks.open),
             shows_reasoning=body.include_reasoning is not False,

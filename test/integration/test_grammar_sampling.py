@@ -164,6 +164,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return path
 
 
+SOON = {PIECES.index("]"): 3.0}
+"""Of two thoughts one ends before its request is retracted, as the pool is, and one does not end."""
 REQUESTS = list(
     zip(
         [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)],
@@ -171,10 +173,10 @@ REQUESTS = list(
             SamplingParams(36, temperature=1.0, seed=1, grammar=WORDS),
             SamplingParams(33, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True),
             SamplingParams(36, temperature=1.0, seed=5, repetition_penalty=1.3, min_tokens=20, grammar=WORDS),
-            SamplingParams(36, temperature=0.0, grammar=WORDS),
+            SamplingParams(36, temperature=1.0, seed=25, logit_bias=SOON, grammar=THOUGHT_OF),
             SamplingParams(36, temperature=0.0, ignore_eos=True),
             SamplingParams(30, temperature=1.0, seed=9, grammar=NUMBERS),
-            SamplingParams(36, temperature=1.0, seed=3, frequency_penalty=0.5, grammar=NUMBERS),
+            SamplingParams(36, temperature=1.0, seed=3, logit_bias=SOON, grammar=THOUGHT_OF),
             SamplingParams(36, temperature=0.0, ignore_eos=True),
         ],
         strict=True,
@@ -186,7 +188,7 @@ REQUESTS = list(
 def test_overlap_retraction_and_a_step_that_raises_change_no_token(folder: Any, recording: Any) -> None:
     def served(overlap: bool, requests: list[Any], is_faulty: bool = False) -> Any:
         grammars = GrammarStore(make_compiler)
-        wait([grammars.submit(grammar) for grammar in (WORDS, NUMBERS)])
+        wait([grammars.submit(grammar) for grammar in (WORDS, NUMBERS, THOUGHT_OF)])
         kind = FaultySampler if is_faulty else Sampler
         sampler = kind(NUM_SLOTS, VOCAB_SIZE, CPU, (EOS,), grammars=grammars)
         return serve(folder, requests, overlap, recording, sampler, grammars)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_jobs import World, copy_of_tiny
 
@@ -13,7 +14,7 @@ from chitu.errors import InvalidRequest
 from chitu.http.body_decoder import completion_decoder
 from chitu.http.grammar_fields import grammar_of
 from chitu.http.request_bodies import MAX_CHOICE_CHARS, MAX_CHOICES
-from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCalls
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}
 OF_SCHEMA = ("json_schema", SCHEMA)
@@ -147,3 +148,14 @@ def test_a_strict_tool_is_obeyed_or_refused_by_its_name(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as raised:
             world.chat("a", **fields)
         assert raised.value.param == param
+
+
+def test_no_more_than_one_call_is_made_where_the_template_could_not_take_them_back(tmp_path: Path) -> None:
+    path = copy_of_tiny(tmp_path) / "chat_template.jinja"
+    refuses = "{% for m in messages if m.tool_calls and m.tool_calls[1:] %}{{ raise_exception('one') }}{% endfor %}"
+    for ahead, several in (("", True), (refuses, False)):
+        path.write_text(ahead + TEMPLATE)
+        job = World(path=tmp_path).chat("a", tools=[TOOL], tool_choice="required")
+        grammar = job.samplings[0].grammar
+        assert job.plan is not None and job.plan.is_parallel is several and grammar is not None
+        assert msgspec.json.decode(grammar.text, type=ToolCalls).is_parallel is several

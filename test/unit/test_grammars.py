@@ -259,6 +259,9 @@ def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool)
         compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
 
 
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]")
+
+
 def with_marks() -> tuple[Backend, GrammarCompiler]:
     """As Qwen3: the marks are added tokens that are not special. A token a byte otherwise."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -266,7 +269,7 @@ def with_marks() -> tuple[Backend, GrammarCompiler]:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
-    backend.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>", "<tool_call>")])
+    backend.add_tokens([AddedToken(mark, special=False) for mark in ADDED])
     added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
     tokenizer = SimpleNamespace(
         eos_token_ids=(added["<eos>"],),
@@ -366,6 +369,20 @@ def test_free_text_takes_a_trigger_that_is_an_added_token(is_spelled: bool) -> N
         assert is_answer(grammar, text, is_spelled), text
     for text in ("<tool_call>", call.replace("3", '"3"'), f"Well: {call[:-3]}"):
         assert not is_answer(grammar, text, is_spelled), text
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize(("begin", "end"), [("<tool_call>f[ARGS]", ""), ("<tool_call>\n", "\n</tool_call>")])
+def test_marks_in_a_call_are_the_tokens_that_models_write_or_spelled(begin: str, end: str, is_required: bool) -> None:
+    calls = (ToolCall(begin, msgspec.Raw(json.dumps(SCHEMA).encode()), end),)
+    made = ToolCalls(calls, "<tool_call>", is_required, True, "")
+    grammar, call = Grammar("tool_calls", msgspec.json.encode(made).decode()), f'{begin}{{"x": 3}}{end}'
+    for is_spelled in (False, True):
+        for text in (call, call + call):
+            # a call that is enforced begins with the token
+            assert is_answer(grammar, text, is_spelled) is not (is_required and is_spelled), text
+        for text in (call.replace("3", '"3"'), call + begin, call.removesuffix(end or "}")):
+            assert not is_answer(grammar, text, is_spelled), text
 
 
 def test_calls_that_stand_at_the_beginning_or_nowhere_leave_other_text_alone() -> None:

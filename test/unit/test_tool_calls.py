@@ -21,8 +21,8 @@ from chitu.http.messages.delta import CallDelta, MessageDelta, joined
 from chitu.http.messages.forced import grammar_of_calls
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
-from chitu.http.messages.message_parser import MessageFormat, MessagePlan
-from chitu.http.messages.mistral import MistralParser
+from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
+from chitu.http.messages.mistral import MistralParser, NamedMistralParser
 from chitu.http.messages.reasoning import MARKS, MAX_SPACE_CHARS, ReasoningMarks
 from chitu.http.request_bodies import ChatBody
 from chitu.http.request_checks import chat_messages, chosen_tools, reasoning_variables
@@ -326,11 +326,20 @@ def template(name: str) -> ChatTemplate:
     return ChatTemplate({"default": text}, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
+def render(name: str, messages: list[dict[str, Any]]) -> str:
+    return template(name).render(messages, None, True, {})
+
+
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True},
 }
-KNOWN: dict[str, Any] = {"qwen3": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}
+KNOWN: dict[str, Any] = {
+    "qwen3": HermesParser,
+    "llama3": LlamaParser,
+    "mistral": MistralParser,
+    "mistral_named": NamedMistralParser,
+}
 
 
 def body(**fields: Any) -> ChatBody:
@@ -359,11 +368,21 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(name: str) -> N
     before = made.render(messages[:1], tools, True, {})
     answer = made.render(messages[:2], tools, False, {})[len(before) :]
     how = plan(form.calls, marks=form.reasoning)
-    content, reasoning, calls = read(
-        how, answer.replace("<|im_end|>\n", "").replace("<|eot_id|>", "").replace("</s>", "")
-    )
+    answer = answer.replace("<|im_end|>\n", "").replace("<|eot_id|>", "").replace("</s>", "")
+    assert form.calls.written("add")[0] + "{" in answer, "an enforced call is one as the model knows it"
+    content, reasoning, calls = read(how, answer)
     assert content == "" and reasoning == ("Hm." if name == "qwen3" else "")
     assert [(called, json.loads(written)) for called, written in calls] == [("add", json.loads(arguments))]
+
+
+def test_one_call_is_made_where_the_template_takes_no_more_of_an_answer_that_is_sent_back() -> None:
+    several = {name: takes_several_calls(lambda messages, name=name: render(name, messages)) for name in KNOWN}
+    assert several == {name: name != "llama3" for name in KNOWN}
+
+    def refuse(messages: list[dict[str, Any]]) -> None:
+        raise InvalidRequest("no template")
+
+    assert takes_several_calls(refuse), "nothing is known of it"
 
 
 def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:

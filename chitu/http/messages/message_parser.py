@@ -6,18 +6,20 @@ The formats are told by the text of the chat template, which writes them itself 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from chitu.errors import InvalidRequest
 from chitu.http.messages.call_parser import CallParser
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
-from chitu.http.messages.mistral import MistralParser
+from chitu.http.messages.mistral import ARGS, MARK, MistralParser, NamedMistralParser
 from chitu.http.messages.reasoning import MARKS, ReasoningMarks, ReasoningParser
 from chitu.protocol import Reasoning
 
 CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
-    (("[TOOL_CALLS]",), MistralParser),
+    ((MARK, ARGS), NamedMistralParser),
+    ((MARK,), MistralParser),
     (("<tool_call>", '"arguments"'), HermesParser),
     (("<|start_header_id|>", '"parameters"'), LlamaParser),
 )
@@ -36,6 +38,21 @@ class MessageFormat(NamedTuple):
         """By the text of its chat template."""
         calls = next((parser for texts, parser in CALL_FORMATS if all(text in template for text in texts)), None)
         return cls(calls, next((marks for marks in MARKS if marks.close in template), None))
+
+
+def takes_several_calls(render: Callable[[list[dict[str, Any]]], object]) -> bool:
+    """Whether an answer with several calls can be sent back: some templates (Llama 3's) take one call alone."""
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+    def takes(count: int) -> bool:
+        answer = {"role": "assistant", "content": "", "tool_calls": [call] * count}
+        try:
+            render([{"role": "user", "content": ""}, answer])
+        except InvalidRequest:
+            return False
+        return True
+
+    return takes(2) or not takes(1)
 
 
 class MessagePlan(NamedTuple):

@@ -1,5 +1,6 @@
 """The calls of Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call
-`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` behind the name in some versions. Pure."""
+`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` behind the name in some versions. All are read of any version;
+what is enforced is what the model's template writes. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import ClassVar
 from chitu.http.messages.call_parser import CallHead, CallParser, HeadFound, json_text, object_head
 
 MARK = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
 _NAMED = re.compile(r"\s*([^\s\[{\"]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAME_BEGUN = re.compile(r"\s*(?:[^\s\[{\"]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*)?\Z")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
 _ARRAY = re.compile(r"\s*\[\s*")
 
 
@@ -48,3 +51,11 @@ class MistralParser(CallParser):
 
     def _make_id(self) -> str:
         return os.urandom(5).hex()[:9]  # the templates take ids of 9 letters and digits alone
+
+
+class NamedMistralParser(MistralParser):
+    separator: ClassVar[str | None] = ""
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return (f"{MARK}{name}{ARGS}", "") if _PLAIN_NAME.fullmatch(name) else super().written(name)
