@@ -1,8 +1,9 @@
 """What one client's large request does to the streams of others: `python -m benchmark.disturbed [--json-dir DIR]`.
 
 Starts the real router and one fake worker process (P0 and D0) whose tokens say when they were emitted, and streams
-`--streams` answers at a token each `--step-ms`. Meanwhile one client sends, one after the other: 400 prompts in a body
-of 12 MB, a prompt of 100,000 tokens, 128 choices, schemas that are costly to compile. Of the streams' tokens that came
+`--streams` answers at a token each `--step-ms`. Meanwhile one client sends, one after the other, what is large to read
+(400 prompts in a body of 12 MB, a prompt of 100,000 tokens, as many ids, a long chat, texts to count), what is large
+to answer (an echo, 128 choices, logprobs), and schemas that are costly to compile. Of the streams' tokens that came
 while it waited for its answer the age is told: from the emission to the client.
 
 Router, worker and clients share the machine with whatever else runs, so an age has their scheduling in it, too. A row
@@ -71,9 +72,10 @@ class Stream(asyncio.Protocol):
         self.failure = self._rest.decode(errors="replace") or "the router closed the connection"
 
 
-def raw_request(body: dict[str, object]) -> bytes:
-    raw = json.dumps({"model": "bench", "temperature": 0, "ignore_eos": True, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+def raw_request(body: dict[str, object], path: str = "/v1/completions") -> bytes:
+    fixed = {} if path == "/tokenize" else {"temperature": 0, "ignore_eos": True}
+    raw = json.dumps({"model": "bench", **fixed, **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
 
@@ -90,6 +92,14 @@ def disturbances(tries: int) -> dict[str, list[bytes]]:
         bodies: dict[str, dict[str, object]] = {
             "400 prompts, 12 MB": {**one, "prompt": [text_of(rng, 30_000) for _ in range(400)]},
             "100k tokens": {**one, "prompt": text_of(rng, 380_000)},
+            "100k token ids": {**one, "prompt": [rng.randrange(20, 500) for _ in range(100_000)]},
+            "chat of 2000 messages": {
+                **one,
+                "messages": [{"role": "user", "content": text_of(rng, 180)} for _ in range(2000)],
+            },
+            "1 MB to count": {"prompt": text_of(rng, 1_000_000)},
+            "echo of 100k tokens": {**one, "echo": True, "prompt": text_of(rng, 380_000)},
+            "128 choices, logprobs": {"max_tokens": 16, "n": 128, "logprobs": 20, "prompt": text_of(rng, 400)},
             "128 choices": {"max_tokens": 16, "n": 128, "temperature": 1, "prompt": text_of(rng, 400)},
             "128 choices, streamed": {"max_tokens": 16, "n": 128, "stream": True, "prompt": text_of(rng, 400)},
             "costly schema": {
@@ -100,7 +110,9 @@ def disturbances(tries: int) -> dict[str, list[bytes]]:
             },
         }
         for name, body in bodies.items():
-            made.setdefault(name, []).append(raw_request(body))
+            path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            path = "/tokenize" if name.endswith("to count") else path
+            made.setdefault(name, []).append(raw_request(body, path))
     return made
 
 

@@ -278,8 +278,8 @@ class RouterConfig(Section, frozen=True):
     """Prompt tokens of these requests, so that long prompts cannot take all memory: a token is four bytes here, and
     four in each message to P and D. More get 429; a body that has more by itself 400. Divided among `workers`, too."""
     max_body_bytes: Positive = 2 << 20
-    """Of one request; more get 413. A prompt of 262,144 tokens fits. JSON is decoded in one piece, in which nobody
-    else's token moves: up to 15 ms for each MiB. Contexts that are longer, or batches that are larger, need more."""
+    """Of one request; more get 413. A prompt of 262,144 tokens fits. Contexts that are
+    longer, or batches that are larger, need more."""
     max_total_body_bytes: Positive = 256 << 20
     """Of all bodies that are being received or read, beyond the first 64 KiB of each, in the whole router; what
     would be more gets 503. Each of several `workers` may have its equal part."""

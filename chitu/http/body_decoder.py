@@ -1,4 +1,4 @@
-"""From a body's bytes to its struct: nothing in it is ignored in silence. Pure; on the loop or in a thread.
+"""From a body's bytes to its struct: nothing in it is ignored in silence. Pure; part of `BodyWork`.
 
 JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error here. A body of nothing but
 served fields, which nearly all are, is decoded once. Any other is gone through by `request_fields.py`: a refused field

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -18,20 +17,15 @@ from starlette.exceptions import HTTPException
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge
-from chitu.http.body_decoder import BodyDecoder, abort_decoder, detokenize_decoder, tokenize_decoder, warning_header
-from chitu.http.body_threads import BodyThreads
+from chitu.http.body_decoder import abort_decoder, warning_header
+from chitu.http.body_reader import BodyReader
+from chitu.http.body_work import BodyRoute
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
 from chitu.http.exchange import EXCHANGE
 from chitu.http.metrics_text import MetricsReport, render_metrics
 from chitu.http.openapi_document import openapi_document
-from chitu.http.request_bodies import (
-    LARGE_BODY_BYTES,
-    MAX_TOKENS,
-    DetokenizeBody,
-    TokenizeBody,
-)
-from chitu.http.request_checks import chat_messages, offered_tools, template_variables
+from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
 from chitu.net.http import Scope, error_headers, error_object
@@ -58,7 +52,7 @@ def make_cold_app(
     router: PDRequestRouter,
     cluster: ClusterSource,
     source: SnapshotSource,
-    threads: BodyThreads,
+    bodies: BodyReader,
     config: RouterConfig,
     version: str,
     abort: Callable[[str, Scope], Awaitable[int]],
@@ -67,9 +61,8 @@ def make_cold_app(
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
-    takes_unknown = config.unknown_fields == "warn"
-    _add_tokenizer_routes(app, model, router, threads, takes_unknown)
-    _add_abort_route(app, abort, takes_unknown)
+    _add_tokenizer_routes(app, bodies)
+    _add_abort_route(app, abort, config.unknown_fields == "warn")
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
     add_web_routes(app, source)
@@ -143,61 +136,21 @@ def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], Awaitable[int]]
         return JSONResponse({"aborted": await abort(body.rid, request.scope)})
 
 
-def _add_tokenizer_routes(
-    app: FastAPI, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, takes_unknown: bool
-) -> None:
-    async def answer(request: Request, decoder: BodyDecoder[Any], work: Callable[[Any, list[str]], Any]) -> Response:
-        """`work` makes the answer of the body. Its JSON is made there too: it can be as large."""
-        raw = await request.body()
-        warnings: list[str] = []
-
-        def work_on_body() -> bytes:
-            body = decoder.decode(raw, warnings if takes_unknown else None)
-            model.require_name(body.model)
-            return msgspec.json.encode(work(body, warnings))
-
+def _add_tokenizer_routes(app: FastAPI, bodies: BodyReader) -> None:
+    async def answer(request: Request, route: BodyRoute) -> Response:
         exchange = request.scope[EXCHANGE]
-        body = await threads.run(exchange, len(raw), work_on_body)
+        body, warnings = await bodies.tokens(route, await request.body(), exchange)
         if warnings:
             exchange.headers.append(warning_header(warnings))
         return Response(body, media_type="application/json")
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        limits = model.limits(router.candidates)
-        max_len = limits.max_model_len if limits is not None else None
-
-        def work(body: TokenizeBody, warnings: list[str]) -> dict[str, Any]:
-            if (body.prompt is None) == (body.messages is None):
-                raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
-            if body.prompt is not None:
-                text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
-            else:
-                variables = template_variables(body.chat_template_kwargs)
-                tools, with_start = offered_tools(body.tools), body.add_generation_prompt is not False
-                text = model.render(chat_messages(body.messages), variables, warnings, tools, with_start)
-                param, add_special_tokens = "messages", bool(body.add_special_tokens)
-            if model.tokenizer.exceeds(text, max(max_len or 0, MAX_TOKENS), bytes_per_token=1):
-                raise InvalidRequest(f"{param}: at most {max(max_len or 0, MAX_TOKENS)} tokens are counted", param)
-            ids = model.tokenizer.encode(text, add_special_tokens)
-            answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_len, "tokens": ids}
-            if body.return_token_strs:
-                answer["token_strs"] = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-            return answer
-
-        return await answer(request, tokenize_decoder, work)
+        return await answer(request, "tokenize")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        vocab_size = model.vocab_size(router.candidates)
-
-        def work(body: DetokenizeBody, warnings: list[str]) -> dict[str, Any]:
-            for token in body.tokens:
-                if not 0 <= token < vocab_size:
-                    raise InvalidRequest(f"tokens: {token} is no token id (0 to {vocab_size - 1})", "tokens")
-            return {"prompt": model.tokenizer.decode_in_pieces(body.tokens, bool(body.skip_special_tokens))}
-
-        return await answer(request, detokenize_decoder, work)
+        return await answer(request, "detokenize")
 
 
 def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSource) -> None:

@@ -16,10 +16,11 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.http.body_decoder import warning_header
-from chitu.http.body_threads import BodyThreads
+from chitu.http.body_reader import BodyReader
+from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, JobParser, client_timeout_s
+from chitu.http.jobs import Job, client_timeout_s
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.proof import Moments, Proof, headers_of, proof_of
 from chitu.http.request_spans import RequestSpan, request_span
@@ -52,7 +53,7 @@ class GenerationRoutes:
         self,
         model: ServedModel,
         router: PDRequestRouter,
-        threads: BodyThreads,
+        bodies: BodyReader,
         config: RouterConfig,
         clock: Clock,
         tenant_salt: Callable[[Scope], str],
@@ -63,7 +64,7 @@ class GenerationRoutes:
         is over: when it came, and what makes its spans if they are wanted. `records`: of requests that are traced."""
         self._model = model
         self._router = router
-        self._parser = JobParser(model, router, threads, config.unknown_fields == "warn")
+        self._bodies = bodies
         self._max_body_bytes = config.max_body_bytes
         self._clock = clock
         self._tenant_salt = tenant_salt
@@ -74,13 +75,13 @@ class GenerationRoutes:
         """True: the process is ending and takes nothing new."""
 
     def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, self._parser.completion, self._completion_format)
+        return self._answer(exchange, scope, request_id, "completion", self._completion_format)
 
     def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, self._parser.chat, self._chat_format)
+        return self._answer(exchange, scope, request_id, "chat", self._chat_format)
 
     def answer_responses(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, self._parser.responses, self._responses_format)
+        return self._answer(exchange, scope, request_id, "responses", self._responses_format)
 
     def _completion_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
         return CompletionFormat(request_id, created_s, self._model.name, job.options.include_usage)
@@ -96,7 +97,7 @@ class GenerationRoutes:
         exchange: Exchange,
         scope: Scope,
         request_id: str,
-        parse: Callable[[bytearray, Exchange], Awaitable[Job]],
+        route: BodyRoute,
         make_format: Callable[[Job, str, int], AnswerFormat],
     ) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
@@ -111,7 +112,7 @@ class GenerationRoutes:
             timeout_s = client_timeout_s(scope)
             if self._records is not None:
                 running.trace = self._records.level(header(scope, b"x-chitu-trace"))
-            job = await parse(raw, exchange)
+            job = await self._bodies.job(route, raw, exchange)
             del raw
             exchange.release_body()
             job.timeout_s = timeout_s

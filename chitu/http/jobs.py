@@ -1,23 +1,19 @@
 """From a body's bytes to a `Job`: prompts as token ids, each with its sampling, and what to do with the tokens.
 
-Called by the generation routes on the loop thread; a large body is worked on in a thread, which is awaited
-(`body_threads.py`). Every error is one for the client, raised before anything of the request was sent on.
+Pure; part of `BodyWork`. Every error is one for the client.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from chitu.errors import Capacity, ChituError, InvalidRequest, NoInstance
+from chitu.errors import InvalidRequest, NoInstance
 from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
-from chitu.http.body_threads import BodyThreads, wait
-from chitu.http.exchange import Exchange
 from chitu.http.grammar_fields import grammar_of
 from chitu.http.messages.forced import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
@@ -41,8 +37,7 @@ from chitu.http.sampling_fields import (
     wanted_tokens,
 )
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
-from chitu.net.http import ClientGone, Scope, header
-from chitu.pd_request_router import PDRequestRouter
+from chitu.net.http import Scope, header
 from chitu.protocol import (
     MAX_PROMPT_LOGPROBS_BYTES,
     Grammar,
@@ -102,81 +97,39 @@ def client_timeout_s(scope: Scope) -> float | None:
     return timeout_s
 
 
-@dataclass(slots=True, frozen=True)
-class _Frame:
-    """What a body is parsed within."""
+class Terms(NamedTuple):
+    """What is known of the cluster as a body is read."""
 
     limits: ModelLimits | None
-    unusable: ChituError | None
-    """Why there are no limits: nothing serves."""
-    exchange: Exchange
+    """Of the instances that serve."""
+    why_unusable: str
+    """Why there are none: nothing serves."""
+    vocab_size: int
+    """Theirs; the checkpoint's while there is none."""
+
+
+class Frame(NamedTuple):
+    """What a body is parsed within."""
+
+    terms: Terms
+    require_client: Callable[[], None]
+    """Raises where nobody waits for the answer any more."""
 
     def require_limits(self) -> ModelLimits:
-        if self.limits is None:
-            raise self.unusable or NoInstance("no instance serves")
-        return self.limits
-
-    def require_client(self) -> None:
-        if self.exchange.is_client_gone:
-            raise ClientGone
+        if self.terms.limits is None:
+            raise NoInstance(self.terms.why_unusable)
+        return self.terms.limits
 
 
 class JobParser:
-    """For one model; the limits are those of the instances that serve at the moment. `takes_unknown`: fields that
-    nobody knows are warned of, not refused."""
+    """For one model. `takes_unknown`: fields that nobody knows are warned of, not refused."""
 
-    def __init__(
-        self, model: ServedModel, router: PDRequestRouter, threads: BodyThreads, takes_unknown: bool = False
-    ) -> None:
+    def __init__(self, model: ServedModel, takes_unknown: bool = False) -> None:
         self._model = model
-        self._router = router
-        self._threads = threads
         self._takes_unknown = takes_unknown
 
-    async def completion(self, raw: bytearray, exchange: Exchange) -> Job:
+    def completion(self, raw: bytes | bytearray, frame: Frame) -> Job:
         """A body of `/v1/completions`."""
-        return await self._parse(raw, exchange, self._completion)
-
-    async def chat(self, raw: bytearray, exchange: Exchange) -> Job:
-        """A body of `/v1/chat/completions`."""
-        return await self._parse(raw, exchange, self._chat)
-
-    async def responses(self, raw: bytearray, exchange: Exchange) -> Job:
-        """A body of `/v1/responses`."""
-        return await self._parse(raw, exchange, self._responses)
-
-    async def _parse(self, raw: bytearray, exchange: Exchange, parse: Callable[[bytearray, _Frame], Job]) -> Job:
-        candidates = self._router.candidates
-        limits = self._model.limits(candidates)
-        unusable = NoInstance(candidates.why_unusable()) if limits is None else None
-        frame = _Frame(limits, unusable, exchange)
-        try:
-            job = await self._threads.run(exchange, len(raw), lambda: parse(raw, frame))
-        except NoInstance as error:
-            raise self._router.rejected(error) from None
-        if job.samplings[0].grammar is not None:
-            await self._require_grammar(exchange, job.samplings[0].grammar, job.grammar_param, frame.require_limits())
-        return job
-
-    async def _require_grammar(
-        self, exchange: Exchange, grammar: Grammar, param: str | None, limits: ModelLimits
-    ) -> None:
-        """InvalidRequest where D could not compile it: it is compiled here first, in a thread."""
-        grammars = self._model.grammars(limits)
-        outcome = grammars.find(grammar)
-        if outcome is None:
-            try:
-                future = grammars.submit(grammar)
-            except Capacity as error:
-                raise self._router.rejected(error) from None
-            # Not given up where the client leaves: others may wait for the same.
-            outcome = await wait(exchange, asyncio.shield(asyncio.wrap_future(future)))
-        if isinstance(outcome, InvalidRequest):
-            raise InvalidRequest(f"{param}: {outcome.message}", param)
-
-    # ------------------------------------------------------------------------------------ on the loop or in a thread
-
-    def _completion(self, raw: bytearray, frame: _Frame) -> Job:
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
@@ -184,12 +137,14 @@ class JobParser:
         given = completion_prompts(body)
         return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS, warnings)
 
-    def _chat(self, raw: bytearray, frame: _Frame) -> Job:
+    def chat(self, raw: bytes | bytearray, frame: Frame) -> Job:
+        """A body of `/v1/chat/completions`."""
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
         return self._chat_job(body, frame, warnings)
 
-    def _responses(self, raw: bytearray, frame: _Frame) -> Job:
+    def responses(self, raw: bytes | bytearray, frame: Frame) -> Job:
+        """A body of `/v1/responses`."""
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
         chat = chat_body(body)
@@ -203,7 +158,7 @@ class JobParser:
         job.options.include_usage = True
         return job
 
-    def _chat_job(self, body: ChatBody, frame: _Frame, warnings: list[str]) -> Job:
+    def _chat_job(self, body: ChatBody, frame: Frame, warnings: list[str]) -> Job:
         self._model.require_name(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
@@ -239,7 +194,7 @@ class JobParser:
         body: GenerationBody,
         given: Sequence[str] | Sequence[list[int]],
         add_special_tokens: bool,
-        frame: _Frame,
+        frame: Frame,
         default_tokens: int | None,
         warnings: list[str],
         calls: tuple[Grammar, str] | None = None,

@@ -59,7 +59,8 @@ TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Of reasoning: what OpenAI and vLLM know."""
 LARGE_BODY_BYTES = 16 << 10
-"""Beyond it a body is looked over before anything is made of it, and is worked on in a thread (`body_threads.py`)."""
+"""Beyond it a body is looked over before anything is made of it, and is worked on in a process of its own
+(`body_reader.py`)."""
 MAX_FIELD_BYTES = 64 << 10
 """In a large body, the JSON of every field that holds neither text nor tokens."""
 MAX_TOOLS_BYTES = 256 << 10

@@ -1,6 +1,6 @@
 """What types alone do not say of a body: the shapes of prompts, what messages may hold. Pure.
 
-Called by `jobs.py` (and by `/tokenize`, for messages), on the loop or in a thread.
+Called by `jobs.py` (and by `/tokenize`, for messages), as part of `BodyWork`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From the fields of a body to sampling parameters and to what HTTP does with the tokens: defaults and ranges. Pure.
 
-Called by `jobs.py`, on the loop or in a thread, once for each request. Every error names its field.
+Called by `jobs.py`, as part of `BodyWork`, once for each request. Every error names its field.
 """
 
 from __future__ import annotations

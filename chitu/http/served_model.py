@@ -12,7 +12,6 @@ from typing import Any
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
 from chitu.http.request_bodies import MAX_TOKENS, ChatBody
 from chitu.http.token_logprobs import (
@@ -57,14 +56,7 @@ class ServedModel:
         self._takes_several_calls = takes_several_calls(tokenizer.apply_chat_template)
         self.created_s = created_s
         self._config_max_len = config.max_model_len
-        self._grammars: GrammarStore | None = None
         self._limits: tuple[Candidates, ModelLimits] | None = None
-
-    def grammars(self, limits: ModelLimits) -> GrammarStore:
-        """Where grammars are compiled, so that what D could not compile is refused; made with the first of them."""
-        if self._grammars is None:
-            self._grammars = GrammarStore(lambda: GrammarCompiler(self.tokenizer, limits.vocab_size))
-        return self._grammars
 
     @classmethod
     def load(cls, config: ModelConfig, created_s: int) -> ServedModel:

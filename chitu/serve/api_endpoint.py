@@ -25,7 +25,7 @@ from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.admin_routes import add_admin_routes
 from chitu.http.app import RouterApp
-from chitu.http.body_threads import BodyThreads
+from chitu.http.body_reader import BodyReader
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
 from chitu.http.cold_routes import make_cold_app
@@ -42,6 +42,7 @@ from chitu.protocol import TraceLines
 from chitu.router.cross_check import CheckResult
 from chitu.router.request_dispatch import ReplyAddress
 from chitu.router.routing import InstanceKey, instance_key, make_selector
+from chitu.serve.body_processes import BodyProcesses
 from chitu.serve.lifetime import TICK_S, Ending
 from chitu.tracing.router_trace import RouterTrace, trace_folder
 from chitu.tracing.trace_files import TraceFiles
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 GC_THRESHOLD = 20_000
 """Container objects between two young collections; a request makes some hundred that all die by counting."""
 SWITCH_S = 0.0005
-"""After which a thread that works on a body lets the loop have the GIL; the loop wants it several times a token."""
+"""After which another thread (trace records, spans) lets the loop have the GIL."""
 
 
 class ApiEndpoint:
@@ -89,14 +90,14 @@ class ApiEndpoint:
         )
         self._cluster = cluster = make_cluster(self.router)
         self._healing: set[asyncio.Task[None]] = set()
-        self._threads = BodyThreads()
+        takes_unknown = config.unknown_fields == "warn"
+        self._body_processes = BodyProcesses(topology.model, takes_unknown)
+        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown)
         access = Access(config, secrets, clock)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         trace = self._spans.record if self._spans is not None else None
-        self._routes = GenerationRoutes(
-            model, self.router, self._threads, config, clock, access.cache_salt, trace, records
-        )
+        self._routes = GenerationRoutes(model, self.router, bodies, config, clock, access.cache_salt, trace, records)
         hot = {
             "/v1/completions": self._routes.answer_completion,
             "/v1/chat/completions": self._routes.answer_chat,
@@ -109,9 +110,7 @@ class ApiEndpoint:
             tenant = access.cache_salt(scope)
             return running.abort(name, tenant) + await cluster.abort_elsewhere(name, tenant)
 
-        cold = make_cold_app(
-            model, self.router, cluster, self._snapshots, self._threads, config, chitu.__version__, abort
-        )
+        cold = make_cold_app(model, self.router, cluster, self._snapshots, bodies, config, chitu.__version__, abort)
 
         def for_joining() -> Topology:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
@@ -172,7 +171,7 @@ class ApiEndpoint:
         if self._token_reader is not None:
             self._token_reader.close()
         self._outbox.close()
-        self._threads.close()
+        self._body_processes.close()
         self._traces.close()
         if self._spans is not None:
             self._spans.close()

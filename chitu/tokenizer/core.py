@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from chitu.errors import ConfigError, MissingDependency
 from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
-from chitu.tokenizer.detokenizer import Detokenizer, WholeTextDetokenizer, detokenizer_factory, token_bytes
+from chitu.tokenizer.detokenizer import Detokenizer, detokenizer_factory, token_bytes
 from chitu.tokenizer.words import WordEncoder
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ SURVEY_CHARS = 32_768
 """A piece of a long text that is tokenised to see how many tokens that has."""
 SURVEY_SLACK = 64
 """Tokens that such a piece has because it was cut off."""
-DECODED_AT_ONCE = 4096
-"""Tokens, of many that are decoded."""
 MOST_COMPOSED = 4
 """Characters that NFC makes one of at most."""
 
@@ -110,14 +108,6 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; ids that no token has are left out, bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def decode_in_pieces(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The same as `decode`, for many ids in a thread: the library keeps the GIL until it is through."""
-        detokenizer = self.detokenizer(skip_special_tokens)
-        if isinstance(detokenizer, WholeTextDetokenizer):
-            return self.decode(token_ids, skip_special_tokens)
-        pieces = (token_ids[at : at + DECODED_AT_ONCE] for at in range(0, len(token_ids), DECODED_AT_ONCE))
-        return "".join(map(detokenizer.push, pieces)) + detokenizer.finish()
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one stream of tokens."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ import pytest
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
-from chitu.http.body_threads import HUGE_BODY_BYTES, BodyThreads
+from chitu.http.body_reader import BodyReader
+from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, JobParser
+from chitu.http.jobs import Job, Terms
 from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
-from chitu.http.served_model import ServedModel
+from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS_BYTES, unpack_i32
@@ -48,6 +48,29 @@ class Client:
         return cast(Exchange, self)
 
 
+class Away:
+    """Does what is sent away at once, unless it shall wait."""
+
+    def __init__(self, work: BodyWork) -> None:
+        self._work = work
+        self.tasks: list[BodyTask] = []
+        self.may_end: asyncio.Event | None = None
+        self.num_unwanted = 0
+
+    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
+        self.tasks.append(task)
+        try:
+            if self.may_end is not None:
+                await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.num_unwanted += 1
+            raise
+        if isinstance(task, JudgeGrammar):
+            self._work.judge(task)
+            return None
+        return self._work.read(task, raw, lambda: None)
+
+
 class World:
     """A parser, with as many embeddings as said, and what it had tokenised."""
 
@@ -59,8 +82,9 @@ class World:
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
-        self.threads = BodyThreads()
-        self.parser = JobParser(self.model, cast(PDRequestRouter, router), self.threads)
+        self.work = BodyWork(self.model, False)
+        self.away = Away(self.work)
+        self.reader = BodyReader(self.model, cast(PDRequestRouter, router), self.away, False)
         self.client = Client()
         self.tokenized: list[str] = []
         self.on_tokenized: Callable[[], None] = lambda: None
@@ -82,12 +106,15 @@ class World:
 
     def completion(self, prompt: Any, **fields: Any) -> Job:
         raw = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
-        return asyncio.run(self.parser.completion(raw, self.client.exchange))
+        return self.job("completion", raw)
 
     def chat(self, text: str, **fields: Any) -> Job:
         messages = [{"role": "user", "content": text}]
         raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 1, **fields}).encode()
-        return asyncio.run(self.parser.chat(raw, self.client.exchange))
+        return self.job("chat", raw)
+
+    def job(self, route: BodyRoute, raw: bytes) -> Job:
+        return asyncio.run(self.reader.job(route, bytearray(raw), self.client.exchange))
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_refused_whoever_made_it() -> None:
@@ -168,42 +195,73 @@ def test_without_an_instance_nothing_is_tokenized_and_a_wrong_body_is_still_wron
 def test_the_rest_of_the_prompts_of_a_client_that_left_is_not_tokenized() -> None:
     world = World()
     world.on_tokenized = world.client.leave
+
+    def require_client() -> None:
+        if world.client.is_client_gone:
+            raise ClientGone
+
+    raw = json.dumps({"prompt": ["a", "b", "c"]}).encode()
     with pytest.raises(ClientGone):
-        world.completion(["a", "b", "c"])
+        world.work.read(ReadBody("completion", Terms(ModelLimits(MAX_LEN, 100_000), "", 0)), raw, require_client)
     assert world.tokenized == ["a"]
 
 
-def test_a_large_body_is_worked_on_in_a_thread_and_a_small_one_at_once() -> None:
-    async def where(num_bytes: int) -> threading.Thread:
-        return await BodyThreads().run(Client().exchange, num_bytes, threading.current_thread)
-
-    async def both() -> None:
-        assert await where(LARGE_BODY_BYTES) is threading.current_thread()
-        assert await where(LARGE_BODY_BYTES + 1) is not threading.current_thread()
-
-    asyncio.run(both())
+def body_of(num_bytes: int) -> bytes:
+    head, tail = b'{"prompt":"a","seed":1', b"}"
+    return head + b" " * (num_bytes - len(head) - len(tail)) + tail
 
 
-def test_work_that_waits_for_a_client_that_left_is_dropped_and_huge_bodies_hold_up_no_other() -> None:
-    async def scenario() -> None:
-        threads, may_end, done = BodyThreads(), threading.Event(), []
-        first = asyncio.ensure_future(threads.run(Client().exchange, HUGE_BODY_BYTES + 1, may_end.wait))
-        gone = Client()
-        second = asyncio.ensure_future(
-            threads.run(gone.exchange, HUGE_BODY_BYTES + 1, lambda: done.append("by a client that left"))
-        )
-        third = asyncio.ensure_future(
-            threads.run(Client().exchange, HUGE_BODY_BYTES + 1, lambda: done.append("the third"))
-        )
-        await threads.run(Client().exchange, HUGE_BODY_BYTES, lambda: done.append("a smaller one"))
-        assert done == ["a smaller one"]
-        gone.leave()
+def test_a_large_body_is_sent_away_with_what_it_needs_of_the_cluster_and_a_small_one_is_not() -> None:
+    world = World()
+    small, large = (world.job("completion", body_of(LARGE_BODY_BYTES + more)) for more in (0, 1))
+    [task] = world.away.tasks
+    assert task == ReadBody("completion", Terms(ModelLimits(MAX_LEN, 100_000), "", 100_000))
+    assert small == large and small.prompts[0].num_tokens
+    unusable = World(serving=False)
+    with pytest.raises(NoInstance, match="nobody is there"):
+        unusable.job("completion", body_of(LARGE_BODY_BYTES + 1))
+    assert len(unusable.away.tasks) == len(unusable.rejected) == 1
+
+
+def test_every_grammar_is_sent_away_once_and_its_error_names_the_field_of_each_request() -> None:
+    world = World()
+    for _ in range(2):
+        assert world.completion("a", guided_regex="a+").grammar_param == "guided_regex"
+    for fields, param in (
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            world.completion("a", **fields)
+        assert raised.value.param == param and raised.value.message.startswith(f"{param}: regex: ")
+    judged = [task.grammar.text for task in world.away.tasks if isinstance(task, JudgeGrammar)]
+    assert judged == ["a+", "(("] and len(world.away.tasks) == 2
+
+
+def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_grammar() -> None:
+    world = World()
+
+    async def leaves(raw: bytes, away: int) -> None:
+        client = Client()
+        asking = asyncio.ensure_future(world.reader.job("completion", bytearray(raw), client.exchange))
+        while len(world.away.tasks) < away:
+            await asyncio.sleep(0)
+        client.leave()
         with pytest.raises(ClientGone):
-            await second
-        may_end.set()
-        await asyncio.gather(first, third)
-        assert done == ["a smaller one", "the third"]
-        threads.close()
+            await asking
+
+    async def scenario() -> None:
+        world.away.may_end = asyncio.Event()
+        await leaves(body_of(LARGE_BODY_BYTES + 1), 1)
+        assert world.away.num_unwanted == 1
+        with_grammar = b'{"prompt":"a","guided_regex":"a+"}'
+        await leaves(with_grammar, 2)
+        assert world.away.num_unwanted == 1
+        other = asyncio.ensure_future(world.reader.job("completion", bytearray(with_grammar), Client().exchange))
+        await asyncio.sleep(0)
+        world.away.may_end.set()
+        assert (await other).samplings[0].grammar is not None
+        assert len(world.away.tasks) == 2, "the second waits for the same"
 
     asyncio.run(scenario())
 

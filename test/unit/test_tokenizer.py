@@ -18,7 +18,6 @@ from chitu.errors import ConfigError, InvalidRequest
 from chitu.launch.tiny_tokenizer import train_tokenizer
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
-from chitu.tokenizer.core import DECODED_AT_ONCE
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
 
 TEXTS = [
@@ -112,15 +111,6 @@ def test_deltas_of_any_ids_concatenate_to_the_decoded_text(name: str, data: st.D
     pushes = data.draw(st.lists(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=4), max_size=12))
     ids = [token for tokens in pushes for token in tokens]
     assert incremental(tokenizer, pushes, skip) == tokenizer.decode(ids, skip)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("skip", [True, False])
-def test_many_ids_are_decoded_in_pieces_to_the_same_text(name: str, skip: bool) -> None:
-    tokenizer = TOKENIZERS[name]
-    ids = [number * 7919 % tokenizer.vocab_size for number in range(2 * DECODED_AT_ONCE + 3)]
-    for some in ([], ids[:5], ids):
-        assert tokenizer.decode_in_pieces(some, skip) == tokenizer.decode(some, skip)
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "sentencepiece without strip"])

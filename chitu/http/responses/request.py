@@ -1,4 +1,4 @@
-"""A body of `/v1/responses` as that of a chat. Pure; on the loop or in a thread.
+"""A body of `/v1/responses` as that of a chat. Pure; part of `BodyWork`.
 
 Nothing is stored, so all turns come with `input`: messages, calls, their outputs and reasoning, as an answer's `output`
 has them. Items of the model that stand together are one message of its.

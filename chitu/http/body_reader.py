@@ -1,0 +1,116 @@
+"""What the routes ask of a body, and where it is worked on. Loop thread.
+
+A small body is worked on at once, on the loop. A large one, and every grammar, goes to `away`, where it costs nobody's
+token anything. Whatever waits for a client that left is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
+
+from chitu.errors import Capacity, InvalidRequest, NoInstance
+from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.exchange import Exchange
+from chitu.http.jobs import Job, Terms
+from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.served_model import ServedModel
+from chitu.http.token_counts import TokensAnswer
+from chitu.net.http import ClientGone
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import Grammar
+
+MAX_VERDICTS = 64
+"""On grammars, which the next request with the same one finds."""
+
+T = TypeVar("T")
+
+
+class Away(Protocol):
+    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
+        """What `BodyWork` gives or raises. To cancel it is to want it no more."""
+
+
+class BodyReader:
+    def __init__(self, model: ServedModel, router: PDRequestRouter, away: Away, takes_unknown: bool) -> None:
+        self._model = model
+        self._router = router
+        self._work = BodyWork(model, takes_unknown)
+        self._away = away
+        self._verdicts: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
+        self._judging: dict[Grammar, asyncio.Future[InvalidRequest | None]] = {}
+
+    async def job(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> Job:
+        """Of a generation route. An error is one for the client, raised before anything of the request was sent on."""
+        terms = self._terms()
+        try:
+            job: Job = await self._read(ReadBody(route, terms), raw, exchange)
+            grammar = job.samplings[0].grammar
+            if grammar is not None:
+                assert terms.limits is not None
+                verdict = self._verdict(JudgeGrammar(grammar, terms.limits.vocab_size))
+                refusal = await _while_wanted(exchange, verdict)
+                if refusal is not None:
+                    raise InvalidRequest(f"{job.grammar_param}: {refusal.message}", job.grammar_param)
+        except (NoInstance, Capacity) as error:
+            raise self._router.rejected(error) from None
+        return job
+
+    async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
+        """Of `/tokenize` and `/detokenize`."""
+        answer: TokensAnswer = await self._read(ReadBody(route, self._terms()), raw, exchange)
+        return answer
+
+    def _terms(self) -> Terms:
+        candidates = self._router.candidates
+        limits = self._model.limits(candidates)
+        why_unusable = candidates.why_unusable() if limits is None else ""
+        return Terms(limits, why_unusable, self._model.vocab_size(candidates))
+
+    async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
+        if len(raw) <= LARGE_BODY_BYTES:
+            return self._work.read(task, raw, lambda: None)
+        return await _while_wanted(exchange, self._away.do(task, raw))
+
+    async def _verdict(self, task: JudgeGrammar) -> InvalidRequest | None:
+        grammar = task.grammar
+        if grammar in self._verdicts:
+            self._verdicts.move_to_end(grammar)
+            return self._verdicts[grammar]
+        if grammar not in self._judging:
+            self._judging[grammar] = asyncio.ensure_future(self._judge(task))
+        # Not given up where the client leaves: others may wait for the same.
+        return await asyncio.shield(self._judging[grammar])
+
+    async def _judge(self, task: JudgeGrammar) -> InvalidRequest | None:
+        verdict: InvalidRequest | None = None
+        try:
+            await self._away.do(task, b"")
+        except InvalidRequest as error:
+            verdict = error
+        finally:
+            del self._judging[task.grammar]
+        self._verdicts[task.grammar] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+
+async def _while_wanted(exchange: Exchange, work: Awaitable[T]) -> T:
+    """What it gives in the end. ClientGone, and it is cancelled, where nobody waits for it any more."""
+    task = asyncio.ensure_future(work)
+
+    def on_gone() -> None:
+        task.cancel()
+
+    exchange.call_when_gone(on_gone)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if exchange.is_client_gone:
+            raise ClientGone from None
+        raise
+    finally:
+        exchange.call_when_gone(None)

@@ -1,0 +1,90 @@
+"""What a stranger's words cost the router: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
+
+`BodyWork` does it and does not know where: a small body is worked on on the loop of an API process, a large one and
+every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So whatever
+it needs of the cluster comes with it (`Terms`), and what it gives can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple
+
+from chitu.errors import InvalidRequest
+from chitu.grammars import GrammarCompiler
+from chitu.http.jobs import Frame, Job, JobParser, Terms
+from chitu.http.served_model import ServedModel
+from chitu.http.token_counts import TokenCounts, TokensAnswer
+from chitu.protocol import Grammar
+
+BodyRoute = Literal["completion", "chat", "responses", "tokenize", "detokenize"]
+BODY_S = 30.0
+"""Processor time that a body may cost. The largest take seconds; what takes longer is a template or a pattern of the
+tokenizer that a text has caught."""
+GRAMMAR_S = 3.0
+"""The same of a grammar, which D then compiles, too, and cannot be kept from."""
+
+
+class ReadBody(NamedTuple):
+    route: BodyRoute
+    terms: Terms
+    limit_s: float = BODY_S
+
+
+class JudgeGrammar(NamedTuple):
+    grammar: Grammar
+    vocab_size: int
+    limit_s: float = GRAMMAR_S
+
+
+BodyTask = ReadBody | JudgeGrammar
+
+
+class BodyWork:
+    """`limited(seconds)`: a context that ends the process where what is in it takes more processor time."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        takes_unknown: bool,
+        limited: Callable[[float], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._limited = limited
+        jobs, counts = JobParser(model, takes_unknown), TokenCounts(model, takes_unknown)
+        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, Frame], Job | TokensAnswer]] = {
+            "completion": jobs.completion,
+            "chat": jobs.chat,
+            "responses": jobs.responses,
+            "tokenize": counts.tokenize,
+            "detokenize": counts.detokenize,
+        }
+        self._compiler: tuple[int, GrammarCompiler] | None = None
+
+    def read(self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]) -> Job | TokensAnswer:
+        """A body as what its route needs. `require_client` is called between prompts, and raises where nobody waits for
+        them any more. All other errors are for the client."""
+        with self._limited(task.limit_s):
+            return self._readers[task.route](raw, Frame(task.terms, require_client))
+
+    def judge(self, task: JudgeGrammar) -> None:
+        """InvalidRequest where D could not compile the grammar."""
+        try:
+            if self._compiler is None or self._compiler[0] != task.vocab_size:
+                self._compiler = task.vocab_size, GrammarCompiler(self._model.tokenizer, task.vocab_size)
+            with self._limited(task.limit_s):
+                self._compiler[1].compile(task.grammar)
+        except InvalidRequest:
+            raise
+        except BaseException as error:
+            # What the library does not take, down to a panic of it, costs this request alone.
+            raise InvalidRequest(f"{task.grammar.kind}: it cannot be compiled ({type(error).__name__})") from None
+
+
+def too_costly(task: BodyTask) -> InvalidRequest:
+    """The error of a task that took more processor time than its kind may."""
+    limit = f"{task.limit_s:g} s of processor time"
+    if isinstance(task, JudgeGrammar):
+        return InvalidRequest(f"{task.grammar.kind}: it takes more than {limit} to compile")
+    return InvalidRequest(f"the body takes more than {limit} to read; send less at once")

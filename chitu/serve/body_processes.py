@@ -1,0 +1,189 @@
+"""The processes that work on what would cost others' tokens: large bodies and grammars. Loop thread.
+
+Owned by `ApiEndpoint`. Tasks are of three kinds that do not wait for each other, and of each kind one is worked on at a
+time, so there are three processes at most, and none before the first task. A process that dies under a task costs that
+task its first try; one that dies under the second try as well, or that used up its processor time, costs it an error.
+The next task gets a new process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from typing import Any, cast
+
+from chitu.config.load import child_environment
+from chitu.config.schema import ModelConfig
+from chitu.errors import Capacity, Internal
+from chitu.http.body_work import BODY_S, BodyTask, JudgeGrammar, too_costly
+from chitu.launch.process import MARK, describe_exit
+from chitu.serve.body_process import ANSWER, HEAD, TASK, UNWANTED
+
+log = logging.getLogger(__name__)
+
+HUGE_BODY_BYTES = 256 << 10
+MAX_WAITING = 256
+"""Tasks of one kind. The bytes of their bodies are bounded by `router.max_total_body_bytes`."""
+TRIES = 2
+HUNG_S = 10 * BODY_S
+"""A process that gave no answer for so long is stopped, or waits for what never comes: it is killed."""
+
+
+class ProcessEnded(Exception):
+    """Without an answer. `code`: as of `subprocess`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class BodyProcess(asyncio.Protocol):
+    """One of them. Answers one task after the other."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._answer: asyncio.Future[object] | None = None
+        self.exit_code: int | None = None
+        """None: it lives."""
+
+    @classmethod
+    async def start(cls, setup: bytes) -> BodyProcess:
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            raise _cannot_start(error) from error
+        try:
+            argv = (sys.executable, "-m", "chitu.serve.body_process", str(theirs.fileno()), str(os.getpid()))
+            # A mark of its own: by the router's one its launcher would take it for the router's worker.
+            env = child_environment({MARK: uuid.uuid4().hex})
+            popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env)
+        except OSError as error:
+            mine.close()
+            raise _cannot_start(error) from error
+        finally:
+            theirs.close()
+        mine.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, process = await loop.create_unix_connection(lambda: cls(popen), sock=mine)
+        assert process._transport is not None
+        process._transport.writelines((ANSWER.pack(len(setup)), setup))
+        log.info("large bodies and grammars: started pid %d", popen.pid)
+        return process
+
+    async def ask(self, task: BodyTask, raw: bytes | bytearray) -> object:
+        """Its answer. ProcessEnded where there will be none. Cancelled, it returns when the process is free again."""
+        if self.exit_code is not None:
+            raise ProcessEnded(self.exit_code)
+        assert self._transport is not None and self._answer is None
+        self._answer = asyncio.get_running_loop().create_future()
+        packed = pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
+        self._transport.write(HEAD.pack(TASK, len(packed), len(raw)) + packed)
+        if raw:
+            self._transport.write(raw)
+        hung = asyncio.get_running_loop().call_later(HUNG_S, self.kill)
+        try:
+            return await asyncio.shield(self._answer)
+        except asyncio.CancelledError:
+            if self.exit_code is None and not self._answer.done():
+                self._transport.write(UNWANTED)
+                try:
+                    await asyncio.wait((self._answer,))
+                except asyncio.CancelledError:  # in a hurry: the answer would be taken for the next task's
+                    self.kill()
+            raise
+        finally:
+            hung.cancel()
+            if self._answer.done() and not self._answer.cancelled():
+                self._answer.exception()  # has been seen
+            self._answer = None
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if len(self._received) < ANSWER.size:
+            return
+        [num_bytes] = ANSWER.unpack_from(self._received)
+        if len(self._received) == ANSWER.size + num_bytes:
+            answer = pickle.loads(memoryview(self._received)[ANSWER.size :])
+            self._received = bytearray()
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._popen.kill()
+        self.exit_code = self._popen.wait()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ProcessEnded(self.exit_code))
+
+
+def _cannot_start(error: OSError) -> Internal:
+    return Internal(f"the process that works on large bodies cannot be started: {error}")
+
+
+class BodyProcesses:
+    """`Away` of this API process."""
+
+    def __init__(self, model: ModelConfig, takes_unknown: bool) -> None:
+        self._setup = pickle.dumps((model, takes_unknown))
+        self._idle: list[BodyProcess] = []
+        self._busy: set[BodyProcess] = set()
+        self._turns = {kind: asyncio.Lock() for kind in ("grammar", "huge", "large")}
+        self._num_waiting = dict.fromkeys(self._turns, 0)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that live."""
+        return [process._popen.pid for process in (*self._idle, *self._busy) if process.exit_code is None]
+
+    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
+        """What `BodyWork` gives, or raises, for the task. Capacity where too many wait already."""
+        is_grammar = isinstance(task, JudgeGrammar)
+        kind = "grammar" if is_grammar else "huge" if len(raw) > HUGE_BODY_BYTES else "large"
+        if self._num_waiting[kind] >= MAX_WAITING:
+            what = "grammars wait to be compiled" if is_grammar else "large bodies wait to be read"
+            raise Capacity(f"{MAX_WAITING} {what} already")
+        self._num_waiting[kind] += 1
+        try:
+            async with self._turns[kind]:
+                return await self._do(task, raw)
+        finally:
+            self._num_waiting[kind] -= 1
+
+    async def _do(self, task: BodyTask, raw: bytes | bytearray) -> object:
+        code = 0
+        for _ in range(TRIES):
+            process = self._idle.pop() if self._idle else await BodyProcess.start(self._setup)
+            self._busy.add(process)
+            try:
+                found = await process.ask(task, raw)
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+            except ProcessEnded as error:
+                code = error.code
+                log.warning("the process that works on large bodies ended in a task: %s", describe_exit(code))
+                if code == -signal.SIGPROF:
+                    raise too_costly(task) from None
+            finally:
+                self._busy.discard(process)
+                if process.exit_code is None:
+                    self._idle.append(process)
+        raise Internal(f"the process that worked on this request ended {TRIES} times ({describe_exit(code)})")
+
+    def close(self) -> None:
+        for process in (*self._idle, *self._busy):
+            process.kill()
