@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -32,8 +33,10 @@ from chat_page import ChatPage, wait_until  # noqa: E402
 from headless import headless_browser  # noqa: E402
 
 from chitu.assets import TINY_MODEL_DIR  # noqa: E402
+from chitu.client.client import RouterClient  # noqa: E402
 from chitu.config.load import load_topology  # noqa: E402
 from chitu.launch.local import LocalCluster  # noqa: E402
+from chitu.protocol.snapshot import RequestSnapshot  # noqa: E402
 from chitu.workloads import tiny  # noqa: E402
 
 CLIENTS = 4
@@ -145,6 +148,34 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
         context.close()
 
 
+def take_timeline(browser: Browser, cluster: LocalCluster, model: str) -> bytes:
+    """PNG of the life of a request whose D is killed in the middle of it."""
+    name, client = "a-story-of-two-attempts", RouterClient(cluster.url)
+    body = {"model": model, "prompt": tiny.recall(random.Random(1), tiny.facts_for(900)).prompt, "max_tokens": 300}
+    headers = {"X-Request-Id": name, "X-Chitu-Trace": "1"}
+
+    def ask() -> None:
+        httpx.post(f"{cluster.url}/v1/completions", json={**body, "ignore_eos": True}, headers=headers, timeout=120.0)
+
+    def of_it() -> list[RequestSnapshot]:
+        return [each for each in client.cluster().requests if each.request_id == name]
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: any(each.output_tokens > 60 for each in of_it()), 60.0, of_it)
+    cluster.kill(of_it()[-1].decode, signal.SIGKILL)
+    asking.join()
+    context = browser.new_context(viewport={"width": 1680, "height": 1600}, color_scheme="light")
+    try:
+        page = ChatPage(context, f"{cluster.url}/#trace={name}").page
+        page.goto(f"{cluster.url}/#trace={name}")
+        expect(page.locator('#timeline g[data-what="tokens"]')).to_have_count(2)
+        expect(page.locator("#life-notes")).to_contain_text("same on both sides")
+        return page.locator("#life").screenshot()
+    finally:
+        context.close()
+
+
 def optimised(png: bytes) -> bytes:
     """The same picture with a palette: a page has few colours."""
     picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -153,21 +184,26 @@ def optimised(png: bytes) -> bytes:
     return out.getvalue()
 
 
+def save(path: Path, png: bytes) -> None:
+    small = optimised(png)
+    if len(small) > MAX_BYTES:
+        raise SystemExit(f"{path.name} has {len(small)} bytes, more than {MAX_BYTES}")
+    path.write_bytes(small)
+    print(f"{path}: {len(small) / 1000:.0f} kB")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="takes the pictures of the web page")
     parser.add_argument("--model", type=Path, default=TINY_MODEL_DIR, help="checkpoint folder (default: chitu-tiny)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
+    parser.add_argument("--only-timeline", action="store_true", help="the time line of a traced request alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     expect.set_options(timeout=60_000)
     with busy_cluster(options.model) as cluster, headless_browser() as browser:
-        for picture in PICTURES:
-            png = optimised(take(browser, cluster.url, picture))
-            if len(png) > MAX_BYTES:
-                raise SystemExit(f"{picture.name} has {len(png)} bytes, more than {MAX_BYTES}")
-            path = options.out / f"{picture.name}.png"
-            path.write_bytes(png)
-            print(f"{path}: {len(png) / 1000:.0f} kB")
+        for picture in () if options.only_timeline else PICTURES:
+            save(options.out / f"{picture.name}.png", take(browser, cluster.url, picture))
+        save(options.out / "timeline.png", take_timeline(browser, cluster, options.model.name))
 
 
 if __name__ == "__main__":

@@ -188,13 +188,12 @@ def test_frames_are_read_by_another_implementation(cluster: LocalCluster, folder
         ("P", "received", "request", "prefill_request"),
         ("D", "received", "request", "decode_request"),
         ("D", "sent", "control", "transfer_info"),
-        ("P", "received", "control", "transfer_info"),
         ("P", "sent", "control", "aux_ready"),
         ("P", "sent", "control", "transfer_status"),
         ("D", "received", "control", "transfer_status"),
         ("r", "received", "token", "token_batch"),
     } <= seen
-    info = next(f for f in of(found, TraceFrame, "P") if _kind(f) == "transfer_info")
+    info = next(f for f in of(found, TraceFrame, "D") if _kind(f) == "transfer_info")
     pages = msgpack.unpackb(info.data)["dst_kv_indices"]
     numbers = tuple(int.from_bytes(pages[i : i + 4], "little") for i in range(0, len(pages), 4))
     assert numbers == one(found, TraceRestored).pages.numbers
