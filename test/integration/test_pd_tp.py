@@ -27,11 +27,14 @@ from completions import instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
 
+from chitu.client.client import RouterClient
+from chitu.client.show_trace import is_whole as is_whole_trace
 from chitu.config.load import load_topology
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.protocol.trace import TraceRestored, TraceSend, TraceSent, TraceWrite
 
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500
@@ -103,7 +106,7 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]
 
     async def one(client: httpx.AsyncClient, number: int, prompt: list[int]) -> Answer:
         body = {"model": "m", "prompt": prompt, "return_token_ids": True, "cache_salt": str(number), **options}
-        reply = await client.post("/v1/completions", json=body)
+        reply = await client.post("/v1/completions", json=body, headers={"X-Chitu-Trace": "1"})
         request_id = reply.headers.get("x-request-id", "")
         if reply.status_code != 200:
             return Answer(request_id, [], reply.json()["error"]["code"])
@@ -127,6 +130,16 @@ def right_bytes(num_tokens: int, decode_size: int) -> int:
     pages = -(-num_tokens // PAGE_SIZE)
     heads = max(KV_HEADS, decode_size)
     return pages * LAYERS * 2 * heads * PAGE_SIZE * HEAD_DIM * 4 + aux_row_bytes(VOCAB)
+
+
+def check_trace(client: RouterClient, request_id: str, kv_bytes: int) -> None:
+    """Hashes of both sides are equal, however their ranks share the heads; bytes by formula and as written, too."""
+    wait_until(lambda: is_whole_trace(client.trace(request_id).records), 15.0, lambda: client.trace(request_id))
+    answer = client.trace(request_id)
+    assert answer.timeline.pages and all(check.is_same for check in answer.timeline.pages), answer.timeline
+    of = [each for each in answer.records if isinstance(each, TraceSend | TraceSent | TraceRestored)]
+    assert [each.total_bytes for each in of] == [kv_bytes] * 3, of
+    assert sum(each.total_bytes for each in answer.records if isinstance(each, TraceWrite)) == kv_bytes
 
 
 def ranks_of(cluster: LocalCluster, name: str) -> list[psutil.Process]:
@@ -183,6 +196,7 @@ def test_every_pair_of_sizes_gives_the_tokens_of_one_engine_and_moves_the_right_
         for record in records:
             decode_size = SIZES[int(str(record.decode)[1:])]
             assert record.kv_bytes == right_bytes(len(prompt), decode_size), record
+            check_trace(RouterClient(cluster.url), record.request_id, record.kv_bytes)
     seeded = ask(cluster, [prompts[2]] * len(PAIRS), SEEDED)
     assert len({tuple(answer.token_ids) for answer in seeded}) == 1, "D1 and D2 sample what D0 samples"
     names = [f"{role}{index}" for role in "PD" for index in range(3)]
