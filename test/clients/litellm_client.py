@@ -63,6 +63,13 @@ def main() -> None:
     assert litellm.completion(**{**ASK, "messages": turns}, tools=TOOLS).choices[0].finish_reason
 
     Fact.model_validate_json(litellm.completion(**ASK, response_format=Fact).choices[0].message.content)
+    response = {name: ASK[name] for name in ("model", "api_base", "temperature")} | {
+        "input": ASK["messages"][0]["content"]
+    }
+    assert litellm.responses(**response).output[0].content[0].text == text
+    events = list(litellm.responses(**response, stream=True))
+    assert "".join(getattr(e, "delta", "") for e in events if e.type == "response.output_text.delta") == text, events
+
     prompts = litellm.text_completion(
         model="text-completion-openai/tiny", prompt=["The fox", "A bear"], max_tokens=4, api_base=ASK["api_base"]
     )
