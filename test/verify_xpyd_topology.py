@@ -9,7 +9,7 @@ is not used); all answers to one prompt (greedy) have the same tokens. Works wit
 pairs. A table for people, `--json` for machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments. Any
 Python will do: the project's takes over.
 
-Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, other policies take more.
+Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, others take some more.
 What it demands is in `chitu/client/verify/`, and so is `chitu verify`, which demands more.
 """
 

@@ -265,9 +265,9 @@ class RouterConfig(Section, frozen=True):
     """API processes behind `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is one
     process. With more, the first is the router, which starts the others, and process i has the token port `token_port`
     + i (any free one if that is 0)."""
-    policy: PolicyName = "round_robin"
-    """How P and D are chosen. `prefix_affinity` is about P (where a prompt's beginning was computed before); D is then
-    the least loaded."""
+    policy: PolicyName = "prefix_affinity"
+    """How P and D are chosen. `prefix_affinity` is about P (where a prompt's beginning was computed before, if that is
+    worth the load there; else the least loaded); D is then the least loaded."""
     prefill_policy: PolicyName | None = None
     """Over `policy`, for P and for unified instances."""
     decode_policy: DecodePolicyName | None = None

@@ -3,15 +3,17 @@
 The same prompts go to the cluster, over every pair, and to references: a unified instance of the model's folder that is
 started here, or one that runs already (`--reference`); and `transformers` in float32, where memory has room for it.
 What counts as right is in `client/verify/parity.py`. Prompts go past the prefix cache, as a whole and as a stream,
-greedy and seeded, and then through it twice. At last every pair decodes the same tokens, allowed no others: so pages
-can be compared, and tell where a wrong pair went wrong (`client/verify/pages.py`).
+greedy and seeded, and then through it, each of some salts twice, so that what one P has made wrong is not what another
+is asked. At last every pair decodes the same tokens, allowed no others: so pages can be compared, and tell where a
+wrong pair went wrong (`client/verify/pages.py`).
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,18 @@ class _Asking:
     """By reference, prompt and answer: most answers are equal."""
     alone: dict[int, str] = field(default_factory=dict)
     """Checksums of the engine's pages, by prompt."""
+    salt: str = field(default_factory=secrets.token_hex)
+    """What other runs have left in the caches is not asked for."""
 
     @property
     def seen(self) -> set[Pair | None]:
-        return {one.asked.pair for one in self.judged}
+        """Over which some went past the cache, and some tell of their pages."""
+        forced = {one.asked.pair for one in self.judged if one.kind == FORCED}
+        return forced & {one.asked.pair for one in self.judged if one.kind not in (CACHED, FORCED)}
 
     def round(self, number: int, max_model_len: int, copies: int, pool: ThreadPoolExecutor) -> None:
-        """One prompt, in each kind `copies` times; through the cache twice that, since at first it has nothing."""
+        """One prompt, in each kind `copies` times. Through the cache twice that: each of as many salts finds nothing at
+        first."""
         prompt = self.prober.token_ids(self.prober.fitting_prompt(number, max_model_len))
         for kind, (stream, kind_options) in KINDS.items():
             options = {**kind_options, "logprobs": 0, "seed": number}
@@ -152,9 +159,15 @@ class _Asking:
                 most = min(2 * self.page_size + 1, max_model_len - len(prompt))
                 options |= {"allowed_token_ids": prompt[:1], "max_tokens": most}
             drawn = self._drawn(number, prompt, options) if kind in DRAWN else None
-            times = 2 * copies if kind == CACHED else copies
-            asked = [pool.submit(self.prober.ask, number, prompt, stream, **options) for _ in range(times)]
-            for answer in [one.result() for one in asked]:
+            each = [options] * copies
+            if kind == CACHED:
+                each = [{**options, "cache_salt": f"{self.salt}-{copy}"} for copy in range(copies)] * 2
+            asked: list[Future[Asked]] = []
+            for one in each:
+                asked.append(pool.submit(self.prober.ask, number, prompt, stream, **one))
+                if kind == FORCED:
+                    wait(asked)  # one after the other, on an idle cluster, they go over one pair after the other
+            for answer in [future.result() for future in asked]:
                 if answer.error:
                     self.failed.append(answer)
                 else:

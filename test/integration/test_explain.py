@@ -89,7 +89,7 @@ def serving(folder: Path, planted: Planted) -> Iterator[tuple[LocalCluster, Stea
         *(f"model.path={model}", "model.served_name=m", "model.max_model_len=1024", "cache.num_pages=2000"),
         *(f"{ROUTER}.{role}_schedulers=[{{}}, {{}}]" for role in ("prefill", "decode")),
         *("cache.prefix_cache=false", f"{ROUTER}.pd_disaggregation.transport=shm"),
-        f"{DEADLINES}.heartbeat_interval_s=0.1",
+        *(f"{DEADLINES}.heartbeat_interval_s=0.1", f"{ROUTER}.policy=round_robin"),  # a slow one gets its share
         *planted.settings,
     ]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)

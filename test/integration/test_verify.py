@@ -1,6 +1,6 @@
 """`chitu verify` on a real 2P2D of chitu-tiny: it finds nothing wrong where nothing is, and names what is planted.
 
-The clusters compute in float32; which pair gets which request is the router's (`round_robin`)."""
+The clusters compute in float32; which pair gets which request is the router's (the default policy)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ from safetensors.torch import load_file, save_file
 from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
 from chitu.client.client import RouterClient
+from chitu.client.verify.asking import Asked, Prober
 from chitu.client.verify.report import Report
+from chitu.client.verify.topology import expected_bytes
+from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.verify import VerifyOptions, verify
+from chitu.net.curve import derive
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
@@ -130,6 +134,43 @@ def test_the_guilty_one_is_named_and_the_layer_and_page_where_it_begins(
             assert (place.page, place.is_alone) == (1, True), report
         else:
             assert (place.page == 0) == (guilty[0] == "P"), "the prompt's pages are P's, those behind it are D's"
+
+
+def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_flushed(world: World) -> None:
+    """`verify_kv` is off here. The byte is flipped by the planted transport once; D1 has it from then on, whatever
+    becomes of P0, and nobody sees it who takes no cached pages."""
+    url, past_cache = world.cluster.url, {"cache_prompt": False}
+    client = RouterClient(url)
+    prober = Prober(client, None, client.model_name(), max_tokens=12, timeout_s=60.0)
+    prompt, layout = prober.token_ids(prober.fitting_prompt(0, 1024)), client.cluster().instances[0].layout
+    assert layout is not None
+
+    def ask(wanted: set[str], **options: Any) -> Asked:
+        """Over this P and D; each prompt has a salt of its own unless one is given."""
+        for number in range(20):
+            answer = prober.ask(number, prompt, False, **{"cache_prompt": True, "cache_salt": str(number)} | options)
+            assert answer.pair is not None, answer
+            if wanted <= set(answer.pair):
+                return answer
+        raise AssertionError(f"no request in 20 went over {wanted}")
+
+    right = ask({"P1", "D1"}, **past_cache)
+    world.plant(P0={"flip": {"num_pages": PAGES[1], "layer": 1, "page": 1}})
+    harmed = ask({"P0", "D1"})
+    salt = {"cache_salt": str(harmed.prompt)}
+    assert harmed.tokens != right.tokens, "the planted fault was to harm it"
+    world.plant()
+    stale = ask({"D1"}, **salt)
+    assert stale.tokens == harmed.tokens and stale.served is not None
+    assert stale.served.kv_bytes == expected_bytes(0, layout), "nobody moved a page: D1 had the wrong one"
+    assert ask({"D1"}, **past_cache).tokens == ask({"D0"}, **salt).tokens == right.tokens
+    secrets = derive(cluster_key_of(world.cluster.topology))
+    assert secrets is not None
+    httpx.post(f"{url}/admin/cache/flush", headers={"authorization": f"Bearer {secrets.token}"}, trust_env=False)
+    wait_for(
+        lambda: not any(one.load and one.load.pages_cached for one in client.cluster().instances), 10.0, client.cluster
+    )
+    assert ask({"D1"}, **salt).tokens == right.tokens
 
 
 def test_the_references_are_an_engine_that_it_starts_and_transformers(world: World) -> None:

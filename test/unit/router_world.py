@@ -79,6 +79,7 @@ class World:
         self.clock = FakeClock()
         self.outbox = RecordingOutbox()
         config = RouterConfig(
+            policy="round_robin",  # the tests know whose turn it is
             max_in_flight=max_in_flight,
             max_tokens_in_flight=max_tokens_in_flight,
             request_timeout_s=60.0,

@@ -14,8 +14,14 @@ from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
-from chitu.router.routing.prefix_affinity import PATIENCE
-from chitu.router.routing.prefix_index import BLOCK_TOKENS, MAX_OWNERS, MAX_PROMPT_BLOCKS, PrefixHistory, prefix_names
+from chitu.router.routing.prefix_index import (
+    BLOCK_TOKENS,
+    MAX_OWNERS,
+    MAX_PROMPT_BLOCKS,
+    PATIENCE,
+    PrefixHistory,
+    prefix_names,
+)
 from chitu.types import Role
 
 PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
@@ -59,14 +65,16 @@ def start(selector: PairSelector, target: Target, num_tokens: int) -> None:
 # ----------------------------------------------------------------------------------------------------------- pairs
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_affinity"])
 @given(prefill=st.integers(1, 6), decode=st.integers(1, 6), before=st.integers(0, 3))
 def test_every_pair_gets_the_same_number_of_requests(policy: str, prefill: int, decode: int, before: int) -> None:
-    """Also 2P2D and 2P4D, where two counters that run side by side would never meet in every pair."""
+    """Also 2P2D and 2P4D, where two counters that run side by side would never meet in every pair. `prefix_affinity`:
+    as long as nothing is cached, or may be taken from there."""
     chosen = selector(policy, view(prefill, decode))
     for _ in range(before * prefill * decode):
-        chosen.select(prompt())
-    pairs = Counter(names(chosen.select(prompt())) for _ in range(3 * prefill * decode))
+        chosen.select(prompt(200), cache_salt=None)
+    prompts = [prompt(200, seed) for seed in range(3 * prefill * decode)]
+    pairs = Counter(names(chosen.select(each)) for each in prompts)
     assert set(pairs.values()) == {3} and len(pairs) == prefill * decode
 
 
@@ -226,6 +234,17 @@ def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner(
     assert owner_of(chosen, text) == other, "both own it now: the less loaded one"
 
 
+def test_a_beginning_that_all_prompts_share_keeps_nobody_idle() -> None:
+    """Once two have it, finding it is worth what it saves and no more: all of 20 P get it within two rounds."""
+    chosen = selector("prefix_affinity", view(20, 1))
+    system, held = prompt(8 * BLOCK_TOKENS, seed=7), Counter[int]()
+    for seed in range(60):
+        target = chosen.select(system + prompt(8 * BLOCK_TOKENS, seed))
+        start(chosen, target, 16 * BLOCK_TOKENS)
+        held[names(target)[0]] += 1
+    assert len(held) == 20 and max(held.values()) <= PATIENCE, held
+
+
 def test_a_restarted_owner_owns_nothing() -> None:
     chosen = selector("prefix_affinity", view(2, 1))
     first = owner_of(chosen, prompt(300))
@@ -248,18 +267,21 @@ def test_the_index_is_bounded_and_never_knows_a_block_without_the_ones_before(
     index = PrefixHistory(capacity)
     for seed, blocks, owner in sends:
         chain = prefix_names(prompt(blocks * BLOCK_TOKENS, seed))
-        index.add(chain, InstanceKey(Role.PREFILL, owner, 1))
+        key = InstanceKey(Role.PREFILL, owner, 1)
+        index.add(chain, key, ())
         assert len(index) <= capacity
-        kept = min(blocks, capacity) * BLOCK_TOKENS
-        found = index.match(chain)
-        assert found.get(InstanceKey(Role.PREFILL, owner, 1), 0) == kept, "the newest prompt is the last to go"
+        worth = min(blocks, capacity) * BLOCK_TOKENS * PATIENCE
+        assert index.match(chain) == ({key: worth} if worth else {}), "the newest prompt is the last to go"
 
 
 def test_a_block_remembers_its_newest_owners() -> None:
     index, chain = PrefixHistory(), prefix_names(prompt(2 * BLOCK_TOKENS))
-    for rank in range(MAX_OWNERS + 2):
-        index.add(chain, InstanceKey(Role.PREFILL, rank, 1))
-    assert {key.engine_rank for key in index.match(chain)} == set(range(2, MAX_OWNERS + 2))
+    keys = [InstanceKey(Role.PREFILL, rank, 1) for rank in range(MAX_OWNERS + 2)]
+    for key in keys:
+        index.add(chain, key, keys)
+    assert index.match(chain) == dict.fromkeys(keys[2:], 2 * BLOCK_TOKENS), "what several have is worth what it saves"
+    index.add(chain, keys[0], keys[:1])
+    assert index.match(chain) == {keys[0]: PATIENCE * 2 * BLOCK_TOKENS}, "who is gone owns nothing"
 
 
 def test_names_stand_for_all_that_came_before() -> None:

@@ -1,7 +1,7 @@
 """Whether every P, every D and every pair of a running cluster takes part, and moves the right bytes.
 
 `judge` is pure: the cluster around some requests, and what came of them. `probe` asks until every pair was hit, which
-`round_robin` does in the first round and other policies in more. `chitu verify` stands on the same reasons.
+`round_robin` does in the first round and other policies in some more. `chitu verify` stands on the same reasons.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class RoutingRequest(NamedTuple):
     entropy: int = 0
     """64 random bits of its own."""
     matches: Mapping[InstanceKey, int] = _NO_MATCHES
-    """The instances that were sent the beginning of this prompt before, and how many tokens of it. Only if the policy
-    asks."""
+    """The instances that were sent the beginning of this prompt before, and what that is worth in tokens. Only if the
+    policy asks."""
 
 
 @dataclass(slots=True, frozen=True)

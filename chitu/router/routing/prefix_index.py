@@ -7,13 +7,13 @@ two prompts share. Owned by `PairSelector`, on the loop thread.
 
 Invariant: at most `capacity` blocks, at most `MAX_OWNERS` owners a block. The least recently sent block goes first, and
 of one prompt the last block before the first one, since a chain without its beginning would never be found again.
-Instances that are gone are not looked for: nobody asks for them any more, and newer owners push them out.
+Instances that are gone are owners until the block is sent once more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from chitu.router.routing.policy import InstanceKey
 
@@ -22,7 +22,11 @@ MAX_PROMPT_BLOCKS = 512
 """Beginnings longer than this (32768 tokens) count as this long: a bound for the time of one decision."""
 CAPACITY = 100_000
 """Blocks: 6.4 million prompt tokens in about 25 MB."""
-MAX_OWNERS = 4
+MAX_OWNERS = 16
+PATIENCE = 8
+"""What finding a token is worth where one instance alone has it, in tokens of others to stand behind: far more than the
+one that is not computed. A conversation that goes to another instance takes room in both caches, and pushes out what
+others would have found. Once several have a block (a system prompt that all share) that has happened: it is worth 1."""
 
 TOKEN_BYTES = 4
 
@@ -50,23 +54,26 @@ class PrefixHistory:
         return len(self._owners)
 
     def match(self, names: Sequence[int]) -> dict[InstanceKey, int]:
-        """Tokens of the longest known beginning, by instance."""
+        """What the longest known beginning is worth, in tokens, by instance."""
         found: dict[InstanceKey, int] = {}
-        for depth, name in enumerate(names, 1):
+        worth = 0
+        for name in names:
             owners = self._owners.get(name)
             if owners is None:
                 break
+            worth += BLOCK_TOKENS * PATIENCE if len(owners) == 1 else BLOCK_TOKENS
             for owner in owners:
-                found[owner] = depth * BLOCK_TOKENS
+                found[owner] = worth
         return found
 
-    def add(self, names: Sequence[int], owner: InstanceKey) -> None:
-        """The prompt with these blocks was sent to `owner`."""
+    def add(self, names: Sequence[int], owner: InstanceKey, others: Container[InstanceKey]) -> None:
+        """The prompt with these blocks was sent to `owner`, one of `others`, which are all that are there."""
         table = self._owners
         for name in reversed(names):
             owners = table.get(name, ())
             if not owners or owners[0] != owner:
-                table[name] = (owner, *[other for other in owners if other != owner][: MAX_OWNERS - 1])
+                kept = [other for other in owners if other != owner and other in others]
+                table[name] = (owner, *kept[: MAX_OWNERS - 1])
             table.move_to_end(name)
         while len(table) > self._capacity:
             table.popitem(last=False)

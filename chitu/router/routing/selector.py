@@ -125,6 +125,7 @@ class PairSelector:
         self._requests += 1
         num_tokens = len(token_ids) // 4
         group, last = (self._prefill, self._decode) if candidates.has_pair else (self._unified, None)
+        everyone = group.positions
         if avoid or blocked:
             group = _without(group, avoid, blocked)
             last = None if last is None else _without(last, avoid, blocked)
@@ -140,7 +141,7 @@ class PairSelector:
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
         first = group.instances[self._prefill_policy(request, group)]
         if self._prefixes is not None:
-            self._prefixes.add(names, instance_key(first))
+            self._prefixes.add(names, instance_key(first), everyone)
         if last is None:
             return Target(None, first)
         if self._silent:
