@@ -1,33 +1,46 @@
 """Which page holds what: the pages that later prompts may begin with, by content key.
 
 Owned by `PagedKVCacheManager`, step thread only. Pure: keys and page numbers in, page numbers out; no tokens, no clock.
-A page is *pinned* by the requests that use it, and *idle* while nobody does; idle pages are evicted in the order of
-their last use. Whoever pins a page pins all pages before it in its chain, and lets go of them last page first. So a
-page never becomes idle after the one before it in the chain, and the oldest idle page is always the end of a chain: the
-order of one list is "LRU by last use of the leaf", and eviction never cuts a chain. Everything costs O(pages touched).
+A page is *pinned* by the requests that use it, and *idle* while nobody does. Everything costs O(pages touched).
+
+Most pages are never wanted again, so idle pages are evicted by a form of 2Q (T. Johnson and D. Shasha, 1994): those
+that came again, in the index or within as many evictions as there are pages, are *protected* while they are a third of
+all pages at most. The oldest of more becomes the newest of the others, and these go first, by their last use.
+
+Whoever pins a page pins all pages before it in its chain, and lets go of them last page first. When a page comes again,
+so have all before it. So no page goes before those behind it in its chain: eviction never cuts a chain.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from chitu.errors import Internal
 
+PROTECTED = 3
+"""One in so many pages."""
+
 
 class PrefixIndex:
-    """Of pages `0 .. num_pages - 1`. Memory: some 200 bytes a page at most."""
+    """Of pages `0 .. num_pages - 1`. Memory: some 350 bytes a page at most."""
 
     def __init__(self, num_pages: int) -> None:
         self._pages: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * num_pages
         """None: not in the index, or not any more while somebody still uses it."""
         self._pins = array("i", bytes(4 * num_pages))
-        # The idle pages as a ring in both directions; its head is `num_pages`, the oldest is behind it.
-        self._head = num_pages
-        self._next = array("i", [-1]) * (num_pages + 1)
-        self._prev = array("i", [-1]) * (num_pages + 1)
-        self._next[self._head] = self._prev[self._head] = self._head
+        # The idle pages as two rings in both directions. The oldest is behind the head: `_head`, or `_protected_head`.
+        self._head, self._protected_head = num_pages, num_pages + 1
+        self._next = array("i", range(num_pages + 2))
+        self._prev = array("i", range(num_pages + 2))
+        self._came_again = bytearray(num_pages)
+        self._is_protected = bytearray(num_pages)
+        """In that ring."""
+        self._num_protected = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        """Keys; the oldest first."""
         self._generations = array("Q", bytes(8 * num_pages))
         self.num_idle = 0
         self.num_shared_pins = 0
@@ -64,6 +77,7 @@ class PrefixIndex:
                 self._unlink(page)
                 were_idle.append(page)
             pins[page] += 1
+            self._came_again[page] = 1
         return were_idle
 
     def add(self, key: bytes, page: int) -> int:
@@ -76,6 +90,7 @@ class PrefixIndex:
             raise Internal(f"page {page} is in the prefix index already")
         self._keys[page] = key
         self._pins[page] = 1
+        self._came_again[page] = self._evicted.pop(key, page) is None
         return page
 
     def share(self, page: int) -> None:
@@ -102,24 +117,32 @@ class PrefixIndex:
             elif self._keys[page] is None:
                 dropped.append(page)
             else:
-                self._link(page)
+                self._link(page, bool(self._came_again[page]))
                 idle.append(page)
         return idle, dropped
 
     def evict(self, count: int) -> list[int]:
-        """Forget the `count` idle pages (or all) whose last use is longest ago."""
+        """Forget `count` idle pages (or all)."""
         evicted = []
         for _ in range(min(count, self.num_idle)):
             page = self._next[self._head]
+            if page == self._head:
+                page = self._next[self._protected_head]
+            key = self._keys[page]
+            if key is not None:
+                self._evicted[key] = None
             self._unlink(page)
             self._forget(page)
             evicted.append(page)
+        while len(self._evicted) > len(self._keys):
+            self._evicted.popitem(last=False)
         return evicted
 
     def flush(self) -> list[int]:
         """Nothing can be found any more. The pages that were idle: nobody's now. What is pinned stays so."""
         for page in list(self._pages.values()):
             self._forget(page)
+        self._evicted.clear()
         return self.evict(self.num_idle)
 
     def check_unused(self, num_pages: int) -> None:
@@ -132,11 +155,13 @@ class PrefixIndex:
             )
 
     def _idle(self) -> list[int]:
-        """Oldest first."""
-        pages, page = [], self._next[self._head]
-        while page != self._head:
-            pages.append(page)
-            page = self._next[page]
+        """In the order in which they go."""
+        pages = []
+        for head in (self._head, self._protected_head):
+            page = self._next[head]
+            while page != head:
+                pages.append(page)
+                page = self._next[page]
         return pages
 
     def _forget(self, page: int) -> None:
@@ -146,13 +171,23 @@ class PrefixIndex:
             self._keys[page] = None
             self._generations[page] += 1
 
-    def _link(self, page: int) -> None:
-        newest = self._prev[self._head]
+    def _link(self, page: int, is_protected: bool) -> None:
+        """As the newest."""
+        head = self._protected_head if is_protected else self._head
+        newest = self._prev[head]
         self._next[newest], self._prev[page] = page, newest
-        self._next[page], self._prev[self._head] = self._head, page
+        self._next[page], self._prev[head] = head, page
+        self._is_protected[page] = is_protected
+        self._num_protected += is_protected
         self.num_idle += 1
+        if self._num_protected > len(self._keys) // PROTECTED:
+            oldest = self._next[self._protected_head]
+            self._unlink(oldest)
+            self._came_again[oldest] = 0
+            self._link(oldest, False)
 
     def _unlink(self, page: int) -> None:
         before, behind = self._prev[page], self._next[page]
         self._next[before], self._prev[behind] = behind, before
+        self._num_protected -= self._is_protected[page]
         self.num_idle -= 1

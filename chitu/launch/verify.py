@@ -23,7 +23,7 @@ import msgspec
 from chitu.client.client import RouterClient
 from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Score
 from chitu.client.verify.parity import OUTCOMES, Judgement, compare
-from chitu.client.verify.report import FORCED, Judged, Report, report_of, wrong_pages
+from chitu.client.verify.report import CACHED, FORCED, Judged, Report, report_of, wrong_pages
 from chitu.client.verify.topology import MIN_ROUNDS, judge
 from chitu.config.load import api_key
 from chitu.errors import ChituError
@@ -33,7 +33,6 @@ from chitu.launch.reference import Reference, ReferenceOptions, instance_of, ref
 from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.snapshot import ClusterSnapshot
 
-CACHED = "cached"
 DRAWN = ("seeded", FORCED)
 """Their tokens are those of the engine that is asked the same, likely or not."""
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chitu.errors import Internal
 from chitu.kv_cache.page_keys import KEY_BYTES, PageKeys, lasting_fingerprint, layout_fingerprint
-from chitu.kv_cache.prefix_index import PrefixIndex
+from chitu.kv_cache.prefix_index import PROTECTED, PrefixIndex
 from chitu.protocol import KVLayout, pack_i32
 
 NUM_PAGES = 12
@@ -19,12 +19,15 @@ LAYOUT = KVLayout("hash", 2, 2, 8, 4, "float32", 100)
 
 @dataclass
 class Model:
-    """Prompts of one token a page. `pages`: what can be found; `used_at`: when somebody last let go of it."""
+    """Prompts of one token a page. `pages`: what can be found. Of these nobody uses `others` and `protected`, oldest
+    first."""
 
     pages: dict[tuple[int, ...], int] = field(default_factory=dict)
-    used_at: dict[int, int] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
-    now: int = 0
+    others: list[tuple[int, ...]] = field(default_factory=list)
+    protected: list[tuple[int, ...]] = field(default_factory=list)
+    came_again: set[tuple[int, ...]] = field(default_factory=set)
+    evicted: list[tuple[int, ...]] = field(default_factory=list)
 
     def find(self, prompt: tuple[int, ...]) -> list[int]:
         found = []
@@ -32,18 +35,37 @@ class Model:
             found.append(page)
         return found
 
+    def pin(self, prompt: tuple[int, ...], page: int) -> None:
+        """It was found."""
+        self.pins[page] += 1
+        self.came_again.add(prompt)
+        for idle in (self.others, self.protected):
+            if prompt in idle:
+                idle.remove(prompt)
+
+    def add(self, prompt: tuple[int, ...], page: int) -> None:
+        self.pages[prompt], self.pins[page] = page, 1
+        self.came_again.discard(prompt)
+        if prompt in self.evicted:
+            self.evicted.remove(prompt)
+            self.came_again.add(prompt)
+
+    def rest(self, prompt: tuple[int, ...]) -> None:
+        """Nobody uses it any more."""
+        before = {prompt[: n + 1] for n in range(len(prompt))}
+        (self.protected if before <= self.came_again else self.others).append(prompt)
+        if len(self.protected) > NUM_PAGES // PROTECTED:
+            self.others.append(self.protected.pop(0))
+            self.came_again.remove(self.others[-1])
+
     def evict_one(self) -> int | None:
-        """The end of a chain that nobody uses, and that was used longest ago."""
-        ends = {
-            page: prompt
-            for prompt, page in self.pages.items()
-            if not self.pins[page] and not any(other[:-1] == prompt for other in self.pages)
-        }
-        if not ends:
+        idle = self.others or self.protected
+        if not idle:
             return None
-        page = min(ends, key=lambda page: self.used_at[page])
-        del self.pages[ends[page]]
-        return page
+        prompt = idle.pop(0)
+        assert not any(other[:-1] == prompt for other in self.pages), "a chain was cut"
+        self.evicted = [*self.evicted, prompt][-NUM_PAGES:]
+        return self.pages.pop(prompt)
 
 
 class Pair:
@@ -61,15 +83,15 @@ class Pair:
         pinned = self.index.find(keys)
         assert pinned == self.model.find(prompt)
         self.index.pin(pinned)
-        for page in pinned:
-            self.model.pins[page] += 1
+        for i, page in enumerate(pinned):
+            self.model.pin(prompt[: i + 1], page)
         for i in range(len(pinned), len(prompt)):
             if not self.free and not self.evict(1):
                 break
             page = self.free.pop()
             known = self.index.add(keys[i], page)
-            assert known == page == self.model.pages.setdefault(prompt[: i + 1], page)
-            self.model.pins[page] = 1
+            assert known == page
+            self.model.add(prompt[: i + 1], page)
             pinned.append(page)
         self.requests.append(pinned)
 
@@ -78,13 +100,14 @@ class Pair:
             return
         pinned = self.requests.pop(number % len(self.requests))
         idle, dropped = self.index.unpin(pinned)
-        self.model.now += 1
-        expected_dropped = []
-        for page in pinned:
+        prompts, expected_dropped = {page: prompt for prompt, page in self.model.pages.items()}, []
+        for page in reversed(pinned):
             self.model.pins[page] -= 1
-            self.model.used_at[page] = self.model.now
-            if page not in self.model.pages.values() and not self.model.pins[page]:
-                expected_dropped.append(page)
+            if not self.model.pins[page]:
+                if page in prompts:
+                    self.model.rest(prompts[page])
+                else:
+                    expected_dropped.append(page)
         assert sorted(dropped) == sorted(expected_dropped)
         assert sorted(idle) == sorted(p for p in pinned if not self.model.pins[p] and p not in dropped)
         self.free += dropped
@@ -99,7 +122,9 @@ class Pair:
     def flush(self) -> None:
         dropped = self.index.flush()
         assert sorted(dropped) == sorted(p for p in self.model.pages.values() if not self.model.pins[p])
-        self.model.pages.clear()
+        for known in (self.model.pages, self.model.others, self.model.protected, self.model.came_again):
+            known.clear()
+        self.model.evicted.clear()
         self.free += dropped
 
     def check(self) -> None:
@@ -142,16 +167,31 @@ def test_the_page_of_whoever_was_faster_stays_in_the_index() -> None:
     assert index.num_pins(1) == 0 and index.find([b"a"]) == [0]
 
 
-def test_a_long_prompt_that_is_used_again_outlives_a_short_one_that_is_not() -> None:
-    index = PrefixIndex(4)
-    for key, page in ((b"a", 0), (b"ab", 1)):
+def use(index: PrefixIndex, keys: str, pages: list[int]) -> None:
+    """A request of this chain, its new pages in `pages`, comes and goes."""
+    chain = [keys[: n + 1].encode() for n in range(len(keys))]
+    found = index.find(chain)
+    index.pin(found)
+    for key, page in zip(chain[len(found) :], pages, strict=True):
         index.add(key, page)
-    index.unpin([0, 1])
-    index.add(b"x", 2)
-    index.unpin([2])
-    index.pin(index.find([b"a"]))
-    index.unpin([0])
-    assert index.evict(4) == [1, 2, 0], "the end of the first chain is older than x, its beginning is not"
+    index.unpin(found + pages)
+
+
+def test_what_came_again_outlives_what_came_once() -> None:
+    index = PrefixIndex(6)
+    use(index, "ab", [0, 1])
+    use(index, "a", [])
+    use(index, "xyz", [2, 3, 4])
+    assert index.evict(5) == [1, 4, 3, 2, 0], "the end of the first chain is oldest; its beginning came again"
+
+
+def test_what_was_evicted_and_comes_again_is_protected_and_no_more_than_a_third_is() -> None:
+    index = PrefixIndex(6)
+    use(index, "abc", [0, 1, 2])
+    assert index.evict(3) == [2, 1, 0]
+    use(index, "abc", [0, 1, 2])
+    use(index, "xyz", [3, 4, 5])
+    assert index.evict(6) == [2, 5, 4, 3, 1, 0], "its end is more than a third, and older than the others"
 
 
 def test_mistakes_are_loud() -> None:

@@ -17,6 +17,8 @@ from chitu.client.verify.topology import TopologyVerdict
 from chitu.protocol import KVLayout
 
 EXIT_CODES = {"right": 0, "wrong": 1, "unjudged": 2}
+CACHED = "cached"
+"""Kind of request: through the prefix cache. What it finds may be another pair's fault."""
 FORCED = "forced"
 """The kind of request whose tokens are fixed, and whose pages are summed up."""
 MAX_REASONS = 20
@@ -110,7 +112,12 @@ def report_of(
         by_pair[one.asked.pair].append(one)
         if one.judgement.outcome == "wrong":
             wrong[one.asked.pair].append(one)
-    guilty = blame({pair: {one.judgement.place for one in found} for pair, found in wrong.items()}, by_pair.keys())
+    places: dict[Pair, set[int]] = defaultdict(set)
+    computed = [one for found in wrong.values() for one in found if one.kind != CACHED]
+    for one in computed or [one for found in wrong.values() for one in found]:
+        assert one.asked.pair is not None
+        places[one.asked.pair].add(one.judgement.place)
+    guilty = blame(places, by_pair.keys())
     reasons = [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
     moved = {(pair.prefill, pair.decode): (pair.kv_bytes, pair.expected_bytes) for pair in verdict.pairs}
     for pair, (found_bytes, right_bytes) in moved.items():

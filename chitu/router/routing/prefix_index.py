@@ -17,11 +17,11 @@ from collections.abc import Container, Sequence
 
 from chitu.router.routing.policy import InstanceKey
 
-BLOCK_TOKENS = 64
-MAX_PROMPT_BLOCKS = 512
+BLOCK_TOKENS = 256
+MAX_PROMPT_BLOCKS = 128
 """Beginnings longer than this (32768 tokens) count as this long: a bound for the time of one decision."""
 CAPACITY = 100_000
-"""Blocks: 6.4 million prompt tokens in about 25 MB."""
+"""Blocks: 25 million prompt tokens in about 25 MB."""
 MAX_OWNERS = 16
 PATIENCE = 8
 """What finding a token is worth where one instance alone has it, in tokens of others to stand behind: far more than the
