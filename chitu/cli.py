@@ -1,4 +1,4 @@
-"""The `chitu` command: serve, node, chat, explain, trace, verify, join, drain, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, explain, trace, verify, replay, join, drain, plan, make-model, bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
@@ -17,6 +17,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -169,6 +170,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_verify)
+
+    command = commands.add_parser("replay", help="whether an engine gives the tokens of saved answers again")
+    command.add_argument("files", nargs="+", metavar="FILE", help="answers with return_receipt, or receipts (-: stdin)")
+    source = command.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
+    source.add_argument("--url", default=DEFAULT_URL, help=f"a cluster that runs (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.add_argument("--device", default="cpu", help="of the engine that is started (default: cpu)")
+    command.add_argument(
+        "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
+    )
+    command.add_argument(
+        "--timeout", type=_positive(float), default=600.0, metavar="S", help="seconds for one answer (default: 600)"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object a receipt")
+    command.set_defaults(run=_replay)
 
     command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
     _add_topology(command)
@@ -395,6 +412,46 @@ def _verify(arguments: argparse.Namespace) -> int:
     else:
         show(report, Console(width=None if sys.stdout.isatty() else 120))
     return EXIT_CODES[report.verdict]
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from chitu.client.verify.receipts import EXIT_CODES, read_receipts
+    from chitu.launch.model_source import find_model
+    from chitu.launch.replay import ReplayOptions, replay_receipts
+
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    try:
+        texts = [(name, sys.stdin.read() if name == "-" else _read_text(name)) for name in arguments.files]
+        receipts = [receipt for name, text in texts for receipt in read_receipts(name, text)]
+        options = ReplayOptions(
+            url=arguments.url if arguments.model is None else None,
+            model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
+            device=arguments.device,
+            concurrency=arguments.concurrency,
+            timeout_s=arguments.timeout,
+        )
+        results = replay_receipts(options, receipts, say)
+    except ChituError as error:  # 1 would say that tokens differ
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return EXIT_CODES["unjudged"]
+    for one in results:
+        if arguments.json:
+            print(msgspec.json.encode(one).decode())
+        elif one.verdict != "same" or one.says:
+            print(f"{one.request_id}: {one.verdict}: {one.says}")
+    counts = {verdict: sum(one.verdict == verdict for one in results) for verdict in EXIT_CODES}
+    if not arguments.json:
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    return EXIT_CODES["different" if counts["different"] else "unjudged" if counts["unjudged"] else "same"]
+
+
+def _read_text(name: str) -> str:
+    """ConfigError where it is none that can be read."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{name} cannot be read: {reason}") from error
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -79,6 +79,8 @@ class Job:
     """For the client, of fields that had no effect."""
     grammar_param: str | None = None
     """The field that the samplings' grammar is from."""
+    limits: ModelLimits | None = None
+    """Of the model as it was served when the request came."""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
@@ -205,6 +207,8 @@ class JobParser:
         limits = frame.require_limits()
         if len(given) * options.n > MAX_PROMPTS:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
+        if options.return_receipt and len(given) * options.n > 1:
+            raise InvalidRequest("return_receipt is available for one choice of one prompt", "return_receipt")
         # The prompt of a chat is made of its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
@@ -258,4 +262,5 @@ class JobParser:
             is_chat=isinstance(body, ChatBody),
             warnings=warnings,
             grammar_param=grammar_param,
+            limits=limits,
         )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from chitu.net.http import Headers
+from chitu.protocol.receipt import Receipt
 from chitu.protocol.requests import StageTimes
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 
@@ -90,6 +91,8 @@ class Proof(msgspec.Struct, frozen=True):
     kv_bytes: int | None
     """All that P moved to D in the attempts that finished; null where it is not known of each."""
     choices: list[ProofChoice]
+    receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
+    """With `return_receipt`: what `chitu replay` needs to make its tokens again."""
 
 
 class Moments(NamedTuple):
@@ -101,7 +104,11 @@ class Moments(NamedTuple):
 
 
 def proof_of(
-    moments: Moments, records: Sequence[Sequence[RequestSnapshot]], indices: Iterable[int], cached_tokens: int
+    moments: Moments,
+    records: Sequence[Sequence[RequestSnapshot]],
+    indices: Iterable[int],
+    cached_tokens: int,
+    receipt: Receipt | None = None,
 ) -> Proof:
     """`records`: of each choice its attempts, with one at least. `indices`: of the choices that are returned."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
@@ -119,6 +126,7 @@ def proof_of(
         cached_tokens=cached_tokens,
         kv_bytes=sum(count for count in moved if count is not None) if None not in moved else None,
         choices=choices,
+        receipt=msgspec.UNSET if receipt is None else receipt,
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
@@ -81,6 +82,7 @@ _Penalty = Annotated[float, documented(minimum=-2, maximum=2)]
 _Share = Annotated[float, documented(minimum=0, maximum=1)]
 _StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
+_BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 _TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, documented(minimum=0)]
 _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
@@ -161,7 +163,7 @@ class GenerationBody(Body, kw_only=True):
     guided_regex: _GrammarText | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _GrammarText | None = None
-    bad_words: Annotated[list[_BadWord], msgspec.Meta(max_length=MAX_WORDS)] | None = None
+    bad_words: Annotated[list[_BadWord | _BadTokens], msgspec.Meta(max_length=MAX_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -169,6 +171,7 @@ class GenerationBody(Body, kw_only=True):
     return_token_ids: bool | None = None
     return_proof: bool | None = None
     return_page_sums: bool | None = None
+    return_receipt: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     prompt_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None

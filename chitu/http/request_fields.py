@@ -154,7 +154,7 @@ FIELDS: tuple[Field, ...] = (
         (
             "bad_words",
             "to 128 texts of 64 characters and 16 tokens; each, with and without a space ahead, is a sequence of "
-            "tokens that the answer does not have (another sequence may read the same)",
+            "tokens that the answer does not have (another sequence may read the same); 1 to 16 token ids, as they are",
         ),
         ("include_stop_str_in_output", ""),
         ("skip_special_tokens", "default true"),
@@ -165,6 +165,10 @@ FIELDS: tuple[Field, ...] = (
             "bytes moved, tokens cached, attempts, times (operations.md)",
         ),
         ("return_page_sums", "`return_proof` with checksums of the first full pages that it leaves on D, by layer"),
+        (
+            "return_receipt",
+            "`return_proof` with all that the tokens depend on, for `chitu replay`; of one choice of one prompt",
+        ),
         (
             "truncate_prompt_tokens",
             "1 to the context: only this many last tokens of each prompt (a bos that the tokenizer puts ahead stays); "
@@ -278,6 +282,7 @@ FIELDS: tuple[Field, ...] = (
         ("metadata", "to 16 texts; repeated in the answer"),
         ("chat_template_kwargs", "as of a chat"),
         ("return_proof", "as of a chat; a stream has it in its last event"),
+        ("return_receipt", "as of a chat"),
     ),
     *_of(
         (RESPONSES,),

@@ -44,6 +44,8 @@ class OutputOptions:
     """Of these, how many the client gets: those with the highest logprob a token. 0: all."""
     continuous_usage: bool = False
     """Every event says what its choice has used so far."""
+    return_receipt: bool = False
+    """With the proof, of the one choice."""
 
 
 def _ranged(value: float | None, default: float, low: float, high: float, name: str, open_low: bool = False) -> float:
@@ -103,6 +105,7 @@ def output_options(body: GenerationBody) -> OutputOptions:
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
         return_proof=bool(body.return_proof),
+        return_receipt=_asks_receipt(body),
         logprobs=num_logprobs(body),
         prompt_logprobs=num_prompt_logprobs(body),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
@@ -153,6 +156,12 @@ def sampling_params(
         grammar=grammar,
         page_sums=_asks_page_sums(body),
     )
+
+
+def _asks_receipt(body: GenerationBody) -> bool:
+    if body.return_receipt and not body.return_proof:
+        raise InvalidRequest("return_receipt is allowed only with return_proof: true", "return_receipt")
+    return bool(body.return_receipt)
 
 
 def _asks_page_sums(body: GenerationBody) -> bool:

@@ -23,7 +23,7 @@ from chitu.http.token_logprobs import (
     PromptLogprobs,
 )
 from chitu.models.config import ModelSpec, read_model_spec
-from chitu.protocol import MAX_BAD_WORD_TOKENS
+from chitu.protocol import MAX_BAD_WORD_TOKENS, KVLayout
 from chitu.router.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
@@ -36,6 +36,8 @@ class ModelLimits:
     max_model_len: int
     """Prompt plus output tokens of one request: the least of what the serving instances and the config allow."""
     vocab_size: int
+    layout: KVLayout
+    """Of one that serves: all have the same model."""
 
 
 class ServedModel:
@@ -87,7 +89,10 @@ class ServedModel:
             max_len = min(instance.max_model_len for instance in serving)
             if self._config_max_len is not None:
                 max_len = min(max_len, self._config_max_len)
-            self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
+            self._limits = (
+                candidates,
+                ModelLimits(max_len, min(i.layout.vocab_size for i in serving), serving[-1].layout),
+            )
         return self._limits[1]
 
     def vocab_size(self, candidates: Candidates) -> int:
@@ -105,12 +110,17 @@ class ServedModel:
             )
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def bad_words(self, words: Sequence[str], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
-        """Each as the tokens that it is at the beginning of a text and behind a space. InvalidRequest where it is
-        nothing but spaces, or more tokens than are looked back at."""
+    def bad_words(self, words: Sequence[str | list[int]], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+        """Each as the tokens that it is at the beginning of a text and behind a space; tokens as they are.
+        InvalidRequest where it is nothing but spaces, or more tokens than are looked back at."""
         found: dict[tuple[int, ...], None] = {}
         for i, word in enumerate(words):
-            param, bare = f"bad_words[{i}]", word.lstrip()
+            param = f"bad_words[{i}]"
+            if not isinstance(word, str):
+                self.require_known(word, limits, param, is_text=False)
+                found[tuple(word)] = None
+                continue
+            bare = word.lstrip()
             if not bare:
                 raise InvalidRequest(f"{param} must not be empty", param)
             for text in (bare, " " + bare):

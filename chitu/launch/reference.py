@@ -1,6 +1,7 @@
 """References for answers of a cluster: one undivided engine, started here or running already, and `transformers`.
 
-Used by `chitu verify`. Blocking, in the caller's thread, which must outlive what it starts.
+Used by `chitu verify` and, for the engine, by `chitu replay`. Blocking, in the caller's thread, which must
+outlive what it starts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -59,6 +60,13 @@ class ReferenceOptions:
     entries: Entries | None
 
 
+class EngineShape(NamedTuple):
+    dtype: str
+    """Of K and V, and of the model where that is not fp8."""
+    max_model_len: int
+    page_size: int
+
+
 @contextlib.contextmanager
 def reference(options: ReferenceOptions, cluster: ClusterSnapshot, say: Callable[[str], None]) -> Iterator[Reference]:
     """Of the model, the context and the dtype of the cluster, which has a layout. Impossible where there is none;
@@ -71,13 +79,25 @@ def reference(options: ReferenceOptions, cluster: ClusterSnapshot, say: Callable
             "the model's folder is not known, or not on this machine: name it with --model DIR, or an undivided engine "
             "that runs already with --reference URL"
         )
-    say(f"starting one undivided engine of {options.folder} on {options.device}")
-    topology = load_topology("unified_local.yaml", _settings(options.folder, options.device, cluster))
-    with LocalCluster(topology, entries=options.entries) as own:
+    like = instance_of(cluster)
+    assert like is not None and like.layout is not None and cluster.max_model_len is not None
+    shape = EngineShape(like.layout.dtype, cluster.max_model_len, like.layout.page_size)
+    with engine(options.folder, options.device, shape, options.entries, say) as (client, key):
+        yield _reference(options, client, key, cluster, say)
+
+
+@contextlib.contextmanager
+def engine(
+    folder: str, device: str, shape: EngineShape, entries: Entries | None, say: Callable[[str], None]
+) -> Iterator[tuple[RouterClient, str | None]]:
+    """One undivided engine that is started here, and its API key. ConfigError and StartFailed as of `LocalCluster`."""
+    say(f"starting one undivided engine of {folder} on {device}")
+    topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
+    with LocalCluster(topology, entries=entries) as own:
         own.wait_ready(READY_TIMEOUT_S)
         keys = own.topology.dp_config.router.api_keys
         key = keys[0] if keys else None
-        yield _reference(options, RouterClient(own.url, key), key, cluster, say)
+        yield RouterClient(own.url, key), key
     own.remove_logs()
 
 
@@ -86,17 +106,15 @@ def instance_of(cluster: ClusterSnapshot) -> InstanceSnapshot | None:
     return next((instance for instance in cluster.instances if instance.layout is not None), None)
 
 
-def _settings(folder: str, device: str, cluster: ClusterSnapshot) -> list[str]:
-    """Room for two requests, at the cluster's precision."""
-    like = instance_of(cluster)
-    assert like is not None and like.layout is not None and cluster.max_model_len is not None
-    dtype, page_size = like.layout.dtype, like.layout.page_size
-    pages = -(-cluster.max_model_len // page_size) + SPARE_PAGES
+def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
+    """Room for two requests."""
+    dtype, page_size = shape.dtype, shape.page_size
+    pages = -(-shape.max_model_len // page_size) + SPARE_PAGES
     return [
         f"model.path={msgspec.json.encode(folder).decode()}",
         "model.served_name=reference",
         "cache.kv_dtype=fp8_e4m3" if dtype == "fp8_e4m3" else f"model.dtype={dtype}",
-        f"model.max_model_len={cluster.max_model_len}",
+        f"model.max_model_len={shape.max_model_len}",
         f"cache.page_size={page_size}",
         f"cache.num_pages={pages}",
         f"dp_config.router.unified_schedulers.0.devices=[{msgspec.json.encode(device).decode()}]",

@@ -5,6 +5,7 @@ The clusters compute in float32; which pair gets which request is the router's (
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
 from chitu.client.client import RouterClient
 from chitu.client.verify.asking import Asked, Prober
+from chitu.client.verify.receipts import Replayed, read_receipts
 from chitu.client.verify.report import Report
 from chitu.client.verify.topology import expected_bytes
 from chitu.config.cluster_key import cluster_key_of
@@ -30,6 +32,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.verify import VerifyOptions, verify
 from chitu.net.curve import derive
+from chitu.protocol.receipt import Receipt, sealed
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
@@ -203,3 +206,56 @@ def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: 
         wait_for(lambda: statuses()["P1"] != "up", 60, lambda: cluster.logs("router")[-3000:])
         assert "P1 differs from D, too: its weights or kernels are wrong" in cluster.logs("router")
         assert statuses()["P0"] == "up"
+
+
+def test_receipts_of_the_cluster_are_replayed_by_one_engine(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answers are saved as they come, whole and streamed, and an engine that the command finds gives them again; a
+    receipt that was changed and sealed anew is found by its first wrong token."""
+    world.plant()
+    rng = random.Random(7)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 40},
+        {"temperature": 2.0, "seed": 11, "ignore_eos": True, "cache_prompt": False},
+        {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "stop": ["e"], "stream": True},
+        {"temperature": 0.8, "guided_regex": "[0-9]{3,9}", "bad_words": ["5"], "stream": True},
+    ]
+    saved = ""
+    for body in asked * 3:
+        prompt = [rng.randrange(5, 250) for _ in range(rng.choice((3, 20, 60)))]
+        body = {"max_tokens": 24, **body, "prompt": prompt, "return_proof": True, "return_receipt": True}
+        saved += httpx.post(f"{world.cluster.url}/v1/completions", json=body, trust_env=False, timeout=60).text + "\n"
+    receipts = read_receipts("saved", saved)
+    assert len(receipts) == len(asked) * 3
+    assert {name for one in receipts for pair in one.served for name in pair.split("-")} >= {"P0", "P1", "D0", "D1"}
+
+    def replay(receipts: list[Receipt]) -> tuple[int, list[Replayed]]:
+        file = tmp_path / "receipts.jsonl"
+        file.write_bytes(b"\n".join(map(msgspec.json.encode, receipts)))
+        capsys.readouterr()
+        code = cli.main(["replay", str(file), "--url", world.engine.url, "--json"])
+        return code, [msgspec.json.decode(line, type=Replayed) for line in capsys.readouterr().out.splitlines()]
+
+    code, results = replay(receipts)
+    assert (code, [one for one in results if one.verdict != "same"]) == (0, []), results
+    change = msgspec.structs.replace
+    greedy, drawn = receipts[0], receipts[1]
+    tokens = [*drawn.token_ids[:3], drawn.token_ids[3] ^ 1, *drawn.token_ids[4:]]
+    changed = [
+        change(drawn, token_ids=tokens),
+        change(drawn, prompt_token_ids=[*drawn.prompt_token_ids[:-1], drawn.prompt_token_ids[-1] ^ 1]),
+        change(drawn, sampling=change(drawn.sampling, seed=drawn.sampling.seed ^ 1)),
+        change(greedy, token_ids=greedy.token_ids[:-1]),
+    ]
+    code, results = replay(changed)
+    assert code == 1
+    names = ["token_ids", "prompt_token_ids", "sampling.seed", "token_ids"]
+    assert [one.says.removeprefix("changed since it was made: ") for one in results] == names, results
+    code, results = replay([sealed(one) for one in changed])
+    assert (code, [one.verdict for one in results]) == (1, ["different"] * 4), results
+    assert (results[0].place, results[3].place) == (3, len(greedy.token_ids) - 1), results
+    code, (other,) = replay([sealed(change(greedy, model_hash="0" * 32))])
+    assert (code, other.verdict) == (2, "unjudged") and "model_hash" in other.says, other
+    code = cli.main(["replay", str(tmp_path / "nothing"), "--url", world.engine.url])
+    assert code == 2 and "nothing cannot be read" in capsys.readouterr().err

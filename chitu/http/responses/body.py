@@ -111,3 +111,4 @@ class ResponsesBody(Body, kw_only=True):
     """Repeated in the answer."""
     chat_template_kwargs: TemplateKwargs | None = None
     return_proof: bool | None = None
+    return_receipt: bool | None = None

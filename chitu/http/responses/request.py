@@ -74,6 +74,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
         return_proof=body.return_proof,
+        return_receipt=body.return_receipt,
     )
 
 

@@ -1,0 +1,156 @@
+"""Receipts (`protocol/receipt.py`): read from saved answers, asked again of an engine, judged. Used by `chitu replay`.
+
+**The rule.** The engine gets the prompt's ids and the sampling of the receipt, and its tokens are compared. Where one
+differs first:
+
+* A greedy answer under nothing but its logits is judged by `parity.compare`: every token, behind those that were taken.
+* Otherwise the difference is the receipt's fault in float32. In other dtypes a draw may fall another way by rounding
+  alone, and the receipt is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from chitu.client.verify.asking import Asked, Impossible, Prober, Score
+from chitu.client.verify.parity import compare
+from chitu.protocol import LOGPROB_TOLERANCES
+from chitu.protocol.receipt import Receipt, changed_fields
+
+Verdict = Literal["same", "different", "unjudged"]
+EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "unjudged": 2}
+PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids")
+"""Fields of the sampling whose defaults leave a greedy choice to the logits; `grammar` and `min_tokens` beside."""
+AS_THEY_ARE = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+)
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    request_id: str
+    verdict: Verdict
+    says: str = ""
+    place: int = -1
+    """Of the first token that differs, from 0; -1: none, or there was no replay."""
+
+
+def read_receipts(name: str, text: str) -> list[Receipt]:
+    """Of a receipt, an answer that has one, several of either as JSON lines, or a saved stream. Impossible, with the
+    line, where something else is in it."""
+    try:
+        lines = [(name, msgspec.Raw(msgspec.json.encode(msgspec.json.decode(text))))]
+    except msgspec.DecodeError:
+        lines = [(f"{name}:{n}", msgspec.Raw(line.encode())) for n, line in enumerate(text.splitlines(), 1)]
+    found = [receipt for where, line in lines for receipt in _of_line(where, bytes(line).strip())]
+    if not found:
+        raise Impossible(f"{name} has no receipt: ask with return_proof: true and return_receipt: true")
+    return found
+
+
+def _of_line(where: str, line: bytes) -> Iterator[Receipt]:
+    is_event = line.startswith((b"data:", b"event:", b":"))
+    data = line.removeprefix(b"data:").strip()
+    if not line or data == b"[DONE]" or (is_event and data == line):
+        return
+    try:
+        record = msgspec.json.decode(data)
+        if isinstance(record, dict) and "receipt" not in record:
+            answer = record.get("response", record)
+            proof = answer.get("chitu") if isinstance(answer, dict) else None
+            record = proof.get("receipt") if isinstance(proof, dict) else None
+        if record is None and is_event:
+            return
+        if record is None:
+            raise Impossible(f"{where} has no receipt: ask with return_proof: true and return_receipt: true")
+        yield msgspec.convert(record, Receipt, str_keys=True)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise Impossible(f"{where} is no receipt of this version of chitu: {error}") from error
+
+
+def replay(receipt: Receipt, prober: Prober, model_hash: str, dtype: str) -> Replayed:
+    """`model_hash`, `dtype`: of the engine that the prober asks."""
+    if changed := changed_fields(receipt):
+        says = f"changed since it was made: {', '.join(changed)}"
+        return Replayed(receipt.request_id, "different", says)
+    if model_hash != receipt.model_hash:
+        says = f"the engine has another model than the receipt: model_hash {model_hash}, not {receipt.model_hash}"
+        return Replayed(receipt.request_id, "unjudged", says)
+    if not receipt.prompt_token_ids or not receipt.token_ids:
+        return Replayed(receipt.request_id, "unjudged", "it has no tokens")
+    try:
+        asked = prober.ask(0, receipt.prompt_token_ids, False, **fields_of(receipt))
+        if asked.error:
+            raise Impossible(asked.error)
+        tolerance = max(LOGPROB_TOLERANCES[receipt.dtype], LOGPROB_TOLERANCES[dtype])
+        is_exact = receipt.dtype == dtype == "float32"
+        return judge(receipt, asked.tokens, prober.scores, tolerance, is_exact)
+    except Impossible as error:
+        return Replayed(receipt.request_id, "unjudged", error.message)
+
+
+def fields_of(receipt: Receipt) -> dict[str, Any]:
+    """Of a body of `/v1/completions` that asks for the same. Impossible where none does."""
+    sampling = receipt.sampling
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in AS_THEY_ARE}
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if value := getattr(sampling, name):
+            fields[name] = value
+    fields["max_tokens"] = sampling.max_tokens if receipt.finish != "text" else len(receipt.token_ids)
+    fields["min_tokens"] = min(sampling.min_tokens, fields["max_tokens"])
+    grammar = sampling.grammar
+    if grammar is None:
+        return fields
+    if grammar.kind == "tool_calls" or grammar.reasoning is not None:
+        what = "of tool calls" if grammar.kind == "tool_calls" else "that begins behind a reasoning"
+        raise Impossible(f"sampling.grammar: one {what} cannot be asked for again")
+    if grammar.kind == "json_object":
+        fields["response_format"] = {"type": "json_object"}
+    elif grammar.kind == "choice":
+        fields["guided_choice"] = msgspec.json.decode(grammar.text)
+    else:
+        name = {"json_schema": "guided_json", "regex": "guided_regex", "lark": "guided_grammar"}[grammar.kind]
+        fields[name] = grammar.text
+    return fields
+
+
+def judge(
+    receipt: Receipt,
+    replayed: Sequence[int],
+    scores: Callable[[Sequence[int], int], list[Score]],
+    tolerance: float,
+    is_exact: bool,
+) -> Replayed:
+    """`scores`: the engine's, of the last tokens of these. `is_exact`: no draw is excused."""
+    tokens = receipt.token_ids
+    place = next((n for n, pair in enumerate(zip(tokens, replayed, strict=False)) if pair[0] != pair[1]), -1)
+    if place < 0 and len(tokens) == len(replayed):
+        return Replayed(receipt.request_id, "same")
+    if place < 0:
+        place = min(len(tokens), len(replayed))
+        says = f"it has {len(tokens)} tokens, and the engine gives {len(replayed)}, equal as far as both go"
+        return Replayed(receipt.request_id, "different", says, place)
+    if _is_plain(receipt):
+        asked = Asked(0, tokens=tuple(tokens))
+        judgement = compare(asked, scores([*receipt.prompt_token_ids, *tokens], len(tokens)), None, tolerance)
+        if judgement.outcome != "wrong":
+            says = f"up to near-ties of two tokens: {judgement.says}" if judgement.says else ""
+            return Replayed(receipt.request_id, "same", says, judgement.place)
+        return Replayed(receipt.request_id, "different", judgement.says, judgement.place)
+    (score,) = scores([*receipt.prompt_token_ids, *tokens[: place + 1]], 1)
+    says = f"token {place} is {tokens[place]} (logprob {score.logprob:.4f}), where the engine has {replayed[place]}"
+    says += f"; the likeliest is {score.top} ({score.top_logprob:.4f})"
+    if is_exact:
+        return Replayed(receipt.request_id, "different", says, place)
+    return Replayed(receipt.request_id, "unjudged", f"{says}; rounding alone may do that", place)
+
+
+def _is_plain(receipt: Receipt) -> bool:
+    """Each token is the likeliest one."""
+    sampling = receipt.sampling
+    defaults = {field.name: field.default for field in msgspec.structs.fields(sampling)}
+    is_free = all(getattr(sampling, name) == (defaults[name] if name != "logit_bias" else {}) for name in PLAIN)
+    return is_free and sampling.temperature == 0 and sampling.grammar is None and not sampling.min_tokens

@@ -1,0 +1,36 @@
+"""Makes the receipt of an answer (`protocol/receipt.py`) of what the router knows of its choice. Pure; loop thread."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+
+from chitu import __version__
+from chitu.protocol import KVLayout, unpack_i32
+from chitu.protocol.receipt import Receipt, ReceiptSampling, sealed
+from chitu.router.generation import Generation
+
+
+def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:
+    """`model`: served name. `num_tokens`: of the answer; D may have made more before it heard of the end."""
+    request, output = generation.request, generation.output
+    reason = generation.finish.reason if generation.finish is not None else ""
+    if reason not in ("stop", "length") or num_tokens < len(output):
+        reason = "text"
+    pairs = [one.decode if one.prefill is None else f"{one.prefill}-{one.decode}" for one in generation.attempts()]
+    return sealed(
+        Receipt(
+            receipt=1,
+            chitu=__version__,
+            request_id=request.request_id,
+            model=model,
+            model_hash=layout.model_hash,
+            dtype=cast(Any, layout.dtype),
+            served=pairs,
+            prompt_token_ids=unpack_i32(request.token_ids).tolist(),
+            sampling=ReceiptSampling(**msgspec.structs.asdict(request.sampling)),
+            token_ids=output[:num_tokens].tolist(),
+            finish=cast(Any, reason),
+        )
+    )

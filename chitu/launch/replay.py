@@ -1,0 +1,64 @@
+"""`chitu replay FILE`: whether an engine gives the tokens of receipts again. Blocking; in the caller's thread.
+
+The engine is an undivided one of the model's folder that is started here, or any cluster that runs: the receipts are
+asked of it past the prefix cache. What counts as the same is in `client/verify/receipts.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from chitu.client.client import RouterClient
+from chitu.client.verify.asking import Impossible, Prober
+from chitu.client.verify.receipts import Replayed, replay
+from chitu.config.load import api_key
+from chitu.launch.plan import Entries
+from chitu.launch.reference import EngineShape, engine, instance_of
+from chitu.models.config import read_model_spec
+from chitu.protocol.receipt import Receipt
+
+PAGE_SIZE = 16
+"""Of the engine that is started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    url: str | None
+    """Of what runs; None: `model` is started."""
+    model: str | None = None
+    """Checkpoint folder."""
+    device: str = "cpu"
+    """Of what is started."""
+    concurrency: int = 2
+    """Requests at once."""
+    timeout_s: float = 600.0
+    """Of one answer."""
+    entries: Entries | None = None
+
+
+def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Callable[[str], None]) -> list[Replayed]:
+    """One for each. Impossible where no engine can be had for them; else as of `LocalCluster` and `RouterClient`."""
+    with contextlib.ExitStack() as stack:
+        if options.url is not None:
+            client, key = RouterClient(options.url, api_key()), api_key()
+        else:
+            assert options.model is not None
+            dtypes = {receipt.dtype for receipt in receipts}
+            if len(dtypes) > 1:
+                raise Impossible(f"receipts of {' and '.join(sorted(dtypes))}: replay those of one dtype at a time")
+            longest = max(len(receipt.prompt_token_ids) + receipt.sampling.max_tokens for receipt in receipts)
+            most = read_model_spec(options.model, None).max_model_len
+            shape = EngineShape(receipts[0].dtype, min(longest + 1, most), PAGE_SIZE)
+            client, key = stack.enter_context(engine(options.model, options.device, shape, options.entries, say))
+        cluster = client.cluster()
+        like = instance_of(cluster)
+        if like is None or like.layout is None:
+            raise Impossible(f"nothing serves at {client.url}")
+        layout = like.layout
+        prober = Prober(client, key, cluster.model, 1, options.timeout_s)
+        say(f"replaying {len(receipts)} receipts at {client.url}")
+        with ThreadPoolExecutor(options.concurrency) as pool:
+            return list(pool.map(lambda one: replay(one, prober, layout.model_hash, layout.dtype), receipts))

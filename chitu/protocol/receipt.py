@@ -1,0 +1,75 @@
+"""The receipt of one answer: all that its tokens depend on but the weights, to be replayed elsewhere and later. Pure.
+
+Made by the router for a request that asks (`return_receipt`, `http/proof.py`); read by `chitu replay`. It has no KV: a
+draw depends on the logits, the seed and the number of tokens emitted alone, so an engine of the same model gives the
+same tokens for the same prompt and sampling.
+
+Invariant: each field has its digest in `digests`, so that one that was changed later is named. A digest is no
+signature: whoever changes a field can make a new one, which only a replay finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from chitu.protocol.requests import SamplingParams
+
+DIGEST_CHARS = 16
+
+
+class ReceiptSampling(SamplingParams, frozen=True, omit_defaults=False):
+    """`SamplingParams` as they were served, with all fields."""
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    receipt: Literal[1]
+    """Version of this format."""
+    chitu: str
+    """Version of the server."""
+    request_id: str
+    model: str
+    """Served name."""
+    model_hash: str
+    """Of config.json and of the headers of the weight files, not of each weight."""
+    dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+    """Of K and V."""
+    served: list[str]
+    """The pairs that it was tried on, as `P0-D1`; the last one finished it."""
+    prompt_token_ids: list[int]
+    sampling: ReceiptSampling
+    token_ids: list[int]
+    """Of the answer, up to the one that ended it."""
+    finish: Literal["stop", "length", "text"]
+    """`text`: the router ended it by its text, at a stop string or behind the one call that is allowed."""
+    digests: dict[str, str] = {}
+    """Of each other field, and of each in `sampling`: the first digits of the SHA-256 of its JSON."""
+
+
+def sealed(receipt: Receipt) -> Receipt:
+    """With the digests of what it has."""
+    return msgspec.structs.replace(receipt, digests=dict(_digests(receipt)))
+
+
+def changed_fields(receipt: Receipt) -> list[str]:
+    """Names of those that are not what the digests say, and of those that have none."""
+    found = dict(_digests(receipt))
+    return [name for name, digest in found.items() if receipt.digests.get(name) != digest]
+
+
+def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
+    for name, value in msgspec.structs.asdict(receipt).items():
+        if name == "sampling":
+            for key, part in msgspec.structs.asdict(value).items():
+                yield f"sampling.{key}", _digest(part)
+        elif name != "digests":
+            yield name, _digest(value)
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, dict):
+        value = sorted(value.items())
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:DIGEST_CHARS]

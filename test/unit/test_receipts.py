@@ -1,0 +1,152 @@
+"""Receipts: read from whatever an answer was saved as, asked again with the same sampling, judged, named if changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from test_jobs import World
+
+from chitu.client.verify.asking import Impossible, Score
+from chitu.client.verify.receipts import fields_of, judge, read_receipts
+from chitu.errors import InvalidRequest
+from chitu.protocol import Grammar, Reasoning, SamplingParams
+from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
+
+
+def receipt(sampling: SamplingParams | None = None, **fields: Any) -> Receipt:
+    served = ReceiptSampling(**msgspec.structs.asdict(sampling or SamplingParams(4, temperature=0.0)))
+    made = Receipt(
+        receipt=1,
+        chitu="0",
+        request_id="r",
+        model="m",
+        model_hash="ab",
+        dtype="float32",
+        served=["P0-D1"],
+        prompt_token_ids=[5, 6],
+        sampling=served,
+        token_ids=[7, 8, 9],
+        finish="length",
+    )
+    return sealed(msgspec.structs.replace(made, **fields))
+
+
+def test_a_receipt_is_read_from_an_answer_a_stream_and_lines() -> None:
+    one = receipt()
+    text = msgspec.json.encode(one).decode()
+    answer = json.dumps({"id": "x", "choices": [], "chitu": {"receipt": json.loads(text)}})
+    response = json.dumps({"type": "response.completed", "response": {"chitu": {"receipt": json.loads(text)}}})
+    stream = f'data: {{"choices": []}}\n\ndata: {answer}\n\ndata: [DONE]\n\n'
+    events = f"event: response.completed\ndata: {response}\n\n"
+    for saved in (text, answer, stream, events, json.dumps(json.loads(answer), indent=2)):
+        assert read_receipts("f", saved) == [one], saved
+    assert read_receipts("f", f"{text}\n{answer}\n") == [one, one]
+    for saved, named in (
+        ("", "f has no receipt"),
+        ('{"choices": []}', "f has no receipt"),
+        (f"{text}\n{{}}\n", "f:2 has no receipt"),
+        (f"{text}\n{text[:-9]}", "f:2"),
+        ("\x00", "f:1"),
+        ("[1]", "f"),
+        (text.replace('"receipt":1', '"receipt":2'), "receipt"),
+        (text.replace('"temperature":0.0', '"temperature":"hot"'), "sampling.temperature"),
+        (text.replace('"top_k"', '"top_l"'), "top_l"),
+    ):
+        with pytest.raises(Impossible, match=named):
+            read_receipts("f", saved)
+
+
+def test_whatever_is_changed_is_named() -> None:
+    """Each field to another value, with the digests as they were."""
+    one = receipt(SamplingParams(4, logit_bias={3: 1.5}, grammar=Grammar("regex", "a+"), bad_words=((1, 2),)))
+    assert changed_fields(msgspec.json.decode(msgspec.json.encode(one), type=Receipt)) == []
+    for name in Receipt.__struct_fields__:
+        if name in ("digests", "sampling"):
+            continue
+        value = getattr(one, name)
+        other = value[:-1] if isinstance(value, list) else f"{value}x" if isinstance(value, str) else 2
+        assert changed_fields(msgspec.structs.replace(one, **{name: other})) == [name]
+    for name in ReceiptSampling.__struct_fields__:
+        sampling = msgspec.structs.replace(one.sampling, **{name: 77})
+        assert changed_fields(msgspec.structs.replace(one, sampling=sampling)) == [f"sampling.{name}"]
+    less = {name: digest for name, digest in one.digests.items() if name != "sampling.seed"}
+    assert changed_fields(msgspec.structs.replace(one, digests=less)) == ["sampling.seed"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "seed": -3},
+        {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"40": 3}},
+        {"min_tokens": 2, "stop_token_ids": [9, 11], "allowed_token_ids": [9, 12, 40]},
+        {"ignore_eos": True, "bad_words": ["time", "a"]},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "[ab]+"},
+        {"guided_choice": ["yes", 'n"o']},
+        {"guided_grammar": 'start: "a"'},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_sampling_that_was_served_is_asked_for_again(fields: dict[str, Any]) -> None:
+    """A body that becomes sampling, that becomes a receipt, that becomes a body, that becomes the same sampling."""
+    served = World().completion([5, 6], max_tokens=4, **fields).samplings[0]
+    again = World().completion([5, 6], **fields_of(receipt(served))).samplings[0]
+    assert again == served
+
+
+def test_what_the_text_ended_is_asked_for_no_longer_and_some_grammars_cannot_be() -> None:
+    fields = fields_of(receipt(SamplingParams(90, min_tokens=50), finish="text"))
+    assert (fields["max_tokens"], fields["min_tokens"]) == (3, 3)
+    for grammar in (Grammar("tool_calls", "{}"), Grammar("regex", "a", Reasoning("<think>", "</think>"))):
+        with pytest.raises(Impossible, match=r"sampling\.grammar"):
+            fields_of(receipt(SamplingParams(4, grammar=grammar)))
+
+
+def score(logprob: float, top: int, top_logprob: float) -> Score:
+    return Score(logprob, top, top_logprob)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "replayed", "gap", "is_exact", "verdict", "place"),
+    [
+        (SamplingParams(4, temperature=0.0), [7, 8, 9], 9.0, True, "same", -1),
+        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.2, False, "same", 1),  # a near-tie
+        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.6, False, "different", 1),
+        (SamplingParams(4, temperature=0.0), [7, 8], 0.0, False, "different", 2),
+        (SamplingParams(4, temperature=0.0), [7, 8, 9, 1], 0.0, False, "different", 3),
+        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, True, "different", 1),
+        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, False, "unjudged", 1),
+        (SamplingParams(4, temperature=0.0, repetition_penalty=1.1), [7, 2, 9], 0.2, True, "different", 1),
+        (SamplingParams(4, temperature=0.0, logit_bias={3: 9.0}), [7, 2, 9], 0.2, False, "unjudged", 1),
+    ],
+)
+def test_a_difference_is_named_with_its_gap(
+    sampling: SamplingParams, replayed: list[int], gap: float, is_exact: bool, verdict: str, place: int
+) -> None:
+    one = receipt(sampling)
+
+    def scores(token_ids: Sequence[int], count: int) -> list[Score]:
+        """The engine takes 2 for likelier than 8, by the gap."""
+        known = {7: score(-0.1, 7, -0.1), 8: score(-1.0 - gap, 2, -1.0), 9: score(-0.1, 9, -0.1)}
+        return [known[token] for token in token_ids[-count:]]
+
+    result = judge(one, replayed, scores, 0.5, is_exact)
+    assert (result.verdict, result.place) == (verdict, place), result
+    assert bool(result.says) == (place >= 0)
+    if place == 1:
+        assert "token 1 is 8" in result.says, result
+
+
+def test_a_receipt_is_asked_for_with_the_proof_of_one_choice() -> None:
+    world = World()
+    assert world.completion([5], return_proof=True, return_receipt=True).options.return_receipt
+    for fields in ({}, {"return_proof": True, "n": 2}, {"return_proof": True, "best_of": 2}):
+        with pytest.raises(InvalidRequest) as caught:
+            world.completion([5], return_receipt=True, **fields)
+        assert caught.value.param == "return_receipt"
