@@ -34,7 +34,6 @@ from chitu.http.token_logprobs import CompletionLogprobs
 from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import prompt_lines, unpack_i32
-from chitu.protocol.receipt import Receipt
 from chitu.router.generation import GenerateRequest
 from chitu.tokenizer import StopScanner
 from chitu.tracing.router_trace import RouterTrace
@@ -247,22 +246,14 @@ class GenerationRoutes:
     def _moments(self, running: RunningAnswer) -> Moments:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
 
-    def _proof(
-        self, job: Job, running: RunningAnswer, kept: Iterable[int] = (), receipt: Receipt | None = None
-    ) -> Proof:
-        """As of now. `kept`: the choices that are returned."""
+    def _proof(self, job: Job, running: RunningAnswer, kept: Iterable[int] | None = None) -> Proof:
+        """As of now. `kept`: the choices that are returned, where all have ended."""
         records = [choice.generation.attempts() for choice in running.choices]
-        cached_tokens = self._usage(job, running.choices).cached_tokens
-        return proof_of(self._moments(running), records, kept, cached_tokens, receipt)
-
-    def _receipt(self, job: Job, running: RunningAnswer) -> Receipt | None:
-        """Of its one choice, which has ended; None where it is not asked for."""
-        if not job.options.return_receipt:
-            return None
-        assert job.limits is not None
-        (choice,) = running.choices
-        layout = job.limits.layout
-        return receipt_of(self._model.name, layout, choice.generation, choice.decoder.num_tokens)
+        cached_tokens, receipt = self._usage(job, running.choices).cached_tokens, None
+        if job.options.return_receipt and kept is not None and job.limits is not None:
+            (choice,) = running.choices
+            receipt = receipt_of(self._model.name, job.limits.layout, choice.generation, choice.decoder.num_tokens)
+        return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt)
 
     # ------------------------------------------------------------------------------------------------------- answering
 
@@ -310,7 +301,7 @@ class GenerationRoutes:
             for choice, parts, token_ids in zip(choices, texts, ids, strict=True)
         ]
         kept = _best(choices, options) if options.num_returned else range(len(choices))
-        proof = self._proof(job, running, kept, self._receipt(job, running)) if options.return_proof else None
+        proof = self._proof(job, running, kept) if options.return_proof else None
         body = form.full([finished[i] for i in kept], self._usage(job, choices), proof)
         exchange.answer(200, body, headers_of(proof) if proof is not None else None)
 
@@ -337,8 +328,7 @@ class GenerationRoutes:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
                     usage = self._usage(job, choices) if job.options.include_usage else None
-                    receipt = self._receipt(job, running)
-                    proof = self._proof(job, running, range(len(choices)), receipt) if with_proof else None
+                    proof = self._proof(job, running, range(len(choices))) if with_proof else None
                     if usage is not None or proof is not None:
                         events.append(form.usage(usage, proof))
                     events.append(form.done)

@@ -13,8 +13,10 @@ from test_jobs import World
 from chitu.client.verify.asking import Impossible, Score
 from chitu.client.verify.receipts import fields_of, judge, read_receipts
 from chitu.errors import InvalidRequest
-from chitu.protocol import Grammar, Reasoning, SamplingParams
+from chitu.http.receipts import receipt_of
+from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
+from chitu.router.generation import GenerateRequest, Generation
 
 
 def receipt(sampling: SamplingParams | None = None, **fields: Any) -> Receipt:
@@ -106,6 +108,17 @@ def test_what_the_text_ended_is_asked_for_no_longer_and_some_grammars_cannot_be(
     for grammar in (Grammar("tool_calls", "{}"), Grammar("regex", "a", Reasoning("<think>", "</think>"))):
         with pytest.raises(Impossible, match=r"sampling\.grammar"):
             fields_of(receipt(SamplingParams(4, grammar=grammar)))
+
+
+def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
+    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99)
+    request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8))
+    made = Generation(request, lambda: None, 9.0, 0.0, tokens=[7, 8, 9])
+    for reason, count, finish in (("length", 3, "length"), ("length", 2, "text"), ("cancelled", 3, "text")):
+        made.finish = Finish(b"", reason)
+        one = receipt_of("m", layout, made, count)
+        assert (one.token_ids, one.finish, one.dtype) == ([7, 8, 9][:count], finish, "bfloat16")
+        assert (one.prompt_token_ids, one.sampling.seed, changed_fields(one)) == ([5, 6], 8, [])
 
 
 def score(logprob: float, top: int, top_logprob: float) -> Score:
