@@ -250,9 +250,9 @@ class GenerationRoutes:
         """As of now. `kept`: the choices that are returned, where all have ended."""
         records = [choice.generation.attempts() for choice in running.choices]
         cached_tokens, receipt = self._usage(job, running.choices).cached_tokens, None
-        if job.options.return_receipt and kept is not None and job.limits is not None:
+        if job.options.return_receipt and kept is not None and self._model.layout is not None:
             (choice,) = running.choices
-            receipt = receipt_of(self._model.name, job.limits.layout, choice.generation, choice.decoder.num_tokens)
+            receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
         return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt)
 
     # ------------------------------------------------------------------------------------------------------- answering

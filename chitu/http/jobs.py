@@ -79,8 +79,6 @@ class Job:
     """For the client, of fields that had no effect."""
     grammar_param: str | None = None
     """The field that the samplings' grammar is from."""
-    limits: ModelLimits | None = None
-    """Of the model as it was served when the request came."""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
@@ -262,5 +260,4 @@ class JobParser:
             is_chat=isinstance(body, ChatBody),
             warnings=warnings,
             grammar_param=grammar_param,
-            limits=limits,
         )

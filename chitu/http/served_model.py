@@ -36,8 +36,6 @@ class ModelLimits:
     max_model_len: int
     """Prompt plus output tokens of one request: the least of what the serving instances and the config allow."""
     vocab_size: int
-    layout: KVLayout
-    """Of one that serves: all have the same model."""
 
 
 class ServedModel:
@@ -59,6 +57,8 @@ class ServedModel:
         self.created_s = created_s
         self._config_max_len = config.max_model_len
         self._limits: tuple[Candidates, ModelLimits] | None = None
+        self.layout: KVLayout | None = None
+        """Of one that served when `limits` was asked last: all have the same model."""
 
     @classmethod
     def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
@@ -89,10 +89,8 @@ class ServedModel:
             max_len = min(instance.max_model_len for instance in serving)
             if self._config_max_len is not None:
                 max_len = min(max_len, self._config_max_len)
-            self._limits = (
-                candidates,
-                ModelLimits(max_len, min(i.layout.vocab_size for i in serving), serving[-1].layout),
-            )
+            self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
+            self.layout = serving[-1].layout
         return self._limits[1]
 
     def vocab_size(self, candidates: Candidates) -> int:
