@@ -24,7 +24,7 @@ PROTECTED = 3
 
 
 class PrefixIndex:
-    """Of pages `0 .. num_pages - 1`. Memory: some 350 bytes a page at most."""
+    """Of pages `0 .. num_pages - 1`. Memory: some 370 bytes a page at most."""
 
     def __init__(self, num_pages: int) -> None:
         self._pages: dict[bytes, int] = {}

@@ -94,6 +94,20 @@ def test_an_edited_example_is_an_ordinary_question(tiny: ChatPage) -> None:
     assert tiny.answer.get_attribute("data-correct") is None
 
 
+def test_below_an_answer_stands_what_was_cached_computed_and_moved(tiny: ChatPage) -> None:
+    """The second prompt begins as the first: P and D have these pages, and the fewer are moved."""
+    shown = []
+    for _ in range(2):
+        tiny.send("Seven grey geese flew over the long lake at noon, and nobody had seen them since. " * 4)
+        tiny.expect_done()
+        article = tiny.messages.locator("article").last
+        expect(article).to_contain_text(re.compile(r"prompt \d+ tokens.*KV [\d.]+ [KM]iB.*total"))
+        shown.append(article.inner_text().replace("\n", " "))
+    assert "cached" not in shown[0], shown
+    match = re.search(r"prompt (\d+) tokens, (\d+) cached", shown[1])
+    assert match is not None and 0 < int(match[2]) < int(match[1]) and int(match[2]) % 16 == 0, shown
+
+
 def test_several_examples_at_once_are_all_right(tiny: ChatPage) -> None:
     tiny.page.locator("#burst").click()
     expect(tiny.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
