@@ -49,7 +49,7 @@ class Tombstone:
     message: str
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Transition(Generic[S, T]):
     room: bytes
     before: S | None

@@ -59,6 +59,8 @@ def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
 
 
 class SenderState(Enum):
+    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
+
     REQUESTED = auto()
     """The router's half is here, D's TransferInfo is not. The prompt may be computed meanwhile."""
     ANNOUNCED = auto()
@@ -66,21 +68,32 @@ class SenderState(Enum):
     WAITING = auto()
     """Both halves are here, nothing was queued for writing yet."""
     TRANSFERRING = auto()
-    """Pages or the logits row are queued or being written."""
+    """Pages or the logits row are queued, or were written; no thread writes now."""
+    WRITING = auto()
+    """A transfer thread is inside a write."""
     SUCCEEDED = auto()
     """Every byte landed. The Success status is repeated until D acknowledges it."""
+    STOPPING = auto()
+    """Failed while a transfer thread is inside a write: pages stay where they are, on both sides, until it is back."""
+    UNSETTLED = auto()
+    """Failed, and a write of it that failed may still land. The transport is asked to settle it again and again."""
     SETTLING = auto()
-    """Failed; a write may still be running, so P's pages and D's pages stay where they are."""
+    """As UNSETTLED, and a transfer thread asks now. Of the rooms of one D it asks for one at a time."""
     RELEASED = auto()
     """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
     FORGOTTEN = auto()
 
 
 class SenderEvent(Enum):
+    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
+
     ADD_REQUEST = auto()
     ANNOUNCE = auto()
     DATA = auto()
     """The first pages or the logits row of an announced room were queued."""
+    WRITE_BEGAN = auto()
+    WRITE_ENDED = auto()
+    """It landed, and it was not the last one."""
     LANDED = auto()
     """The last byte is in D's memory."""
     ABORT = auto()
@@ -90,11 +103,17 @@ class SenderEvent(Enum):
     PEER_LOST = auto()
     """D's incarnation left the cluster view or was replaced."""
     WRITE_FAILED = auto()
+    """None of it can land any more, or D takes no writes."""
+    WRITE_UNSETTLED = auto()
+    """It failed and may still land."""
     REFUSED = auto()
     """The two halves contradict each other (prompt length, page list)."""
     DEADLINE = auto()
+    SETTLE_BEGAN = auto()
+    SETTLE_FAILED = auto()
+    """The attempt is over; the write may still land."""
     SETTLED = auto()
-    """No write of the room is running or can still land."""
+    """The write that failed cannot land any more."""
     ACKNOWLEDGED = auto()
     """D knows how the room ended."""
     GIVEN_UP = auto()
@@ -123,13 +142,21 @@ SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], Sender
     (SenderState.REQUESTED, SenderEvent.ANNOUNCE): SenderState.WAITING,
     (SenderState.ANNOUNCED, SenderEvent.ADD_REQUEST): SenderState.WAITING,
     (SenderState.WAITING, SenderEvent.DATA): SenderState.TRANSFERRING,
-    (SenderState.TRANSFERRING, SenderEvent.LANDED): SenderState.SUCCEEDED,
-    (SenderState.SETTLING, SenderEvent.SETTLED): SenderState.RELEASED,
+    (SenderState.TRANSFERRING, SenderEvent.WRITE_BEGAN): SenderState.WRITING,
+    (SenderState.WRITING, SenderEvent.WRITE_ENDED): SenderState.TRANSFERRING,
+    (SenderState.WRITING, SenderEvent.LANDED): SenderState.SUCCEEDED,
     **_edges(
         (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING, SenderState.TRANSFERRING),
         SENDER_FAILURES,
-        SenderState.SETTLING,
+        SenderState.RELEASED,
     ),
+    **_edges((SenderState.WRITING,), SENDER_FAILURES - {SenderEvent.WRITE_FAILED}, SenderState.STOPPING),
+    (SenderState.WRITING, SenderEvent.WRITE_FAILED): SenderState.RELEASED,
+    **_edges((SenderState.STOPPING,), (SenderEvent.WRITE_ENDED, SenderEvent.WRITE_FAILED), SenderState.RELEASED),
+    **_edges((SenderState.WRITING, SenderState.STOPPING), (SenderEvent.WRITE_UNSETTLED,), SenderState.UNSETTLED),
+    (SenderState.UNSETTLED, SenderEvent.SETTLE_BEGAN): SenderState.SETTLING,
+    (SenderState.SETTLING, SenderEvent.SETTLE_FAILED): SenderState.UNSETTLED,
+    **_edges((SenderState.UNSETTLED, SenderState.SETTLING), (SenderEvent.SETTLED,), SenderState.RELEASED),
     **_edges(
         (SenderState.SUCCEEDED, SenderState.RELEASED),
         (SenderEvent.ACKNOWLEDGED, SenderEvent.GIVEN_UP),
@@ -143,7 +170,10 @@ SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
     SenderState.ANNOUNCED: Deadline.TRANSFER,
     SenderState.WAITING: Deadline.TRANSFER,
     SenderState.TRANSFERRING: Deadline.TRANSFER,
+    SenderState.WRITING: Deadline.TRANSFER,
     SenderState.SUCCEEDED: Deadline.REPEAT,
+    SenderState.STOPPING: Deadline.HANDSHAKE,
+    SenderState.UNSETTLED: Deadline.HANDSHAKE,
     SenderState.SETTLING: Deadline.HANDSHAKE,
     SenderState.RELEASED: Deadline.REPEAT,
     SenderState.FORGOTTEN: Deadline.TERMINAL,
@@ -154,6 +184,7 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     SenderState.ANNOUNCED: "the router's half of what {peer} announced",
     SenderState.WAITING: "its own computing of {peer}'s pages",
     SenderState.TRANSFERRING: "the last byte to reach {peer}",
+    SenderState.WRITING: "a write to {peer}",
     SenderState.SUCCEEDED: "{peer}'s acknowledgement",
     SenderState.RELEASED: "{peer}'s acknowledgement",
 }

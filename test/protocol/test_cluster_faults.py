@@ -50,7 +50,7 @@ VERIFY = st.sampled_from(["off", "sample", "all"])
 DIRECT = st.builds(Writes, BATCH_BYTES, VERIFY)
 SEGMENT_BYTES = st.sampled_from([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12])
 STAGED = st.builds(Writes, BATCH_BYTES, VERIFY, st.sampled_from(["staged", "auto"]), SEGMENT_BYTES, st.booleans())
-MANY = settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=CASES, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @pytest.mark.parametrize("writes", [DIRECT, STAGED], ids=["direct", "staged"])

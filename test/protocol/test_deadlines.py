@@ -18,6 +18,7 @@ from pd_world import Pair
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.receiver.events import Received
+from chitu.kv_transfer.sender.page_writer import Visit
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
@@ -29,7 +30,7 @@ from chitu.protocol.states import (
     SequenceState,
 )
 from chitu.testing.fake_transport import Fault, FaultKind
-from chitu.types import Role
+from chitu.types import Role, new_room
 
 
 def p_requested(pair: Pair) -> None:
@@ -66,10 +67,33 @@ def p_succeeded(pair: Pair) -> None:
     pair.world.frames.clear()
 
 
-def p_settling(pair: Pair) -> None:
+def p_writing(pair: Pair) -> None:
+    p_transferring(pair)
+    begin_visit(pair)
+
+
+def begin_visit(pair: Pair) -> Visit | None:
+    """A transfer thread goes into a write or an attempt to settle, and stays there."""
+    batch = pair.p.sender.queue._take(wait=False)
+    assert batch is not None
+    return pair.p.sender._writer.begin(batch)
+
+
+def p_stopping(pair: Pair) -> None:
+    p_writing(pair)
+    pair.p.abort(pair.room)
+
+
+def p_unsettled(pair: Pair) -> None:
     p_waiting(pair)
     pair.world.fabric.inject(Fault(FaultKind.LATE))
     pair.compute_all()
+
+
+def p_settling(pair: Pair) -> None:
+    p_unsettled(pair)
+    tick(pair, pair.p, DEADLINES.retry_interval_s)
+    begin_visit(pair)
 
 
 def p_released(pair: Pair) -> None:
@@ -128,7 +152,10 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
     SenderState.ANNOUNCED: p_announced,
     SenderState.WAITING: p_waiting,
     SenderState.TRANSFERRING: p_transferring,
+    SenderState.WRITING: p_writing,
     SenderState.SUCCEEDED: p_succeeded,
+    SenderState.STOPPING: p_stopping,
+    SenderState.UNSETTLED: p_unsettled,
     SenderState.SETTLING: p_settling,
     SenderState.RELEASED: p_released,
     ReceiverState.BOOTSTRAPPING: d_bootstrapping,
@@ -144,6 +171,7 @@ WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     SenderState.ANNOUNCED: (TransferTimeout, "P0 waited 3.0 s in ANNOUNCED for the router's half of what D0 announced"),
     SenderState.WAITING: (TransferTimeout, "P0 waited 3.0 s in WAITING for its own computing of D0's pages"),
     SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
+    SenderState.WRITING: (TransferTimeout, "P0 waited 3.0 s in WRITING for a write to D0"),
     ReceiverState.BOOTSTRAPPING: (BootstrapTimeout, "D0 waited 1.0 s in BOOTSTRAPPING for P0 to take its registration"),
     ReceiverState.WAITING: (TransferTimeout, "D0 waited 3.0 s in WAITING for P0's logits"),
     ReceiverState.CHECKING: (TransferTimeout, "D0 waited 3.0 s in CHECKING for its own look at P0's logits"),
@@ -151,6 +179,7 @@ WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     ReceiverState.WRITTEN: (TransferTimeout, "D0 waited 3.0 s in WRITTEN for its own look at P0's logits"),
     ReceiverState.VERIFYING: (TransferTimeout, "D0 waited 3.0 s in VERIFYING for its own look at P0's KV"),
 }
+DEADLINE_OF: dict[Enum, Deadline] = dict((*SENDER_DEADLINES.items(), *RECEIVER_DEADLINES.items()))
 LIMITS_S = {Deadline.TRANSFER: DEADLINES.transfer_s, Deadline.REPEAT: DEADLINES.transfer_s}
 BOOTSTRAP_S = {SenderState: DEADLINES.queue_s + DEADLINES.bootstrap_s, ReceiverState: DEADLINES.bootstrap_s}
 
@@ -173,7 +202,7 @@ def tick(pair: Pair, node: Node, seconds: float) -> None:
 
 
 def limit_s(state: Enum) -> float:
-    deadline = (SENDER_DEADLINES | RECEIVER_DEADLINES)[state]  # type: ignore[operator]
+    deadline = DEADLINE_OF[state]
     return BOOTSTRAP_S[type(state)] if deadline is Deadline.BOOTSTRAP else LIMITS_S[deadline]
 
 
@@ -216,7 +245,7 @@ def test_a_status_that_nobody_acknowledges_is_repeated_for_a_while_and_then_forg
     assert pair.p.sender.state(pair.room) is None
 
 
-@pytest.mark.parametrize("state", [SenderState.SETTLING, ReceiverState.QUARANTINED], ids=str)
+@pytest.mark.parametrize("state", [s for s in REACH if DEADLINE_OF[s] is Deadline.HANDSHAKE], ids=str)
 def test_no_time_frees_memory_that_a_peer_may_touch(state: Enum) -> None:
     pair = Pair()
     REACH[state](pair)
@@ -229,6 +258,62 @@ def test_no_time_frees_memory_that_a_peer_may_touch(state: Enum) -> None:
     role = node.kv.sender or node.kv.receiver
     assert role is not None and role.state(pair.room) is state
     assert Kind.RELEASED not in pair.seen(node)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DROP, FaultKind.LATE], ids=str)
+def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKind) -> None:
+    pair = Pair()
+    p_transferring(pair)
+    visit = begin_visit(pair)
+    assert visit is not None
+    tick(pair, pair.p, DEADLINES.transfer_s)
+    assert pair.p.sender.state(pair.room) is SenderState.STOPPING
+    pair.world.fabric.inject(Fault(kind))
+    pair.p.sender._writer.end(visit, pair.p.sender._writer.run(visit))
+    is_late = kind is FaultKind.LATE
+    assert pair.p.sender.state(pair.room) is (SenderState.UNSETTLED if is_late else SenderState.RELEASED)
+    kinds = [event.kind for event in pair.p.sender.poll()]
+    assert kinds == ([Kind.FAILED] if is_late else [Kind.FAILED, Kind.RELEASED])
+
+
+def test_an_unsettled_room_is_released_when_its_d_is_dead() -> None:
+    pair = Pair()
+    p_unsettled(pair)
+    pair.world.kill(pair.d)
+    pair.world.publish_view()
+    tick(pair, pair.p, DEADLINES.retry_interval_s)
+    pair.p.poll()
+    assert pair.p.sender.state(pair.room) is None and pair.seen(pair.p)[-1] is Kind.RELEASED
+
+
+def test_of_one_d_one_attempt_to_settle_runs_at_a_time_and_it_is_for_all_rooms_that_waited() -> None:
+    pair = Pair()
+    p_transferring(pair)
+    sender, rooms = pair.p.sender, [pair.room, new_room()]
+    pair.room = rooms[1]
+    pair.both_halves()
+    while sender.state(pair.room) is not SenderState.TRANSFERRING:
+        pair.p.compute()
+    for visit in [begin_visit(pair), begin_visit(pair)]:
+        assert visit is not None
+        pair.world.fabric.inject(Fault(FaultKind.LATE))
+        sender._writer.end(visit, sender._writer.run(visit))
+        sender.queue._busy.clear()
+    assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2
+    for room in rooms:
+        sender.queue.put_settle(room)
+    visit = begin_visit(pair)
+    assert visit is not None and begin_visit(pair) is None
+    assert [sender.state(room) for room in rooms] == [SenderState.SETTLING, SenderState.UNSETTLED]
+    sender._writer.end(visit, sender._writer.run(visit))
+    assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2, "they may still land"
+    pair.world.fabric.release_late_writes()
+    sender.queue._busy.clear()
+    sender.queue.put_settle(rooms[1])
+    visit = begin_visit(pair)
+    assert visit is not None and sender.suspended_ranks == (0,)
+    sender._writer.end(visit, sender._writer.run(visit))
+    assert [sender.state(room) for room in rooms] == [SenderState.RELEASED] * 2 and not sender.suspended_ranks
 
 
 # --------------------------------------------------------------------------------------- a request on its instance

@@ -71,7 +71,7 @@ def test_a_late_write_after_an_abort_hits_its_segment_and_the_pages_come_back_wh
     pair.world.fabric.inject(Fault(FaultKind.LATE))
     assert pair.p.sender.queue.run_one()
     pages = list(pair.d.requests[pair.room].pages)
-    assert pair.p.sender.state(pair.room) is SenderState.SETTLING and busy_segments(pair.p) == ["doubtful"]
+    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED and busy_segments(pair.p) == ["doubtful"]
     pair.d.abort(pair.room)
     pair.pump()
     assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED and pair.seen(pair.d) == []
@@ -200,7 +200,7 @@ def test_a_d_that_does_not_scatter_in_time_is_suspended_and_gives_its_pages_back
     assert pair.seen(pair.d) == [Kind.FAILED], "the group may still be scattered"
     pair.world.advance(DEADLINES.retry_interval_s)
     assert pair.p.sender.queue.run_one(), "P tries to settle"
-    assert pair.p.sender.state(pair.room) is SenderState.SETTLING and busy_segments(pair.p) == ["given up"]
+    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED and busy_segments(pair.p) == ["given up"]
     pair.world.wait_turn = turn  # type: ignore[method-assign]
     pair.world.settle_down()
     assert pair.seen(pair.d) == [Kind.FAILED, Kind.RELEASED] and not busy_segments(pair.p)
@@ -216,7 +216,7 @@ def test_success_never_comes_before_the_last_scatter() -> None:
 
     def check() -> None:
         assert KVPoll.Success not in statuses(pair) and Kind.SUCCESS not in pair.seen(pair.d)
-        assert pair.p.sender.state(pair.room) is SenderState.TRANSFERRING
+        assert pair.p.sender.state(pair.room) is SenderState.WRITING
         left.append(len(messages(pair, Group)))
 
     pair.d.copier.meanwhile = check

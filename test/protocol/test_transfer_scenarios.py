@@ -144,7 +144,7 @@ def test_a_late_write_keeps_both_sides_pages_until_it_landed() -> None:
     for _ in range(100):
         pair.world.advance(1.0)
         pair.pump()
-    assert pair.p.sender.state(pair.room) is SenderState.SETTLING
+    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED
     assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED
     assert pair.world.fabric.release_late_writes() == 1
     pair.world.advance(1.0)
@@ -274,7 +274,7 @@ def test_an_abort_in_the_middle_of_a_write_releases_nothing_before_the_write_has
 
     pair.world.fabric.on_write = abort_now
     pair.compute_all()
-    assert during == [SenderState.SETTLING, False]
+    assert during == [SenderState.STOPPING, False]
     pair.world.settle_down()
     assert pair.seen(pair.p)[-1] is Kind.RELEASED and pair.seen(pair.d) == [Kind.RELEASED]
 

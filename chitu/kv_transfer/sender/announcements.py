@@ -18,13 +18,10 @@ from chitu.kv_transfer.parts import KVManagerConfig, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender.chunk_feed import ChunkFeed
 from chitu.kv_transfer.sender.registration import DecodePeer
-from chitu.kv_transfer.sender.send_rooms import SendEntry, SendRoom, SendRooms
+from chitu.kv_transfer.sender.send_rooms import WRITABLE_STATES, SendEntry, SendRoom, SendRooms
 from chitu.protocol import RankMemory, TransferInfo, TransferStatus, unpack_i32
 from chitu.protocol.states import KVPoll, SenderEvent, SenderState
 from chitu.types import room_text
-
-WRITABLE_STATES = frozenset({SenderState.WAITING, SenderState.TRANSFERRING, SenderState.SETTLING})
-"""Of an announced room: a write to its pages may run or come."""
 
 
 class Announcements:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from chitu.clock import Clock
 from chitu.kv_transfer.events import KVChunk
 from chitu.kv_transfer.parts import KVManagerConfig
-from chitu.kv_transfer.sender.send_rooms import OPEN_STATES, SendEntry, SendRooms
+from chitu.kv_transfer.sender.send_rooms import OPEN_STATES, SENDING_STATES, SendEntry, SendRooms
 from chitu.kv_transfer.sender.transfer_queue import TransferKVChunk, TransferQueue
 from chitu.protocol.states import SenderEvent, SenderState
 from chitu.types import Ready
@@ -92,7 +92,7 @@ class ChunkFeed:
         """It is computed: now, or when the room is announced, it leaves."""
         if entry.state is SenderState.REQUESTED:
             entry.data.backlog.append(piece)
-        elif entry.state in (SenderState.WAITING, SenderState.TRANSFERRING):
+        elif entry.state in SENDING_STATES:
             self._queue_chunk(room, entry, piece)
 
     # -------------------------------------------------------------------------------------------------------- the rooms

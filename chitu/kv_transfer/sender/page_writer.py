@@ -5,7 +5,7 @@ written. A visit has three parts: `begin` (under the sender's lock: may this bat
 it: the transport, for as long as that takes) and `end` (under it: what the outcome means for the room). The queue gives
 a room to one thread at most, so there are never two visits to a room at once. Invariants: Success follows the last byte
 and the last checksum; a write that failed and may still land suspends its D until a settle succeeded, and keeps the
-room SETTLING until then.
+room UNSETTLED until then; of one D's rooms one at a time is SETTLING.
 """
 
 from __future__ import annotations
@@ -71,10 +71,12 @@ class PageWriter:
             return None
         writer = entry.data.peer.writer
         if batch.is_settle:
-            if entry.state is not SenderState.SETTLING or not entry.data.is_unsettled or writer is None:
+            unsettled = self._rooms.unsettled(entry.data.peer)
+            is_asking = any(other.state is SenderState.SETTLING for other in unsettled.values())
+            if entry.state is not SenderState.UNSETTLED or is_asking or writer is None:
                 return None
-            entry.data.is_in_flight = True
-            return Visit(batch, entry, writer, unsettled=self._rooms.unsettled(entry.data.peer))
+            self._rooms.take(batch.room, SenderEvent.SETTLE_BEGAN)
+            return Visit(batch, entry, writer, unsettled)
         if entry.state is not SenderState.TRANSFERRING:
             return None
         if entry.data.peer.is_suspended or writer is None:
@@ -90,7 +92,7 @@ class PageWriter:
                 record.kv_sums = RoomSums.of(chosen, writer.transport)
         if is_traced and self._trace is not None:
             self._trace.note_send(batch.room, record)
-        record.is_in_flight = True
+        self._rooms.take(batch.room, SenderEvent.WRITE_BEGAN)
         return Visit(batch, entry, writer)
 
     # ----------------------------------------------------------------------------------------------- run (no lock held)
@@ -151,7 +153,6 @@ class PageWriter:
         room, entry = visit.batch.room, visit.entry
         peer = entry.data.peer
         assert peer is not None
-        entry.data.is_in_flight = False
         if visit.batch.is_settle:
             self._settle_tried(visit, peer, outcome)
         elif outcome.error is not None:
@@ -160,30 +161,30 @@ class PageWriter:
             if outcome.sums is not None and entry.data.kv_sums is not None:
                 entry.data.kv_sums.sums += outcome.sums
             self._landed(room, entry, visit.batch, outcome.bytes_per_rank)
-        self._rooms.release_if_settled(room)
 
     def _settle_tried(self, visit: Visit, peer: DecodePeer, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._out.log(logging.WARNING, "settling writes to %s: %s", peer.name, outcome.error.message)
         if not outcome.is_settled:
+            self._rooms.take(visit.batch.room, SenderEvent.SETTLE_FAILED)
             return
-        for room, entry in visit.unsettled.items():
-            entry.data.is_unsettled = False
-            self._rooms.release_if_settled(room)
+        for room in visit.unsettled:
+            self._rooms.take(room, SenderEvent.SETTLED)
         if peer.is_suspended and not self._rooms.unsettled(peer):
             peer.is_suspended = False
             self._out.log(logging.INFO, "%s takes writes again", peer.name)
 
     def _write_failed(self, room: bytes, record: SendRoom, failure: ChituError, peer: DecodePeer) -> None:
+        event = SenderEvent.WRITE_FAILED
         if isinstance(failure, WriteError) and not failure.settled:
-            record.is_unsettled = True
+            event = SenderEvent.WRITE_UNSETTLED
             if not peer.is_suspended:
                 peer.is_suspended = True
                 self._out.log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
         text = "transfer of %s failed: %s"
         self._out.log(logging.WARNING, text, record.request_id, failure.message, request_id=record.request_id)
-        self._rooms.fail(room, SenderEvent.WRITE_FAILED, error)
+        self._rooms.fail(room, event, error)
 
     def _landed(self, room: bytes, entry: SendEntry, batch: TransferJob, bytes_per_rank: Sequence[int]) -> None:
         """The logits row or the chunks of the batch are in D's memory."""
@@ -191,7 +192,8 @@ class PageWriter:
         totals = zip_longest(record.bytes_per_rank, bytes_per_rank, fillvalue=0)
         record.bytes_per_rank = tuple(before + now for before, now in totals)
         self.bytes_moved += sum(bytes_per_rank)
-        if entry.state is not SenderState.TRANSFERRING:  # it failed meanwhile
+        if entry.state is not SenderState.WRITING:  # it failed meanwhile
+            self._rooms.take(room, SenderEvent.WRITE_ENDED)
             return
         assert record.peer is not None
         if batch.is_aux:
@@ -207,6 +209,8 @@ class PageWriter:
             self._rooms.succeed(room, entry)
             if self._trace is not None:
                 self._trace.note_sent(room, record)
+        else:
+            self._rooms.take(room, SenderEvent.WRITE_ENDED)
 
 
 def _moves(chunks: Sequence[TransferKVChunk], record: SendRoom) -> list[PageMove]:

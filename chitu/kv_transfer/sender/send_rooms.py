@@ -64,10 +64,6 @@ class SendRoom:
     kv_sums: RoomSums | None = None
     """Checksums of what was written; None until the first write, and where `verify_kv` is off."""
     is_kv_logged: bool = False
-    is_in_flight: bool = False
-    """A transfer thread is inside a transport call for this room."""
-    is_unsettled: bool = False
-    """A write failed and may still land."""
     error: ChituError | None = None
     repeat_due_s: float = NEVER_S
     is_peer_done: bool = False
@@ -99,8 +95,14 @@ class SendRoom:
 
 SendEntry = Entry[SenderState, SendRoom]
 
-OPEN_STATES = frozenset({SenderState.REQUESTED, SenderState.WAITING, SenderState.TRANSFERRING})
+SENDING_STATES = frozenset({SenderState.WAITING, SenderState.TRANSFERRING, SenderState.WRITING})
+"""Both halves are here and D waits for more."""
+OPEN_STATES = SENDING_STATES | {SenderState.REQUESTED}
 """States in which the step thread computes for a room."""
+UNSETTLED_STATES = frozenset({SenderState.UNSETTLED, SenderState.SETTLING})
+"""A write failed and may still land."""
+WRITABLE_STATES = SENDING_STATES | UNSETTLED_STATES | {SenderState.STOPPING}
+"""Of an announced room: a write to its pages may run or come."""
 
 
 class SendRooms:
@@ -133,7 +135,11 @@ class SendRooms:
         transition = self.table.apply(room, event, self._clock.monotonic())
         if transition is None:
             return
-        record = transition.entry.data
+        entry, record = transition.entry, transition.entry.data
+        if transition.before is SenderState.STOPPING:  # it has failed already: what ended is its last write
+            if entry.state is SenderState.RELEASED:
+                self._release(room, entry)
+            return
         record.error = error
         record.backlog = []
         self._queue.drop(room)
@@ -141,9 +147,10 @@ class SendRooms:
             self._out.event(TransferEvent(TransferEventKind.FAILED, room, error))
         if record.peer is not None and not record.is_peer_done:
             record.repeat_due_s = self._clock.monotonic()
-        self.release_if_settled(room)
-        if self.table.get(room) is transition.entry and record.repeat_due_s < NEVER_S:
-            self._send_status(room, transition.entry)
+        if entry.state is SenderState.RELEASED:
+            self._release(room, entry)
+        if self.table.get(room) is entry and record.repeat_due_s < NEVER_S:
+            self._send_status(room, entry)
 
     def fail_lost(self) -> None:
         """D left the cluster view or was replaced: its rooms fail, and nobody is left to hear how others ended."""
@@ -160,19 +167,15 @@ class SendRooms:
         self._out.event(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=sum(entry.data.bytes_per_rank)))
         self._send_status(room, entry)
 
-    def release_if_settled(self, room: bytes) -> None:
-        """SETTLING -> RELEASED where no write of the room runs or can still land."""
-        entry = self.table.get(room)
-        if entry is None or entry.state is not SenderState.SETTLING:
-            return
+    def take(self, room: bytes, event: SenderEvent) -> None:
+        """A write or an attempt to settle begins or ends."""
+        transition = self.table.apply(room, event, self._clock.monotonic())
+        if transition is not None and transition.entry.state is SenderState.RELEASED:
+            self._release(room, transition.entry)
+
+    def _release(self, room: bytes, entry: SendEntry) -> None:
+        """It came into RELEASED."""
         record, peer = entry.data, entry.data.peer
-        if record.is_in_flight:
-            return
-        if record.is_unsettled:
-            assert peer is not None
-            if not self._view.is_dead(peer.info.engine_rank, peer.info.incarnation):
-                return
-        self.table.apply(room, SenderEvent.SETTLED, self._clock.monotonic())
         self._queue.drop(room)
         if record.num_tokens:
             self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
@@ -194,7 +197,9 @@ class SendRooms:
     def unsettled(self, peer: DecodePeer) -> dict[bytes, SendEntry]:
         """Rooms with a write to this D that failed and may still land."""
         return {
-            room: entry for room, entry in self.table.items() if entry.data.peer is peer and entry.data.is_unsettled
+            room: entry
+            for room, entry in self.table.items()
+            if entry.data.peer is peer and entry.state in UNSETTLED_STATES
         }
 
     # ------------------------------------------------------------------------------------------------------------ clock
@@ -209,13 +214,14 @@ class SendRooms:
             self._tick_room(room, entry, now_s)
 
     def _tick_room(self, room: bytes, entry: SendEntry, now_s: float) -> None:
-        record = entry.data
-        if entry.state is SenderState.SETTLING:
-            self.release_if_settled(room)
-            if self.table.get(room) is not entry:
-                return
-            peer = record.peer
-            if record.is_unsettled and not record.is_in_flight and peer is not None and peer.settle_due_s <= now_s:
+        record, peer = entry.data, entry.data.peer
+        if entry.state is SenderState.UNSETTLED:
+            assert peer is not None
+            if self._view.is_dead(peer.info.engine_rank, peer.info.incarnation):
+                self.take(room, SenderEvent.SETTLED)
+                if self.table.get(room) is not entry:
+                    return
+            elif peer.settle_due_s <= now_s:
                 peer.settle_due_s = now_s + self._deadlines.retry_interval_s
                 self._queue.put_settle(room)
         if record.repeat_due_s <= now_s:
