@@ -172,7 +172,8 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
         return
     body["model"] = TINY_MODEL_NAME
     narrow = ("suffix", "best_of", "logit_bias", "stop_token_ids", "min_tokens", "add_special_tokens")
-    for name in (*narrow, "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "return_receipt"):
+    more = ("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "return_receipt", "return_page_sums")
+    for name in (*narrow, *more):
         body.pop(name, None)
     if rng.random() < 0.8:
         for name in [name for name in body if fields_of(path)[name].effect == REFUSED]:
