@@ -200,7 +200,6 @@ MORE: dict[str, tuple[int, ...]] = {
     "/v1/chat/completions": (404, 429, 499, 504),
     "/v1/responses": (404, 429, 499, 504),
     "/v1/models/{name}": (404,),
-    "/trace/{request_id}": (404,),
     "/tokenize": (404, 429),
     "/detokenize": (404, 429),
     "/cluster/events": (429,),
