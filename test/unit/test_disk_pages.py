@@ -1,0 +1,104 @@
+"""Pages on disk: bounded, shared between instances, and never believed where a file is torn."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from chitu.errors import ConfigError
+from chitu.kv_cache.tiers.disk_pages import DiskPages
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def record_of(number: int, nbytes: int = 100) -> memoryview:
+    return memoryview(bytes([number]) * nbytes)
+
+
+def put(disk: DiskPages, *numbers: int) -> None:
+    disk.store_put([key_of(number) for number in numbers], [record_of(number) for number in numbers])
+
+
+def got(disk: DiskPages, *numbers: int) -> int:
+    records = [memoryview(bytearray(100)) for _ in numbers]
+    count = disk.store_get([key_of(number) for number in numbers], records)
+    assert [bytes(record) for record in records[:count]] == [bytes(record_of(number)) for number in numbers[:count]]
+    return count
+
+
+def test_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    disk = DiskPages(tmp_path, 300)
+    put(disk, 1, 2, 3)
+    disk.touch([key_of(1), key_of(2)])
+    put(disk, 4)
+    assert [disk.may_have(key_of(number)) for number in (1, 2, 3, 4)] == [True, True, False, True]
+    put(disk, 5)
+    assert [disk.may_have(key_of(number)) for number in (1, 2, 4, 5)] == [True, False, True, True]
+    assert disk.num_bytes == 300 and len(list(tmp_path.iterdir())) == 3
+    disk.store_put([key_of(6)], [record_of(6, 301)])
+    assert not disk.may_have(key_of(6)) and len(disk) == 3
+    smaller = DiskPages(tmp_path, 250)
+    assert len(smaller) == 2 and smaller.num_bytes == 200
+
+
+def test_instances_read_each_others_files_and_write_to_their_own(tmp_path: Path) -> None:
+    mine = DiskPages(tmp_path / "P0", 1000, tmp_path)
+    other = DiskPages(tmp_path / "D0", 200, tmp_path)  # begins later
+    put(other, 1, 2)
+    assert mine.may_have(key_of(1)) and got(mine, 1, 2, 3) == 2
+    put(mine, 3)
+    assert got(mine, 1, 2, 3) == 3 and got(mine, 3, 4) == 1
+    assert len(mine) == 1 and mine.num_bytes == 100
+    os.truncate(tmp_path / "D0" / f"{key_of(2).hex()}.kv", 99)
+    assert got(mine, 1, 2) == 1
+    mine.forget(key_of(1))  # it was not the page of this key
+    assert got(mine, 1) == 0 and got(other, 1) == 0
+    mine.clear()
+    assert (tmp_path / "D0" / f"{key_of(2).hex()}.kv").exists()
+    (tmp_path / "D0").rename(tmp_path / "D1")
+    assert got(mine, 3) == 0
+    (tmp_path / "file").write_text("mine")
+    put(mine, 5)
+    assert got(mine, 5) == 1
+
+
+def test_torn_lost_and_foreign_files(tmp_path: Path) -> None:
+    disk = DiskPages(tmp_path, 1000)
+    put(disk, 1, 2, 3, 4)
+    (tmp_path / f"{key_of(2).hex()}.kv").unlink()
+    assert got(disk, 1, 2, 3) == 1 and not disk.may_have(key_of(2))
+    os.truncate(tmp_path / f"{key_of(3).hex()}.kv", 99)
+    assert got(disk, 3) == 0 and got(disk, 4) == 1 and disk.num_bytes == 200
+    (tmp_path / f"{key_of(5).hex()}.kv.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "abc.kv").write_text("mine")
+    again = DiskPages(tmp_path, 1000)
+    assert len(again) == 2 and {path.name for path in tmp_path.iterdir()} == {
+        "notes.txt",
+        "abc.kv",
+        *(f"{key_of(number).hex()}.kv" for number in (1, 4)),
+    }
+
+
+def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    disk = DiskPages(tmp_path, 1 << 30)
+    put(disk, 1)
+    record, limits = memoryview(bytes(1 << 22)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            disk.store_put([key_of(2)], [record])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not disk.may_have(key_of(2)) and disk.num_bytes == 100 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cache\.disk\.path"):
+        DiskPages(tmp_path / "file", 1000)
