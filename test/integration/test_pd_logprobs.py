@@ -26,8 +26,7 @@ import transformers
 from completions import complete_all, instance_loads, is_whole, wait_until
 from nursery import FORKED
 from random_schemas import random_schema
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
+from thinking_model import BIAS, make_thinking_model
 
 from chitu.config.load import load_topology
 from chitu.engine.sampler import Sampler
@@ -35,22 +34,15 @@ from chitu.grammars import CompiledGrammar, GrammarCompiler
 from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500
 TOP = 5
 CLOSE = 1e-4
-BIAS = 5.0
 KINDS = ["shm", "mooncake", "tp", "unified"]
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[7, 8, 9] * 30, list(range(20, 70)), [11]]
-TEMPLATE = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
-{%- if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}
-{%- if enable_thinking is not defined or enable_thinking %}<think>
-{% endif %}"""
-"""Calls as Hermes, and an answer begins with reasoning unless the request says otherwise."""
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5, "top_p": 0.9},
@@ -61,15 +53,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB}
-    folder = make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", **sizes)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    merges, vocab = described["model"]["merges"], described["model"]["vocab"]
-    assert vocab.pop("".join(merges.pop())) == VOCAB - 1  # the last one makes room
-    tokenizer = Backend.from_str(json.dumps(described))
-    tokenizer.add_tokens([AddedToken("</think>", special=False)])  # as Qwen3
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3", **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from nursery import FORKED
+from thinking_model import BIAS, CLOSE, make_thinking_model
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import RequestSnapshot
+from chitu.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(420)
 """Nine processes start on what may be two cores."""
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.timeout(420)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    model = make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+    model = make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3")
     topology = on_one_host(load_topology("pd_disagg_2p2d_multi_node.yaml"))
     any_port = [f"{key}=0" for key in router_ports(topology.dp_config.router)]
     any_port += [f"{instance.key}.port=0" for instance in instances(topology)]
@@ -52,8 +54,10 @@ class Answer:
         assert "error" not in record, record
         for choice in record["choices"]:
             index = choice["index"]
-            self.tokens.setdefault(index, []).extend(choice["token_ids"] or [])
-            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.tokens.setdefault(index, []).extend(choice.get("token_ids") or [])
+            said = choice.get("message") or choice.get("delta") or {}
+            text = choice.get("text") or (said.get("reasoning_content") or "") + (said.get("content") or "")
+            self.texts[index] = self.texts.get(index, "") + text
             if choice["finish_reason"]:
                 self.reasons[index] = choice["finish_reason"]
         self.usage = record.get("usage") or self.usage
@@ -70,7 +74,8 @@ class Answer:
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
     options = {"include_usage": True} if body.get("stream") else None
     whole = {"model": "m", "return_token_ids": True, "return_proof": True, **body, "stream_options": options}
-    async with client.stream("POST", "/v1/completions", json=whole) as response:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with client.stream("POST", path, json=whole) as response:
         answer.status = response.status_code
         if not body.get("stream"):
             answer.add(json.loads(await response.aread()))
@@ -132,7 +137,12 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
             {"prompt": prompt(seed, 90), **LONG, **GREEDY},
             {"prompt": prompt(seed, 40), **LONG, **FOLLOWING, "seed": seed, "stream": True},
         ]
+    close = Tokenizer.load(cluster.topology.model.path).added_token_ids[CLOSE]
+    thinking = {"messages": [{"role": "user", "content": "abc"}], "logit_bias": {str(close): BIAS}}
+    bodies += [{**thinking, **LONG, **FOLLOWING, "seed": seed, "stream": True} for seed in range(4)]
     undisturbed = ask_all(cluster, bodies)
+    assert all(3 < answer.tokens[0].index(close) < 200 for answer in undisturbed[-4:]), "it thinks, and then answers"
+    assert all(re.search(r"([a-z]{2,5} ){9}$", answer.texts[0] + " ") for answer in undisturbed[-4:])
     for stop in (12, 250):  # characters of the text: such a stop string comes before, or long after the kill
         text = undisturbed[1].texts[0]
         bodies.append({**bodies[1], "stop": [text[len(text) * stop // 300 :][:4]]})
@@ -142,13 +152,25 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
     def all_have_begun(answers: list[Answer], requests: tuple[RequestSnapshot, ...]) -> bool:
         streams = [a for a, body in zip(answers, bodies, strict=True) if body.get("stream")]
         decoding = [r for r in requests if r.state == "decode" and r.decode == "D0" and r.output_tokens > 8]
-        return len(decoding) >= 3 and all(a.tokens for a in streams)
+        have_thought = all(
+            close in a.tokens.get(0, []) for a, body in zip(answers, bodies, strict=True) if "messages" in body
+        )
+        return len(decoding) >= 3 and all(a.tokens for a in streams) and have_thought
 
     answers = ask_all(cluster, bodies, lambda: cluster.kill("D0", signal.SIGKILL), all_have_begun)
     assert answers == undisturbed
     moved = [request for request in attempts(cluster) if request.continued_tokens]
     assert len(moved) >= 3 and {request.decode for request in moved} == {"D1"}
     assert all(request.state == "finished" and request.attempt == 2 for request in moved)
+    thought = [
+        choice
+        for answer in answers
+        if answer.usage.get("completion_tokens_details")
+        for choice in answer.proof["choices"]
+    ]
+    assert any(choice["attempts"][-1]["continued_tokens"] for choice in thought), (
+        "one with a grammar behind its reasoning"
+    )
     # Every answer says so itself.
     choices = [(answer.proof, choice) for answer in answers for choice in answer.proof["choices"]]
     assert all(round(sum(c["stages"].values()), 6) == proof["total_s"] for proof, c in choices), choices
