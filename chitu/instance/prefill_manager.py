@@ -87,8 +87,8 @@ class PrefillManager:
 
     def schedule(self, plan: StepPlan) -> list[Chunk]:
         """Admit what fits and put the step's chunks into the plan."""
+        self._admit(plan)  # first: what gives way to an announced request is in no plan yet
         self._take_loaded(plan)
-        self._admit(plan)
         chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
         self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:

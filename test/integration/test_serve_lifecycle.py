@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,7 +33,7 @@ def served(model: Path, tmp_path: Path) -> Iterator[tuple[ServeProcess, int]]:
     argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
     with ServeProcess([*argv, "cache.num_pages=256", "model.max_model_len=1024"]) as process:
         port = int(process.wait_line(r"with P0, D0 at http://127\.0\.0\.1:(\d+)", timeout_s=120)[1])
-        assert '"completion_tokens":32' in process.printed_request()
+        assert re.search(r'"completion_tokens":[1-9]', process.printed_request()), "a drawn eos may end it early"
         yield process, port
 
 

@@ -214,8 +214,10 @@ def test_p_loads_and_d_gets_what_it_lacks() -> None:
     pair.decode.check_empty()
 
 
-def test_speculation_that_gives_way_while_it_loads_starts_anew() -> None:
-    """Its pages go to an announced request, and are loaded again when it has some."""
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) -> None:
+    """Its pages go to an announced request, and are loaded again when it has some. `is_loaded`: it could have begun in
+    the very turn."""
     wire = Wire()
     side = PSide(wire)
     instance = wire.prefill = Tiered(16, sender=side)
@@ -241,6 +243,9 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew() -> None:
     speculating = instance.scheduler._prefill.computing[room_of(1)]
     load = speculating.load
     assert load is not None
+    if is_loaded:
+        instance.pump()
+    assert load.is_done is is_loaded
     wire.announced[room_of(2)] = 0
     instance.scheduler.submit(PrefillRequest(room_of(2), "r2", pack_i32(urgent), 0, 1, cache_salt=""))
     wire.requested.add(room_of(2))
