@@ -32,6 +32,7 @@ from chitu.protocol.snapshot import RequestSnapshot
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "a-secret"
+PAGE_SIZE = 16
 CHITU = [sys.executable, "-m", "chitu.cli"]
 
 
@@ -262,15 +263,17 @@ def test_ctrl_c_stops_the_answer_and_its_request_and_two_leave(cluster: LocalClu
 
 
 def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> None:
-    def prompt_tokens(tty: Tty) -> int:
-        return int(tty.wait(r"P0 -> D0 · (\d+) prompt \+ 6 output tokens · .* KV moved")[1])
+    def prompt_tokens(tty: Tty, cached: str = r"(\d+ cached · )?") -> int:
+        line = rf"P0 -> D0 · (\d+) prompt \+ 6 output tokens · {cached}[\d.]+ [KM]iB KV moved"
+        return int(tty.wait(line)[1])
 
     with Tty([*CHITU, "chat", "--url", cluster.url, "--max-tokens", "6"]) as tty:
         tty.wait("> ")
         tty.send("one two three\n")
-        first = prompt_tokens(tty)
+        first = prompt_tokens(tty, cached="")
         tty.send("one two three\n")
-        assert prompt_tokens(tty) > 2 * first - 10
+        pages = first // PAGE_SIZE * PAGE_SIZE
+        assert pages and prompt_tokens(tty, cached=f"{pages} cached · ") > 2 * first - 10
         tty.send("/clear\n")
         tty.wait("a new conversation")
         tty.send("one two three\n")
