@@ -1,10 +1,9 @@
 """`PDSchedulerService`: composition root of a P, D or unified process. Sockets and threads, no policy.
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
-(copies from pool to host memory and back, where `cache.host_bytes` is set), `heartbeat` (lease and load) and
-`bootstrap` (its HTTP calls, which may block). The main thread builds everything, then waits for a signal. Ports are
-bound before the model loads, so a clash is found in a second; the router is joined after the warm-up, so no request
-comes before it can be served.
+(copies from pool to host memory and back, where `cache.host_bytes` is set) and `heartbeat` (lease and load). The main
+thread builds everything, then waits for a signal. Ports are bound before the model loads, so a clash is found in a
+second; the router is joined after the warm-up, so no request comes before it can be served.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from chitu.instance.failure_reports import FailureReports
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.token_manager import TokenManager, TokenPort
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
-from chitu.kv_transfer.bootstrap import RouteError
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.net.process_deaths import pid_namespace, start_ticks
@@ -157,7 +155,6 @@ class PDSchedulerService:
         self._is_warm = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
-        self._bootstrap_wake = Waker()
         self._failures = FailureReports(comm.send_stats)
         self._beat_wake = Waker()
         """The router should hear at once what the next heartbeat says."""
@@ -235,7 +232,6 @@ class PDSchedulerService:
             self._engine.tiers.start(ServiceThread)
         if self._engine.kv is not None:
             self._engine.kv.start()
-            threads.append(ServiceThread("bootstrap", self._bootstrap_loop))
         for thread in threads:
             thread.start()
         self._stop.wait()
@@ -294,7 +290,6 @@ class PDSchedulerService:
         reason = "stopped" if self._signalled.is_set() else "drained"
         self._comm.send_coordination(Leave(identity.role, identity.engine_rank, identity.incarnation, reason))
         self._comm.stop()
-        self._bootstrap_wake.wake()
 
     # ----------------------------------------------------------------------------------------------------- step thread
 
@@ -350,7 +345,6 @@ class PDSchedulerService:
             self._cache_flush = view.cache_flush
             self._scheduler.flush_cache()
         self._wake.wake()
-        self._bootstrap_wake.wake()
 
     def _on_new_router(self) -> None:
         self._scheduler.cancel_all()
@@ -418,22 +412,6 @@ class PDSchedulerService:
     def _unknown_frames(self) -> int:
         kv = self._engine.kv
         return self._comm.bad_frames + self._comm.unknown_frames + (kv.unknown_frames if kv is not None else 0)
-
-    def _bootstrap_loop(self) -> None:
-        """P keeps its entry in the bootstrap server; D keeps its list of P fresh. Retries until the server answers."""
-        kv = self._engine.kv
-        assert kv is not None
-        wait_s = self._deadlines.retry_interval_s
-        was_refused = False
-        while not self._stop_step.is_set():
-            try:
-                kv.sync_bootstrap()
-                self._bootstrap_wake.wait(2.0)
-            except ChituError as error:
-                is_refused = isinstance(error, RouteError)  # it would help nobody to wait in silence for another answer
-                logger.log(logging.ERROR if is_refused and not was_refused else logging.DEBUG, "bootstrap: %s", error)
-                was_refused = is_refused
-                self._stop_step.wait(wait_s)
 
 
 @dataclass(slots=True, frozen=True)

@@ -195,7 +195,7 @@ class PDDisaggregationConfig(Section, frozen=True):
     metadata_sync_port: Port = 29801
     """ZMQ: the router publishes the cluster view (members and their addresses)."""
     bootstrap_port: Port = 8080
-    """HTTP: where D finds P."""
+    """HTTP: where each P is, for tools."""
     transport: Literal["auto", "shm", "cuda_ipc", "mooncake", "nixl"] = "auto"
     """`auto`: between processes of one host shm, or cuda_ipc for GPU memory; Mooncake otherwise."""
     mooncake_protocol: Literal["auto", "tcp", "rdma"] = "auto"

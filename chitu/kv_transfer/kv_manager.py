@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from chitu.clock import Clock
 from chitu.errors import ChituError, ConfigError
-from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.checksums import PageSums, head_copies
 from chitu.kv_transfer.events import CommSide, PeerLink, TransferEvent, Wake
 from chitu.kv_transfer.layout import PagedMemory
@@ -22,7 +21,7 @@ from chitu.kv_transfer.register_memory import register_memory, ways_of
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.protocol import RankMemory, RouteEntry, TransportSession
+from chitu.protocol import RankMemory, TransportSession
 from chitu.tracing.tracer import Tracer
 from chitu.types import Role
 
@@ -48,7 +47,6 @@ class KVManager:
         link: PeerLink,
         wake: Wake,
         clock: Clock,
-        bootstrap: BootstrapClient | None = None,
         is_pid_alive: PidAlive = pid_alive,
         follower_memories: Sequence[RankMemory] = (),
         fan_out: FanOut | None = None,
@@ -67,7 +65,6 @@ class KVManager:
         self._role = role
         self._config = config
         self._memory = memory
-        self._bootstrap = bootstrap
         self._fan_out = fan_out
         self._transports = list(transports)
         sessions = self.register_buffer_to_engine()
@@ -137,33 +134,3 @@ class KVManager:
         """P: the room's prompt is computed and its logits row is in `aux_slot`."""
         assert self.sender is not None
         self.sender.send_kv_cache(room, aux_slot, prompt_logprobs)
-
-    def on_routes(self, routes: Sequence[RouteEntry]) -> None:
-        """D: what the bootstrap server lists. P needs no directory."""
-        if self.receiver is not None:
-            self.receiver.on_routes(routes)
-
-    def sync_bootstrap(self) -> None:
-        """One turn of the directory, on a helper thread (it may block for seconds): P puts its entry, D reads all.
-
-        Raises ChituError where the server does not answer; call again later.
-        """
-        if self._bootstrap is None:
-            return
-        if self._role is Role.DECODE:
-            self.on_routes(self._bootstrap.get_all())
-        else:
-            self._bootstrap.put(self.route_entry())
-
-    def route_entry(self) -> RouteEntry:
-        """P's entry in the bootstrap directory."""
-        config = self._config
-        return RouteEntry(
-            role=self._role,
-            engine_rank=config.engine_rank,
-            rank_ip=config.host,
-            rank_port=config.control_port,
-            tp_size=config.layout.tp_size,
-            incarnation=config.incarnation,
-            layout=config.layout,
-        )

@@ -51,7 +51,7 @@ class _Peer:
 
     rank: int
     instance: InstanceInfo | None = None
-    """None: it spoke to us or is in the directory, but no view had it so far."""
+    """None: it spoke to us, but no view had it so far."""
     last_view: tuple[int, int] = (0, -1)
     """That had it: place of its router in the order of routers, version."""
     is_present: bool = False
@@ -155,7 +155,7 @@ class PeerView:
         return found
 
     def note(self, rank: int, incarnation: int) -> None:
-        """An incarnation spoke to us or was found in the directory, perhaps before a view has it. Others that no view
+        """An incarnation spoke to us, perhaps before a view has it. Others that no view
         has had are lost: a process that fails ahead of its joining must not keep what we opened for it."""
         if incarnation in self._peers:
             return
@@ -170,10 +170,6 @@ class PeerView:
         """Whether the newest view has it."""
         peer = self._peer(rank, incarnation)
         return peer is not None and peer.is_present
-
-    def has_present(self, rank: int) -> bool:
-        """Whether the newest view has any of this rank."""
-        return any(peer.is_present and peer.rank == rank for peer in self._peers.values())
 
     def is_replaced(self, rank: int, incarnation: int) -> bool:
         """Whether a process that was started after it has its rank."""

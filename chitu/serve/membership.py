@@ -23,7 +23,7 @@ from chitu.pd_coordination import CoordinationEvents, PDCoordination
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, ReplicaHeartbeat, RequestFailed, TraceLines
 from chitu.router.metrics import CoordinationMetrics
 from chitu.serve.coordination_ports import CoordinationPorts
-from chitu.types import Role, new_incarnation
+from chitu.types import new_incarnation
 
 
 class MembershipListener(Protocol):
@@ -60,7 +60,6 @@ class Membership:
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock
         self._listener = listener
-        self._bootstrap = BootstrapServer(clock, pd.deadlines.lease_s, secrets)
         try:
             self.ports = CoordinationPorts(
                 asyncio.get_running_loop(),
@@ -75,13 +74,13 @@ class Membership:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         events = CoordinationEvents(
             on_joined=listener.on_joined,
-            on_lost=self._on_lost,
+            on_lost=listener.on_lost,
             on_change=self._on_view,
-            on_heartbeat=self._on_heartbeat,
+            on_heartbeat=listener.on_heartbeat,
         )
         self.coordination = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
         self._bootstrap_http = HTTPServer(
-            self._bootstrap.app,
+            BootstrapServer(lambda: self.coordination.view, secrets).app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
         )
         self._next_publish_s = 0.0
@@ -102,7 +101,6 @@ class Membership:
     def tick(self) -> None:
         """Leases, and the view's repetition."""
         self.coordination.tick()
-        self._bootstrap.expire()
         if self._clock.monotonic() >= self._next_publish_s:
             self._publish(self.coordination.view)
 
@@ -120,12 +118,3 @@ class Membership:
     def _on_view(self, view: ClusterView) -> None:
         self._listener.on_view(view)
         self._publish(view)
-
-    def _on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
-        if instance.role is Role.PREFILL:
-            self._bootstrap.forget(instance.engine_rank, instance.incarnation)
-        self._listener.on_lost(instance, reason, has_died)
-
-    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        self._listener.on_heartbeat(heartbeat)
-        self._bootstrap.renew(heartbeat.engine_rank, heartbeat.incarnation)

@@ -45,7 +45,6 @@ from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
 from chitu.kv_cache.tiers.page_copies import shared_file
-from chitu.kv_transfer.bootstrap import BootstrapClient
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -144,8 +143,7 @@ def _serve(topology: Topology, instance: Instance, makers: Makers, yields: bool)
         RealClock(),
         secrets,
     )
-    bootstrap = BootstrapClient(host, router.pd_disaggregation.bootstrap_port, secrets)
-    engine = build_engine(topology, instance, identity, comm, bootstrap, progress, makers)
+    engine = build_engine(topology, instance, identity, comm, progress, makers)
     service = PDSchedulerService(topology, identity, host, comm, engine)
     progress.state("warmup")
     service.warm_up()
@@ -173,7 +171,6 @@ def build_engine(
     instance: Instance,
     identity: Identity,
     comm: CommLoop,
-    bootstrap: BootstrapClient,
     progress: ProgressWriter,
     makers: Makers,
 ) -> EngineParts:
@@ -204,9 +201,7 @@ def build_engine(
     tracer = comm.tracer = _tracer(topology, identity, comm, engine.pool)
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
-        kv = _build_transfer(
-            *(topology, identity, comm, bootstrap, engine.pool, aux, wake, memories, fan_out, makers, tracer)
-        )
+        kv = _build_transfer(*(topology, identity, comm, engine.pool, aux, wake, memories, fan_out, makers, tracer))
 
     def close() -> None:
         if kv is None and fan_out is not None:
@@ -289,7 +284,6 @@ def _build_transfer(
     topology: Topology,
     identity: Identity,
     comm: CommLoop,
-    bootstrap: BootstrapClient,
     pool: RankPool,
     aux: MetadataBuffers,
     wake: Waker,
@@ -327,7 +321,6 @@ def _build_transfer(
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),
-        bootstrap=bootstrap,
         # A follower of P has memory too, but nobody writes there.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,

@@ -18,12 +18,11 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
-from chitu.kv_transfer.bootstrap import BootstrapClient, RouteError
 from chitu.launch.drain import credential
 from chitu.launch.local import LocalCluster
 from chitu.launch.process import processes_marked
 from chitu.launch.run_dir import RunDir
-from chitu.net.curve import derive
+from chitu.net.curve import ClusterSecrets, derive
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 KEY = "a-secret-that-must-stay-one-0123456789"
@@ -108,16 +107,17 @@ def test_every_zmq_port_speaks_curve_alone(cluster: LocalCluster) -> None:
         assert greeting[12:32].rstrip(b"\0") == b"CURVE", name
 
 
+def directory(port: int, secrets: ClusterSecrets | None) -> httpx.Response:
+    headers = {"authorization": f"Bearer {secrets.token}"} if secrets is not None else {}
+    return httpx.get(f"http://127.0.0.1:{port}/route", headers=headers, trust_env=False)
+
+
 def test_the_bootstrap_directory_wants_the_token(cluster: LocalCluster) -> None:
     port = cluster.ports["bootstrap_port"]
     for secrets in (None, derive(KEY + "!")):
-        with pytest.raises(RouteError) as refused:
-            BootstrapClient("127.0.0.1", port, secrets).get_all()
-        assert refused.value.status == 401
-    (entry,) = BootstrapClient("127.0.0.1", port, SECRETS).get_all()
-    with pytest.raises(RouteError) as refused:
-        BootstrapClient("127.0.0.1", port).put(entry)
-    assert refused.value.status == 401
+        assert directory(port, secrets).status_code == 401
+    (entry,) = directory(port, SECRETS).json()
+    assert entry["engine_rank"] == 0 and entry["rank_port"] > 0
     assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
 
 
@@ -198,14 +198,8 @@ def test_a_cluster_of_one_launcher_makes_a_key_of_its_own(tmp_path: Path) -> Non
         key = cluster_key_of(first.topology)
         assert len(key) >= 32 and key != cluster_key_of(other.topology)
         first.wait_ready()
-        bootstrap = BootstrapClient("127.0.0.1", first.ports["bootstrap_port"])
-        with pytest.raises(RouteError) as refused:
-            bootstrap.get_all()
-        assert refused.value.status == 401
-        entry = BootstrapClient("127.0.0.1", first.ports["bootstrap_port"], derive(key)).get_all()[0]
-        with pytest.raises(RouteError) as refused:
-            bootstrap.put(entry)
-        assert refused.value.status == 401
+        assert directory(first.ports["bootstrap_port"], None).status_code == 401
+        assert directory(first.ports["bootstrap_port"], derive(key)).json()
         body = {"model": "m", "prompt": "1, 2, 3, 4,", "max_tokens": 8, "temperature": 0}
         assert ask(first, "POST", "/v1/completions", None, json=body).status_code == 200
         assert ask(first, "POST", "/admin/drain", None, json={"instance": "D0"}).status_code == 401

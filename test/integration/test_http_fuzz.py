@@ -50,9 +50,6 @@ NUM_BODIES = int(os.environ.get("CHITU_FUZZ_BODIES", "10000"))
 """Over all routes."""
 BROKEN_FORMS = int(os.environ.get("CHITU_FUZZ_BROKEN_FORMS", "20"))
 """Of each body that schemathesis makes."""
-NUM_ROUTE_ENTRIES = 2000
-ROUTE_FORMS = 10
-"""Of each change of an entry of the bootstrap directory that hypothesis makes."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 BODY_ROUTES = (
     "/v1/completions",
@@ -365,58 +362,3 @@ def as_json(body: Any) -> Any:
     except (TypeError, ValueError):
         return None
     return body
-
-
-def test_no_route_entry_harms_the_bootstrap_directory(cluster: LocalCluster, unharmed: None) -> None:
-    url = f"http://127.0.0.1:{cluster.ports['bootstrap_port']}/route"
-    auth = {"authorization": token_of(cluster)}
-    held = httpx.get(url, headers=auth, trust_env=False).json()
-    assert [entry["engine_rank"] for entry in held] == [0]
-    statuses = Counter[int]()
-    json_values: st.SearchStrategy[Any] = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-        max_leaves=4,
-    )
-    fields = st.dictionaries(
-        st.sampled_from(sorted({*held[0]} - {"incarnation"})), json_values | st.integers(-1, 70_000), max_size=3
-    )
-
-    def put(change: dict[str, Any], whole: Any, rng: random.Random) -> None:
-        # Rank 0 is a real instance, which must not lose its place; 3 is nobody's.
-        entry = {**held[0], "engine_rank": 3, "incarnation": 5, **change}
-        if entry["engine_rank"] == 0:
-            entry["engine_rank"] = 3
-        body = json.dumps(entry if rng.random() < 0.7 else whole).encode()
-        if rng.random() < 0.5:
-            body = broken_json(rng, entry)
-        method = rng.choice(["PUT", "PUT", "PUT", "POST", "GET"])
-        reply = client.exchange(http_request(method, "/route", body, {"authorization": auth["authorization"].encode()}))
-        statuses[reply.status] += 1
-        assert reply.status < 500, (reply, body)
-        answer = json.loads(reply.body)
-        assert reply.status == 200 or answer["error"]["message"], (answer, body)
-
-    @settings(
-        max_examples=NUM_ROUTE_ENTRIES // ROUTE_FORMS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-    )
-    @given(change=fields, whole=json_values, seed=st.integers(0, 1 << 32))
-    def put_forms(change: dict[str, Any], whole: Any, seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(ROUTE_FORMS):
-            put(change, whole, rng)
-
-    client = RawClient(cluster.ports["bootstrap_port"])
-    put_forms()
-    client.close()
-    print(f"bootstrap: {dict(statuses)}")
-    assert statuses[200] and statuses[400] and statuses.total() >= NUM_ROUTE_ENTRIES, statuses
-    with httpx.Client(trust_env=False, timeout=30.0, headers=auth) as reader:
-        rank0 = reader.get(f"{url}?engine_rank=0").json()
-        for query in ("x", "", "-1", "9" * 5000, "%ff", "0&engine_rank=zz", "1e3"):
-            assert reader.get(f"{url}?engine_rank={query}").status_code in (400, 404), query
-    assert rank0 == held[0]

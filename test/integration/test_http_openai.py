@@ -19,10 +19,8 @@ import pytest
 
 from chitu.client.client import RouterClient
 from chitu.launch.make_model import make_model
-from chitu.protocol import KVLayout, RouteEntry
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.router_process import RouterUnderTest, wait_until
-from chitu.types import Role
 
 PROMPT = "hello wörld 😀, again and again"
 
@@ -428,12 +426,6 @@ def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model:
     with RouterUnderTest(tmp_path, model, (lease,)) as router:
         worker = router.start_worker("P0,D0")
         directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
-        # The fake worker does not register, so this is its entry.
-        layout = KVLayout("fake", 2, 2, 16, 16, "float32", 512)
-        snapshot = msgspec.json.decode(httpx.get(f"{router.url}/cluster").content, type=ClusterSnapshot)
-        (incarnation,) = [int(instance.incarnation) for instance in snapshot.instances if instance.name == "P0"]
-        entry = RouteEntry(Role.PREFILL, 0, "127.0.0.1", 1, 1, incarnation, layout)
-        assert httpx.put(directory, content=msgspec.json.encode(entry)).status_code == 200
         assert len(httpx.get(directory).json()) == 1
         worker.terminate()
         wait_until(lambda: httpx.get(directory).json() == [], 10, "the entry to go")

@@ -2,12 +2,11 @@
 
 `DecodeReceiver` is the shell of `ReceiverMachine`, which decides everything: it owns the lock, the outbox and the
 verifying thread, turns what happens into events, and carries out the effects. With `verify_kv` the pages are looked at
-on a thread of their own. Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`; a helper thread
-of the service brings the bootstrap directory (`on_routes`). Invariants: the lock is never held across `link`, `wake`,
-logging or a copy; LOGITS_READY only after the aux row verified, SUCCESS only after that, with the byte count that was
-announced and with KV that was verified (where it has to be); once TransferInfo was sent, RELEASED only when the writer
-is known to have stopped. Time alone never frees an announced page: a late one-sided write must not land in a page that
-another request owns.
+on a thread of their own. Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Invariants:
+the lock is never held across `link`, `wake`, logging or a copy; LOGITS_READY only after the aux row verified, SUCCESS
+only after that, with the byte count that was announced and with KV that was verified (where it has to be); once
+TransferInfo was sent, RELEASED only when the writer is known to have stopped. Time alone never frees an announced page:
+a late one-sided write must not land in a page that another request owns.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
     KVArgsRegisterInfo,
-    RouteEntry,
     TransferInfo,
     pack_i32,
     peer_codec,
@@ -184,10 +182,6 @@ class DecodeReceiver:
                 self._handle(events.WriterDead(incarnation))
 
     # ------------------------------------------------------------------------------------------------------- any thread
-
-    def on_routes(self, routes: Sequence[RouteEntry]) -> None:
-        """What the bootstrap server lists. Any thread."""
-        self._handle(events.RoutesFound(routes))
 
     def _address_of(self, incarnation: int) -> tuple[str, int] | None:
         with self._lock:

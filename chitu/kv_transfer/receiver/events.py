@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
@@ -13,7 +12,7 @@ from chitu.errors import ChituError
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.transfer_table import NEVER_S
-from chitu.protocol import PeerMessage, RouteEntry, TransferInfo, TransferStatus, TransportMessage, Wire
+from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransportMessage, Wire
 
 
 @dataclass(slots=True)
@@ -84,12 +83,6 @@ class ViewChanged(NamedTuple):
     """`PeerView` has other members, or has seen one end."""
 
 
-class RoutesFound(NamedTuple):
-    """What the bootstrap server lists: the same knowledge as the view's, from the other source."""
-
-    routes: Sequence[RouteEntry]
-
-
 class WriterDead(NamedTuple):
     """Nothing of this P writes any more, and none of our own transports writes for it."""
 
@@ -100,7 +93,7 @@ class Tick(NamedTuple):
     """Time has passed."""
 
 
-Event = Union[Announced, Aborted, Received, RowChecked, PagesChecked, ViewChanged, RoutesFound, WriterDead, Tick]
+Event = Union[Announced, Aborted, Received, RowChecked, PagesChecked, ViewChanged, WriterDead, Tick]
 
 # -------------------------------------------------------------------------------------------------------------- effects
 

@@ -97,9 +97,6 @@ class ReceiverMachine:
             case events.ViewChanged():
                 self._effects += self.prefills.take_view(now_s)
                 self._fail_lost()
-            case events.RoutesFound(routes):
-                self._effects += self.prefills.take_routes(routes, now_s)
-                self._fail_lost()
             case events.WriterDead(incarnation):
                 for room, entry in self.table.items():
                     if entry.data.prefill_incarnation == incarnation:

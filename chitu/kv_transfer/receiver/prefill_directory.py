@@ -1,15 +1,14 @@
 """D's registrations with P: where each P is, and whether it took our registration. Pure: the machine's other table.
 
-Owned by `ReceiverMachine`. Invariants: of a rank one incarnation is kept, the one in the view, or else the one that was
-found last; the registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation.
-P answers each registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it:
-who does not answer is silent until it is heard again. What is to be sent is returned.
+Owned by `ReceiverMachine`. Invariants: of a rank one incarnation is kept, the one that a view had last; the
+registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation. P answers each
+registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it: one that does
+not answer is silent until it is heard again. What is to be sent is returned.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chitu import log
@@ -17,9 +16,9 @@ from chitu.errors import ChituError, from_code
 from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver.events import Effect, Send
-from chitu.protocol import KVArgsRegisterInfo, RegisterReply, RouteEntry
+from chitu.protocol import KVArgsRegisterInfo, RegisterReply
 from chitu.protocol.states import REGISTRATION_TRANSITIONS, RegistrationEvent, RegistrationState
-from chitu.types import REGISTRATION_ROOM, Role
+from chitu.types import REGISTRATION_ROOM
 
 MAX_UNANSWERED = 2
 """Registrations that a P may owe an answer to, `retry_interval_s` apart, before it counts as silent."""
@@ -98,20 +97,8 @@ class PrefillDirectory:
                 peer.repeat_due_s, peer.unanswered = 0.0, 0
         return found
 
-    def take_routes(self, routes: Iterable[RouteEntry], now_s: float) -> list[Effect]:
-        """The same knowledge from the bootstrap server."""
-        found: list[Effect] = []
-        for route in routes:
-            if route.role is Role.PREFILL:
-                found += self._found(route.engine_rank, route.incarnation, route.rank_ip, route.rank_port, now_s)
-        return found
-
     def _found(self, rank: int, incarnation: int, host: str, port: int, now_s: float) -> list[Effect]:
-        """Register with a P once per incarnation. Where the view has another incarnation of the rank, the view is
-        right: the bootstrap server's may be an older one."""
-        self._view.note(rank, incarnation)
-        if not self._view.is_present(rank, incarnation) and self._view.has_present(rank):
-            return []
+        """Register with a P once per incarnation."""
         peer = self.peer(rank, incarnation)
         if peer is None:
             peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
