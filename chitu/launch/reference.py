@@ -7,6 +7,7 @@ outlive what it starts.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ SPARE_PAGES = 64
 MEMORY_PART = 0.5
 """Of the memory that is free, which the weights of `transformers` may take."""
 FLOAT32_BYTES = 4
+RIGHT_SINCE = {"deepseek_v2": (5, 15), "deepseek_v3": (5, 0)}
+"""The first `transformers` that computes a model type as its checkpoints want: before, it left out YaRN's scale of the
+attention (V2), or chose among the experts of groups that were ruled out (V3)."""
 
 
 class Scorer(Protocol):
@@ -137,12 +141,12 @@ def _reference(
     engine = Prober(client, key, client.model_name(), options.max_tokens, options.timeout_s)
     scorers: dict[str, Scorer] = {f"one engine ({own.layout.dtype})": engine}
     if options.folder is not None and options.has_transformers:
-        twin = _transformers(options.folder, say)
+        twin = find_transformers(options.folder, say)
         scorers |= {"transformers (float32)": twin} if twin is not None else {}
     return Reference(engine, own.layout, scorers)
 
 
-def _transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
+def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
     """None, and why, where it cannot be had."""
     if importlib.util.find_spec("transformers") is None:
         say("no second reference: transformers is not installed")
@@ -156,7 +160,7 @@ def _transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
     try:
         return _Transformers(folder)
     except (OSError, ValueError, KeyError) as error:
-        say(f"no second reference: transformers does not read {folder}: {error}")
+        say(f"no second reference: transformers does not serve {folder}: {error}")
         return None
 
 
@@ -165,8 +169,14 @@ class _Transformers:
 
     def __init__(self, folder: str) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import logging
+
+        kind = AutoConfig.from_pretrained(folder).model_type
+        major, minor = RIGHT_SINCE.get(kind, (0, 0))
+        version = importlib.metadata.version("transformers")
+        if tuple(map(int, version.split(".")[:2])) < (major, minor):
+            raise ValueError(f"{version} computes {kind} wrongly, {major}.{minor} is right")
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

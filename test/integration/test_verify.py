@@ -4,6 +4,7 @@ The clusters compute in float32; which pair gets which request is the router's (
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 import shutil
@@ -30,6 +31,8 @@ from chitu.client.verify.topology import expected_bytes
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.launch.reference import find_transformers
 from chitu.launch.verify import VerifyOptions, verify
 from chitu.net.curve import derive
 from chitu.protocol.receipt import Receipt, sealed
@@ -184,6 +187,17 @@ def test_the_references_are_an_engine_that_it_starts_and_transformers(world: Wor
     report = verify(options, said.append)
     assert (report.verdict, report.reasons) == ("right", []), report
     assert report.references == ["one engine (float32)", "transformers (float32)"], said
+
+
+def test_a_transformers_that_computes_a_model_wrongly_is_no_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "m", "deepseek_v2")
+    assert find_transformers(str(model), print) is not None
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.14.1")
+    said: list[str] = []
+    assert find_transformers(str(model), said.append) is None
+    assert "5.14.1 computes deepseek_v2 wrongly, 5.15 is right" in said[0]
 
 
 def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: Path, broken_model: str) -> None:
