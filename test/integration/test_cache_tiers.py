@@ -8,19 +8,14 @@ from __future__ import annotations
 import itertools
 import random
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
+from mooncake_store import Store, mooncake_store
 from nursery import forked
 
 from chitu import __version__
@@ -43,83 +38,10 @@ TIERS = ("disk", "store")
 PATIENCE_S = 60.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@dataclass
-class Store:
-    """A `mooncake_master` and a client that has the memory."""
-
-    master: subprocess.Popen[bytes]
-    memory: subprocess.Popen[bytes]
-    address: str
-    metrics_url: str
-
-    def num_keys(self) -> int:
-        text = httpx.get(self.metrics_url, timeout=5.0, trust_env=False).text
-        return int(next(line.split()[1] for line in text.splitlines() if line.startswith("master_key_count ")))
-
-    @contextmanager
-    def client(self) -> Iterator[Any]:
-        from mooncake.store import MooncakeDistributedStore
-
-        client = MooncakeDistributedStore()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address) == 0
-        try:
-            yield client
-        finally:
-            client.close()
-
-
-@contextmanager
-def running(command: list[str], folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    try:
-        import mooncake.store  # noqa: F401
-    except (ImportError, OSError) as error:
-        pytest.skip(f"mooncake does not import here: {error}")
-    folder, bin_folder = tmp_path_factory.mktemp("store"), Path(sys.executable).parent
-    master_port, metrics_port = free_port(), free_port()
-    address = f"127.0.0.1:{master_port}"
-    master = [
-        str(bin_folder / "mooncake_master"),
-        *("--rpc_address=127.0.0.1", f"--rpc_port={master_port}"),
-        *("--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}", "--default_kv_lease_ttl=60000"),
-    ]
-    memory = [
-        str(bin_folder / "mooncake_client"),
-        *(f"--master_server_address={address}", "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1"),
-        *(f"--port={free_port()}", "--protocol=tcp", "--global_segment_size=64 MB"),
-    ]
-    with running(master, folder, "master") as master_process:
-        url = f"http://127.0.0.1:{metrics_port}/metrics"
-
-        def answers(line: str) -> bool:
-            try:
-                return line in httpx.get(url, timeout=5.0, trust_env=False).text
-            except httpx.HTTPError:
-                return False
-
-        def logs() -> str:
-            return "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
-
-        wait_until(lambda: answers("master_key_count 0"), PATIENCE_S, logs)
-        with running(memory, folder, "memory") as memory_process:
-            wait_until(lambda: answers("master_mount_segment_requests_total 1"), PATIENCE_S, logs)
-            yield Store(master_process, memory_process, address, url)
+    with mooncake_store(tmp_path_factory.mktemp("store")) as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

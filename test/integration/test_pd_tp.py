@@ -13,7 +13,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import psutil
 import pytest
 from completions import instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
+from mooncake_store import mooncake_store
 from nursery import FORKED
 
 from chitu.client.client import RouterClient
@@ -69,18 +70,31 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return generate(Engine(model, max_model_len=2048), prompts, OUTPUT_TOKENS)
 
 
+@dataclass(frozen=True)
+class Tier:
+    """Where the pages of a cluster with this transport outlive the pool."""
+
+    transport: str
+    name: str
+    setting: str
+    num_pages: Callable[[], int]
+
+
 @pytest.fixture(scope="module", params=["shm", "mooncake"])
-def cluster(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LocalCluster]:
+def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
+    folder = tmp_path_factory.mktemp("tier")
     if request.param == "mooncake":
-        try:
-            import mooncake.engine  # noqa: F401
-        except (ImportError, OSError) as error:
-            pytest.skip(f"mooncake does not import here: {error}")
-    settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={request.param}"]
-    settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60"]
-    settings.append(f"cache.disk.path={tmp_path_factory.mktemp('disk')}")
+        with mooncake_store(folder) as store:
+            yield Tier("mooncake", "store", f"cache.store.master={store.address}", store.num_keys)
+        return
+    yield Tier("shm", "disk", f"cache.disk.path={folder}", lambda: len({path.name for path in folder.glob("*/*.kv")}))
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tier: Tier) -> Iterator[LocalCluster]:
+    settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={tier.transport}"]
+    settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60", tier.setting]
+    settings.append("dp_config.router.policy=round_robin")  # what is asked nine times reaches every pair
     settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]
     settings.append(f"{PD}.deadlines.drain_s=60")  # Mooncake engines take a second each to end, of a free core
     for index, size in enumerate(SIZES):
@@ -151,10 +165,12 @@ def ranks_of(cluster: LocalCluster, name: str) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_pages_on_disk_are_those_of_instances_of_every_size(cluster: LocalCluster, model: Path) -> None:
-    """First, on a disk without files. Nine conversations, each turn on another pair: P finds its pages, and those of
+def test_pages_outside_the_pool_are_those_of_instances_of_every_size(
+    cluster: LocalCluster, tier: Tier, model: Path
+) -> None:
+    """First, in a tier without pages. Nine conversations, each turn on another pair: P finds its pages, and those of
     the answers, wherever they were computed."""
-    rng, disk = random.Random(8), Path(str(cluster.topology.cache.disk.path))
+    rng = random.Random(8)
     conversations = [[rng.randrange(10, VOCAB - 20) for _ in range(45)] for _ in PAIRS]
     known, options = 0, GREEDY | {"cache_salt": "shared"}
     for turn in range(3):
@@ -164,11 +180,14 @@ def test_pages_on_disk_are_those_of_instances_of_every_size(cluster: LocalCluste
         for index, prompt in enumerate(conversations):
             (answer,) = ask(cluster, [prompt], options)
             cached = known // PAGE_SIZE * PAGE_SIZE
-            assert (answer.token_ids, answer.cached_tokens) == (tokens[index], cached), (turn, index, answer)
+            assert answer.token_ids == tokens[index], (turn, index, answer)
+            # What a P has found to take longer than computing is computed.
+            is_right = answer.cached_tokens == cached if tier.name == "disk" else answer.cached_tokens in (0, cached)
+            assert is_right, (turn, index, cached, answer)
         known = len(conversations[0]) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
 
         def num_missing(wanted: int = len(PAIRS) * (known // PAGE_SIZE)) -> int:
-            return wanted - len({path.name for path in disk.glob("*/*.kv")})
+            return wanted - tier.num_pages()
 
         wait_until(lambda: num_missing() == 0, 60.0, lambda: f"{num_missing()} pages are not there")
         ask(cluster, [[turn] * 9], options)  # so the next turns meet other pairs
@@ -177,7 +196,7 @@ def test_pages_on_disk_are_those_of_instances_of_every_size(cluster: LocalCluste
 
     def have_read() -> bool:
         loads = instance_loads(cluster.url)
-        return all(loads[f"P{index}"]["disk_tokens"] for index in range(3))
+        return all(loads[f"P{index}"][f"{tier.name}_tokens"] for index in range(3))
 
     wait_until(have_read, 15.0, lambda: instance_loads(cluster.url))
 
