@@ -17,6 +17,7 @@ from completions import complete_all, instance_loads, is_whole, wait_until
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
 
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
@@ -60,7 +61,9 @@ def cluster(model: Path) -> Iterator[LocalCluster]:
         for index, size in enumerate((1, 2)):
             key = f"dp_config.router.{role}_schedulers.{index}"
             sizes += [f"{key}.tp_size={size}", f"{key}.devices=[{','.join(['cpu'] * size)}]"]
-    topology = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model), *sizes])
+    topology = load_topology(
+        "pd_disagg_1p1d_local.yaml", [*settings(model), *sizes, "dp_config.router.policy=round_robin"]
+    )
     with LocalCluster(topology, entries=FORKED) as cluster:
         cluster.wait_ready(300)
         yield cluster
@@ -74,8 +77,8 @@ def test_every_pair_of_sizes_gives_the_tokens_of_one_engine(
     for prompt, tokens in zip(prompts, expected, strict=True):
         answers = complete_all(cluster.url, [prompt] * 4, [GREEDY] * 4)
         assert [answer.token_ids for answer in answers] == [tokens] * 4
-    loads = instance_loads(cluster.url)
-    assert set(loads) == {"P0", "P1", "D0", "D1"}
+    pairs = {(record.prefill, record.decode) for record in RouterClient(cluster.url).cluster().requests}
+    assert pairs == {(p, d) for p in ("P0", "P1") for d in ("D0", "D1")}
     wait_until(
         lambda: all(is_whole(load) for load in instance_loads(cluster.url).values()),
         15.0,
