@@ -38,6 +38,7 @@ from chitu.protocol import (
     TokenBatch,
     token_codec,
 )
+from chitu.protocol.generation_states import GenerationState
 from chitu.protocol.snapshot import RequestSnapshot
 from chitu.router.attempts import Attempts
 from chitu.router.cross_check import CheckResult
@@ -91,8 +92,9 @@ class PDRequestRouter:
 
     def metrics(self) -> RouterMetrics:
         """The counters, with what is true at this moment; not to be kept, but to be encoded or added up."""
-        started = sum(attempt.first_token_s is not None for attempt in self._attempts.rooms.values())
-        in_flight = {"prefill": self.in_flight - started, "decode": started}
+        prefill, rooms = GenerationState.PREFILL, self._attempts.rooms.values()
+        waiting = sum(attempt.generation.state is prefill for attempt in rooms)
+        in_flight = {"prefill": waiting, "decode": self.in_flight - waiting}
         return msgspec.structs.replace(self.counters, in_flight=in_flight, breakers=self._attempts.breaker_states())
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
@@ -183,13 +185,11 @@ class PDRequestRouter:
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""
-        if generation.attempt is not None:
-            self._attempts.cancel(generation.attempt, is_complete)
+        self._attempts.cancel(generation, is_complete)
 
     def fail_all(self, error: ChituError) -> None:
         """End everything that runs (the process is about to)."""
-        for attempt in list(self._attempts.rooms.values()):
-            self._attempts.give_up(attempt, error)
+        self._attempts.give_up_all(error)
         self.flush()
 
     async def idle(self) -> None:
@@ -338,8 +338,8 @@ class PDRequestRouter:
     def _note(self, attempt: Attempt, generation: Generation) -> None:
         """A token that is the attempt's first or that the reader waits for."""
         generation.noted = True
-        if attempt.first_token_s is None:
-            self._attempts.on_first_token(attempt)
+        if generation.state is GenerationState.PREFILL:
+            self._attempts.on_first_token(generation)
         if generation.request.wake_per_token and not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)

@@ -1,8 +1,8 @@
-"""The states of a room on P and on D with their events, transitions and deadlines; those of a request on its instance
-and on the router.
+"""The states of a room on P and on D with their events, transitions and deadlines; those of a request on its instance.
+Those of a request on the router are in `generation_states.py`.
 
 Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
-deadlines; `pd_scheduler.py` and `pd_request_router.py` keep theirs
+deadlines; `pd_scheduler.py` keeps its
 by the queues that a request stands in. docs/protocol.md says what ends each of them. Invariants (checked over the
 tables by `test/unit/test_states.py`): a room that succeeded or failed never does the other thing; from every state a
 terminal one can be reached; every state of a room that is not terminal either has a deadline by the clock or waits for
@@ -337,23 +337,4 @@ SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     SequenceState.TRANSFER: "its KV",
     SequenceState.RUNNING: "its last token",
     SequenceState.RETRACTED: "pages to come back to",
-}
-
-
-# ------------------------------------------------------------------------------------------ a request on the router
-
-
-class AttemptState(Enum):
-    """One try of a request on one pair. `Deadline.REQUEST` holds over all of its tries and states."""
-
-    PREFILL = auto()
-    """Dispatched; no token came yet."""
-    DECODE = auto()
-    """Tokens come."""
-    ENDED = auto()
-
-
-ATTEMPT_AWAITS: Final[Mapping[AttemptState, str]] = {
-    AttemptState.PREFILL: "the first token of {peer}",
-    AttemptState.DECODE: "the last token of {peer}",
 }

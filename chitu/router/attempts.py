@@ -1,12 +1,12 @@
 """Attempts: each one try of a request on one pair with a room of its own, from its dispatch to its end or the next one.
 
-Owned by `PDRequestRouter`, on the loop thread, which says when a token, an end, a failure, a death or a tick came. Here
-is where requests are sent, and counted as load, breaker outcome, metric and journal entry.
+Owned by `PDRequestRouter`, on the loop thread, which says when a token, an end, a failure, a death or a tick came. What
+follows is decided by `generation_machine.py`. Here is what that has no hands for: requests are sent, cancelled and
+logged, pairs are selected, and load, breakers, metrics, deadlines and journal are kept.
 
-Invariants: a room is in `rooms` exactly while its generation waits for it. An attempt that fails is followed by another
-where `retry.py` allows it, in the same turn, so a generation has an attempt until it is over; after the first token the
-next one goes on behind what was received, and what still comes for an old room is stale: no token is lost or comes
-twice. Every end that D did not report itself sends a CancelRequest to both sides.
+Invariants: a room is in `rooms` exactly while its generation waits for it; what still comes for an old room is stale:
+no token is lost or comes twice. `_take` alone gives the machine an event, and carries out all effects before it
+returns.
 """
 
 from __future__ import annotations
@@ -16,33 +16,21 @@ from collections.abc import Callable, Set
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
-from chitu.errors import (
-    ChituError,
-    DecodeLost,
-    Internal,
-    NoInstance,
-    PoisonRequest,
-    PrefillLost,
-    RequestCancelled,
-    RequestTimeout,
-    SilentLink,
-    TokensLost,
-    TransferTimeout,
-    from_code,
-)
+from chitu.errors import ChituError, NoInstance, TokensLost
 from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat, StageTimes
-from chitu.protocol.snapshot import RequestState
-from chitu.protocol.states import ATTEMPT_AWAITS, AttemptState, waited_text
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router import generation_events as events
 from chitu.router.deadline_wheel import DeadlineWheel
 from chitu.router.generation import Attempt, Generation, PromptGroup
+from chitu.router.generation_machine import GenerationMachine
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.request_dispatch import Dispatcher, most_choices
 from chitu.router.request_journal import RequestJournal
-from chitu.router.retry import MAX_DEATHS, Failure, failure_of, may_retry
-from chitu.router.routing import NOBODY, Admission, Breakers, InstanceKey, PairSelector, Target, instance_key
+from chitu.router.retry import Failure
+from chitu.router.routing import NOBODY, Admission, Breakers, InstanceKey, PairSelector, instance_key
 from chitu.tracing.router_trace import RouterTrace
-from chitu.types import instance_name, new_room, room_text
+from chitu.types import instance_name, new_room
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +58,8 @@ class Attempts:
         self._clock = clock
         self._on_end = on_end
         self._trace = trace
-        self._retry = config.retry
+        self._machine = GenerationMachine(config)
         self._breakers = Breakers(config.breaker)
-        self._timeout_s = config.request_timeout_s
         deadlines = config.pd_disaggregation.deadlines
         self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
         self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
@@ -105,11 +92,17 @@ class Attempts:
         target = self._selector.select(request.token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
         together = generations[:count]
+        group = PromptGroup(new_room()) if len(together) > 1 else None
+        if group is not None:
+            self.groups[group.room] = group
         for generation in together:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-        self._begin(together, target, request.token_ids)
+            self._take(generation, events.PairChosen(target, new_room(), request.token_ids, group=group))
+        if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
+            for generation in together:
+                self._take(generation, refused)
         return len(together)
 
     def of(self, room: bytes) -> list[Attempt]:
@@ -120,29 +113,17 @@ class Attempts:
         group = self.groups.get(room)
         return list(group.attempts) if group is not None else []
 
-    def cancel(self, attempt: Attempt, is_complete: bool) -> None:
-        """Its client is gone, or has its whole answer: a stop string was found."""
-        if is_complete:
-            self._on_served(attempt, "stop")
-        else:
-            self.counters.cancelled += 1
-        attempt.generation.error = RequestCancelled("the request was cancelled")
-        self._dispatcher.cancel(attempt)
-        self._end(attempt, "finished" if is_complete else "cancelled", is_news=False)
+    def cancel(self, generation: Generation, is_complete: bool) -> None:
+        """Its client is gone, or has its whole answer: a stop string was found. Idempotent."""
+        self._take(generation, events.ReaderGone(is_complete))
+
+    def give_up_all(self, error: ChituError) -> None:
+        self._take_all(events.GivenUp(error))
 
     def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
         """An instance is gone, and a candidate no more."""
-        name, dead = instance_name(key.role, key.engine_rank), key if has_died else None
         self._breakers.forget(key)
-        for attempt in list(self.rooms.values()):
-            if attempt.decode == key:
-                error = DecodeLost(f"{name} is gone ({reason}) and took this request with it")
-                self._fail(attempt, failure_of(error, key, attempt.prefill, key, dead))
-            elif attempt.prefill == key and attempt.first_token_s is None:
-                lost = PrefillLost(f"{name} is gone ({reason})")
-                self._try_again(attempt, failure_of(lost, key, key, attempt.decode, dead))
-            elif attempt.prefill == key:
-                attempt.has_dead_prefill = has_died
+        self._take_all(events.InstanceLost(key, reason, has_died))
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
         """An instance has given up a number of its token messages. Nobody knows which requests they belonged to, so
@@ -155,99 +136,62 @@ class Attempts:
         """An instance says how far it has read. Requests that do not come through to it go on elsewhere."""
         for missed in self._dispatcher.on_heartbeat(key, heartbeat):
             for attempt in self.of(missed.room):
-                if attempt.first_token_s is None:  # a token needs both halves
-                    self.on_failure(attempt, missed.error, key)
+                self._take(attempt.generation, events.NotDelivered(missed.error, key))
         self._on_silent(key, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have got lost on the way here."""
         now_s = self._clock.monotonic()
         for room in self._first_tokens.expired(now_s):
-            late = self.rooms.get(room)
-            if late is not None and late.first_token_s is None:
-                self.on_failure(late, TransferTimeout(_waited(late, now_s)), late.decode)
+            if (late := self.rooms.get(room)) is not None:
+                self._take(late.generation, events.FirstTokenLate())
         for generation in self._deadlines.expired(now_s):
-            if generation.attempt is not None:
-                self.give_up(generation.attempt, self._timeout_of(generation.attempt, now_s))
+            self._take(generation, events.OutOfTime())
 
-    def on_first_token(self, attempt: Attempt) -> None:
-        generation = attempt.generation
-        attempt.first_token_s = self._clock.monotonic()
-        if generation.first_token_s is None:
-            generation.first_token_s = generation.woken_s = attempt.first_token_s
-            generation.first_prefill = attempt.prefill
-            self.counters.ttft.observe(generation.first_token_s - generation.created_s)
-        self.journal.note_change()
-        if attempt.prefill is not None and attempt.leads:
-            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
+    def on_first_token(self, generation: Generation) -> None:
+        self._take(generation, events.TokensBegan())
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
-        if finish.reason in ("stop", "length"):
-            self._on_served(attempt, finish.reason)
-            self._observe_stages(attempt, finish.stages)
-            attempt.generation.finish = finish
-            self._end(attempt, "finished")
-        elif finish.reason == "error":
-            self.on_failure(attempt, from_code(finish.code, finish.message), attempt.decode)
-        else:
-            name = instance_name(attempt.target.decode.role, attempt.target.decode.engine_rank)
-            error = Internal(f"{name} ended the request as {finish.reason!r} on its own")
-            self.on_failure(attempt, error, attempt.decode)
+        prefill = attempt.prefill
+        is_prefill_here = prefill is not None and self._dispatcher.is_open(prefill)
+        self._take(attempt.generation, events.Finished(finish, is_prefill_here))
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
-        """The attempt is over. Its request goes on with another one, or ends with this error."""
-        dead = self._dead_by_report(attempt, error, reporter)
-        self._fail(attempt, failure_of(error, reporter, attempt.prefill, attempt.decode, dead))
+        """An instance says so, or is found to be at fault."""
+        peer = attempt.prefill if reporter == attempt.decode else attempt.decode
+        is_peer_here = peer is not None and self._dispatcher.is_open(peer)
+        self._take(attempt.generation, events.AttemptFailed(error, reporter, is_peer_here))
 
-    def give_up(self, attempt: Attempt, error: ChituError) -> None:
-        """End its request with this error. The instances may still compute or hold pages for it."""
-        self._dispatcher.cancel(attempt)
-        self.counters.count(self.counters.failed, error.code)
-        log.warning(
-            "request %s (room %s) failed: %s: %s",
-            attempt.generation.request.request_id,
-            room_text(attempt.room),
-            error.code,
-            error.message,
-            extra=about(attempt.generation.request.request_id),
-        )
-        attempt.error = attempt.generation.error = error
-        self._end(attempt, "failed")
+    # ------------------------------------------------------------------------------------------- what the machine wants
 
-    # ------------------------------------------------------------------------------------------------- internal
+    def _take_all(self, event: events.Event) -> None:
+        for attempt in list(self.rooms.values()):
+            self._take(attempt.generation, event)
 
-    def _begin(self, generations: list[Generation], target: Target, token_ids: bytes) -> None:
-        """Send the next attempt of these, which are choices of one prompt, to these instances; to others, where one of
-        them does not read. The generations end with an error where nobody does."""
-        group = PromptGroup(new_room()) if len(generations) > 1 else None
-        attempts = [self._attempt(generation, target, token_ids, group) for generation in generations]
-        if group is not None:
-            self.groups[group.room] = group
-        self.journal.note_change()
-        full = self._dispatcher.send(attempts[0])
-        if full is not None:
-            name = instance_name(full.role, full.engine_rank)
-            for attempt in attempts:
-                self.on_failure(attempt, NoInstance(f"{name} does not take requests (its queue is full)"), full)
+    def _take(self, generation: Generation, event: events.Event) -> None:
+        """The one way in which something happens to a request."""
+        following: events.Event | None = event
+        while following is not None:
+            event, following = following, None
+            for effect in self._machine.handle(generation, event, self._clock.monotonic()):
+                if isinstance(effect, events.Begin):
+                    following = self._begin(effect.attempt)
+                elif isinstance(effect, events.NoteStarted):
+                    self._note_started(effect.attempt, effect.is_first)
+                elif isinstance(effect, events.NoteServed):
+                    self._note_served(effect.attempt, effect.reason, effect.stages)
+                elif isinstance(effect, events.Ended):
+                    self._end(effect.attempt, effect.record, effect.is_news)
+                elif isinstance(effect, events.Cancel):
+                    self._dispatcher.cancel(effect.attempt)
+                elif isinstance(effect, events.Blame):
+                    self._blame(effect.failure)
+                else:
+                    following = self._choose(generation, effect)
 
-    def _attempt(self, generation: Generation, target: Target, token_ids: bytes, group: PromptGroup | None) -> Attempt:
-        """The next one of a generation, which is to be sent."""
-        now_s = self._clock.monotonic()
-        attempt = Attempt(
-            room=new_room(),
-            target=target,
-            generation=generation,
-            prefill=None if target.prefill is None else instance_key(target.prefill),
-            decode=instance_key(target.decode),
-            created_s=now_s,
-            number=len(generation.ended) + 1,
-            token_ids=token_ids,
-            num_continued=generation.num_emitted,
-        )
-        if group is not None:
-            attempt.group, attempt.leads = group, not group.attempts
-            group.attempts.append(attempt)
-        generation.attempt, generation.noted = attempt, False
+    def _begin(self, attempt: Attempt) -> events.Event | None:
+        """Count an attempt, and send it, unless it goes out with its group."""
+        now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
         self.rooms[attempt.room] = attempt
         self.num_tokens += attempt.num_tokens
         if attempt.prefill is not None:  # how long a unified instance may compute a prompt nobody says
@@ -259,15 +203,32 @@ class Attempts:
                 self._admission.on_sent(key, attempt.num_tokens if attempt.leads else 0)
                 self._breakers.on_sent(key, now_s)
         if target.prefill is not None and attempt.leads:  # once a message, as P says that it came
-            request_id = generation.request.request_id
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
-        return attempt
+        return self._dispatch(attempt) if attempt.group is None else None
+
+    def _dispatch(self, attempt: Attempt) -> events.AttemptFailed | None:
+        """Send it, or all of its group; a failure where an instance does not read."""
+        self.journal.note_change()
+        full = self._dispatcher.send(attempt)
+        if full is None:
+            return None
+        text = f"{instance_name(full.role, full.engine_rank)} does not take requests (its queue is full)"
+        return events.AttemptFailed(NoInstance(text), full)
+
+    def _choose(self, generation: Generation, wanted: events.Choose) -> events.Event:
+        blocked = self._breakers.blocked(self._clock.monotonic())
+        try:
+            salt = generation.request.cache_salt
+            target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, salt)
+        except NoInstance:
+            return events.NoPair(wanted.failure)
+        is_cut_off = self._selector.is_cut_off(target)
+        return events.PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
 
     def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
-        """A D does not hear these P. What waits there goes on elsewhere, where it can; else it stays: they may come to
-        hear each other, and it has its deadlines. No breaker counts it: with others the two may do well. With one token
-        KV may be missing; with two it is there."""
+        """A D does not hear these P. What waits there goes on elsewhere, where it can. With others the two may do
+        well."""
         name = instance_name(key.role, key.engine_rank)
         if self._selector.on_silent(key, prefills):
             peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
@@ -280,131 +241,50 @@ class Attempts:
         if not prefills or not self._selector.has_sound_pair:
             return
         for attempt in list(self.rooms.values()):
-            if attempt.decode != key or attempt.prefill is None or attempt.prefill.incarnation not in prefills:
-                continue
-            if attempt.generation.num_emitted <= attempt.num_continued + 1:
-                error = SilentLink(f"{name} hears nothing of P{attempt.prefill.engine_rank}")
-                self._try_again(attempt, Failure(error, frozenset()))
+            if attempt.decode == key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
+                self._take(attempt.generation, events.Silent())
 
-    def _dead_by_report(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> InstanceKey | None:
-        """Whose death the other half of its pair reports: it saw the process end. Of a loss that the router knew before
-        it remembers itself whether that was a death."""
-        prefill, decode, is_open = attempt.prefill, attempt.decode, self._dispatcher.is_open
-        if isinstance(error, PrefillLost) and prefill is not None and reporter == decode:
-            return prefill if attempt.has_dead_prefill or is_open(prefill) else None
-        return decode if isinstance(error, DecodeLost) and reporter == prefill and is_open(decode) else None
+    def _blame(self, failure: Failure) -> None:
+        now_s = self._clock.monotonic()
+        for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
+            if self._breakers.on_failure(key, now_s):
+                name, code = instance_name(key.role, key.engine_rank), failure.error.code
+                log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
+                self.counters.count(self.counters.breaker_openings, name)
 
-    def _fail(self, attempt: Attempt, failure: Failure) -> None:
-        if failure.is_fault and attempt.leads:
-            now_s = self._clock.monotonic()
-            for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
-                if self._breakers.on_failure(key, now_s):
-                    name, code = instance_name(key.role, key.engine_rank), failure.error.code
-                    log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
-                    self.counters.count(self.counters.breaker_openings, name)
-        if not self._try_again(attempt, failure):
-            self.give_up(attempt, failure.error)
+    def _note_started(self, attempt: Attempt, is_first: bool) -> None:
+        if is_first and attempt.first_token_s is not None:
+            self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
+        self.journal.note_change()
+        if attempt.prefill is not None and attempt.leads:
+            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
 
-    def _try_again(self, attempt: Attempt, failure: Failure) -> bool:
-        """Another attempt in place of this one: a new room, where possible on others. False where there is none.
-
-        A request of which every token came is finished instead, and one that instances die of ends."""
-        generation, now_s = attempt.generation, self._clock.monotonic()
-        left_s = generation.deadline_s - now_s
-        if reason := generation.end_reason():  # nothing is missing but the end itself
-            self._dispatcher.cancel(attempt)
-            self._on_served(attempt, reason)
-            generation.finish = Finish(attempt.room, reason)
-            self._end(attempt, "finished")
-            return True
-        record = generation.record
-        if failure.dead is not None:
-            record.note_death(failure.dead, (attempt.prefill, attempt.decode))
-            if record.deaths >= MAX_DEATHS:
-                last = instance_name(failure.dead.role, failure.dead.engine_rank)
-                text = f"{record.deaths} instances died one after the other while they had this request, {last} last"
-                self.give_up(attempt, PoisonRequest(f"{text}: it is not sent to another"))
-                return True
-        has_progressed = attempt.has_progressed
-        if not may_retry(failure, self._retry, record, generation.num_emitted, has_progressed, left_s):
-            return False
-        token_ids = generation.request.token_ids + generation.output.tobytes()
-        avoid = record.avoid | failure.suspects
-        try:
-            salt = generation.request.cache_salt
-            target = self._selector.select(token_ids, avoid, self._breakers.blocked(now_s), salt)
-        except NoInstance:
-            return False
-        chosen = {instance_key(instance) for instance in (target.prefill, target.decode) if instance is not None}
-        if failure.needs_others and chosen & failure.suspects:
-            return False
-        if isinstance(failure.error, SilentLink) and self._selector.is_cut_off(target):
-            return False
-        record.note(failure, has_progressed)
-        self._dispatcher.cancel(attempt)
-        attempt.error = failure.error
-        self._release(attempt, "retried")
-        counters, code = self.counters, failure.error.code
-        counters.count(counters.retries, code)
-        if generation.num_emitted:
-            counters.continuations += 1
-            counters.recomputed_tokens += len(token_ids) // 4
-        log.warning(
-            "request %s: attempt %d on %s failed after %d tokens (%s: %s), next one follows",
-            generation.request.request_id,
-            attempt.number,
-            attempt.pair,
-            generation.num_emitted,
-            code,
-            failure.error.message,
-            extra=about(generation.request.request_id),
-        )
-        self._begin([generation], target, token_ids)
-        return True
-
-    def _on_served(self, attempt: Attempt, reason: str) -> None:
+    def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
         """A request was answered to its end."""
         self.counters.count(self.counters.finished, reason)
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
             if key is not None:
                 self._breakers.on_success(key)
-
-    def _observe_stages(self, attempt: Attempt, stages: StageTimes) -> None:
-        counters, target = self.counters, attempt.target
-        decode = instance_name(target.decode.role, target.decode.engine_rank)
-        prefill = decode
-        if target.prefill is not None:
-            prefill = instance_name(target.prefill.role, target.prefill.engine_rank)
+        if stages is None:
+            return
+        counters = self.counters
+        decode = prefill = instance_name(attempt.decode.role, attempt.decode.engine_rank)
+        if attempt.prefill is not None:
+            prefill = instance_name(attempt.prefill.role, attempt.prefill.engine_rank)
             counters.observe(counters.admission, decode, stages.admission_s)
             counters.observe(counters.transfer, prefill, stages.prefill.transfer_s)
         counters.observe(counters.queue, prefill, stages.prefill.queue_s)
         counters.observe(counters.prefill, prefill, stages.prefill.compute_s)
 
-    def _timeout_of(self, attempt: Attempt, now_s: float) -> RequestTimeout:
-        generation = attempt.generation
-        limit_s = generation.deadline_s - generation.created_s
-        whose = "router.request_timeout_s" if limit_s >= self._timeout_s else "X-Request-Timeout"
-        return RequestTimeout(f"not finished within {limit_s:g} s ({whose}): {_waited(attempt, now_s)}")
-
-    def _end(self, attempt: Attempt, state: RequestState, is_news: bool = True) -> None:
-        """The generation is over with this attempt."""
-        generation = attempt.generation
-        self._release(attempt, state)
-        self._deadlines.discard(generation, generation.deadline_s)
-        generation.attempt = None
-        self._on_end(generation, is_news)
-
-    def _release(self, attempt: Attempt, state: RequestState) -> None:
+    def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """The attempt is over: whatever still comes for its room is stale."""
         del self.rooms[attempt.room]
         if self._trace is not None and self._trace.framed:
             self._trace.framed.pop(attempt.room, None)
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
-        record = attempt.snapshot(state, self._clock.monotonic())
         self.journal.add(record)
-        attempt.generation.ended.append(record)
         if attempt.prefill is not None and attempt.leads and attempt.first_token_s is None:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
         if (group := attempt.group) is not None:
@@ -412,11 +292,29 @@ class Attempts:
             if not group.attempts:
                 del self.groups[group.room]
         self._selector.count(attempt.decode, -1, -attempt.num_tokens)
+        generation, error = attempt.generation, attempt.error
+        if error is not None:
+            self._note_failure(attempt, error, record)
+        elif record.state == "cancelled":
+            self.counters.cancelled += 1
+        if record.state != "retried":
+            self._deadlines.discard(generation, generation.deadline_s)
+            self._on_end(generation, is_news)
 
-
-def _waited(attempt: Attempt, now_s: float) -> str:
-    state, since_s = AttemptState.PREFILL, attempt.created_s
-    if attempt.first_token_s is not None:
-        state, since_s = AttemptState.DECODE, attempt.first_token_s
-    what = ATTEMPT_AWAITS[state].format(peer=attempt.pair)
-    return waited_text(f"attempt {attempt.number}", now_s - since_s, state, what)
+    def _note_failure(self, attempt: Attempt, error: ChituError, record: RequestSnapshot) -> None:
+        """Count and log it."""
+        counters, request_id, num_emitted = self.counters, record.request_id, record.output_tokens
+        if record.state != "retried":
+            counters.count(counters.failed, error.code)
+            text = "request %s (room %s) failed: %s: %s"
+            log.warning(text, request_id, record.room, error.code, error.message, extra=about(request_id))
+            return
+        counters.count(counters.retries, error.code)
+        if num_emitted:
+            counters.continuations += 1
+            counters.recomputed_tokens += record.prompt_tokens + num_emitted
+        log.warning(
+            "request %s: attempt %d on %s failed after %d tokens (%s: %s), next one follows",
+            *(request_id, attempt.number, attempt.pair, num_emitted, error.code, error.message),
+            extra=about(request_id),
+        )

@@ -13,6 +13,7 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
+from chitu.protocol.generation_states import GenerationState
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 from chitu.router.retry import Record
 from chitu.router.routing import InstanceKey, Target
@@ -74,8 +75,6 @@ class Attempt:
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Of what is prefilled, that needed no computing; known with the first token."""
-    has_dead_prefill: bool = False
-    """P died behind the first token: D knows whether all KV had landed, and says so if not."""
     error: ChituError | None = None
     """Why it failed; its generation may go on with another attempt."""
     group: PromptGroup | None = None
@@ -120,7 +119,7 @@ class Attempt:
             request_id=generation.request.request_id,
             prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
             decode=instance_name(decode.role, decode.engine_rank),
-            state=state or ("prefill" if self.first_token_s is None else "decode"),
+            state=state or ("prefill" if generation.state is GenerationState.PREFILL else "decode"),
             prompt_tokens=generation.request.num_tokens,
             output_tokens=generation.num_emitted,
             created_at_s=self.created_s,
@@ -145,6 +144,8 @@ class Generation:
     wake: Callable[[], None]
     deadline_s: float
     created_s: float
+    state: GenerationState = GenerationState.ASKED
+    """Written by `GenerationMachine` alone, as are the attempts."""
     first_token_s: float | None = None
     num_woken: int = 1
     """Of the tokens that came so far, how many the reader was woken for, and when; the first is `first_token_s`'s."""

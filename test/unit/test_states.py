@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chitu.protocol import states
+from chitu.protocol.generation_states import GENERATION_AWAITS, RUNNING, GenerationState
 from chitu.protocol.states import Deadline, KVPoll
 
 ROLES = {
@@ -130,14 +131,14 @@ def test_every_state_has_a_deadline_and_what_a_clock_ends_has_words(
 
 def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or_it_is_over() -> None:
     assert set(states.SEQUENCE_AWAITS) == set(states.SequenceState) - {states.SequenceState.CLOSING}
-    assert set(states.ATTEMPT_AWAITS) == set(states.AttemptState) - {states.AttemptState.ENDED}
+    assert set(GENERATION_AWAITS) == {*RUNNING, GenerationState.RETRYING}
 
 
 def test_the_words_of_a_deadline_name_who_state_seconds_and_peer() -> None:
     what = states.SENDER_AWAITS[states.SenderState.REQUESTED].format(peer="D1")
     text = states.waited_text("P0", 10.04, states.SenderState.REQUESTED, what)
     assert text == "P0 waited 10.0 s in REQUESTED for D1's announcement"
-    for awaits in (states.SENDER_AWAITS, states.RECEIVER_AWAITS, states.ATTEMPT_AWAITS):
+    for awaits in (states.SENDER_AWAITS, states.RECEIVER_AWAITS, GENERATION_AWAITS):
         assert all("{peer}" in text for text in awaits.values())
 
 
