@@ -2,8 +2,8 @@
 
 `PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
 `on_token_frames`; the stats port calls `on_request_failed` and `on_heartbeat`; membership calls `on_view`, `on_joined`
-and `on_lost`; a timer calls `tick`. It knows token ids, never text. Where a request runs, and what follows when that
-fails, is `attempts.py`.
+and `on_lost`; a timer calls `tick`. It knows token ids, never text. Where a request runs is `attempts.py`; what
+follows when that fails, `generation_machine.py`.
 
 Invariants: a generation ends once, with `finish` or `error`; its reader is woken at most once a turn, and after its
 end; a token of a room that is over reaches nobody, and none from behind one that did not come (`net/link.py`).

@@ -19,6 +19,7 @@ from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
+from chitu.http.choice_events import append_events
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, client_timeout_s
 from chitu.http.messages.delta import MessageDelta, joined
@@ -318,7 +319,8 @@ class GenerationRoutes:
                     failure = choice.generation.error
                     break
                 await self._write_prompt(choice, job.options)
-                self._append_events(events, i, choice, form, job.options)
+                if append_events(events, i, choice, form, job.options):
+                    self._router.cancel(choice.generation, is_complete=True)
             if failure is not None:
                 if not exchange.is_started:
                     raise failure
@@ -359,46 +361,6 @@ class GenerationRoutes:
             await asyncio.sleep(0)
         if echoed is not None:
             echoed.begin_output(len(prompt.echo), self._model.tokenizer.detokenizer(options.skip_special_tokens))
-
-    def _append_events(
-        self, events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions
-    ) -> None:
-        generation, decoder = choice.generation, choice.decoder
-        reason = generation.finish.reason if generation.finish is not None else None
-        if not generation.tokens and reason is None:
-            return
-        logprobs = choice.logprobs
-        if logprobs is not None:
-            logprobs.push(generation.take_logprobs())
-        deltas = decoder.feed(generation.take(), reason)
-        if not deltas:
-            return
-        with_ids, first = options.return_token_ids, len(events)
-        sizes = [len(token_ids) for _, token_ids in deltas] if options.continuous_usage else []
-        if not choice.is_open:
-            choice.is_open = True
-            events.append(form.opening(index))
-            if choice.prompt.echo:
-                echoed = None if logprobs is None else logprobs.take()
-                events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
-        ending = deltas.pop() if decoder.finish_reason is not None else None
-        for text, token_ids in deltas:
-            numbers = None if logprobs is None else logprobs.of(token_ids)
-            events.append(form.delta(index, text, token_ids if with_ids else None, numbers))
-        if ending is not None and decoder.finish_reason is not None:
-            ids = ending.token_ids if with_ids else None
-            numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
-            events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
-        if sizes:
-            # Ahead of the deltas may be what opens a choice.
-            for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
-                choice.num_shown += size
-                if events[at]:
-                    reasoning = min(choice.num_shown, decoder.num_reasoning_tokens)
-                    usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning)
-                    events[at] = form.with_usage(events[at], usage)
-        if ending is not None:
-            self._router.cancel(generation, is_complete=True)
 
 
 def _best(choices: list[Choice], options: OutputOptions) -> list[int]:

@@ -1,0 +1,50 @@
+"""What came of a choice -> the events of its stream: what opens it, its deltas, its end, and each one's usage.
+
+Called by the writer of a stream (`generate.py`), on the loop thread. Invariant: every token that was taken from the
+generation is in one event, or held by the choice's decoder until its text is known.
+"""
+
+from __future__ import annotations
+
+from chitu.http.running_answers import Choice
+from chitu.http.sampling_fields import OutputOptions
+from chitu.http.sse import AnswerFormat, UsageCount
+
+
+def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions) -> bool:
+    """Those that are due of the choice with this index. True: the last of them is among these."""
+    generation, decoder = choice.generation, choice.decoder
+    reason = generation.finish.reason if generation.finish is not None else None
+    if not generation.tokens and reason is None:
+        return False
+    logprobs = choice.logprobs
+    if logprobs is not None:
+        logprobs.push(generation.take_logprobs())
+    deltas = decoder.feed(generation.take(), reason)
+    if not deltas:
+        return False
+    with_ids, first = options.return_token_ids, len(events)
+    sizes = [len(token_ids) for _, token_ids in deltas] if options.continuous_usage else []
+    if not choice.is_open:
+        choice.is_open = True
+        events.append(form.opening(index))
+        if choice.prompt.echo:
+            echoed = None if logprobs is None else logprobs.take()
+            events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
+    ending = deltas.pop() if decoder.finish_reason is not None else None
+    for text, token_ids in deltas:
+        numbers = None if logprobs is None else logprobs.of(token_ids)
+        events.append(form.delta(index, text, token_ids if with_ids else None, numbers))
+    if ending is not None and decoder.finish_reason is not None:
+        ids = ending.token_ids if with_ids else None
+        numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
+        events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
+    if sizes:
+        # Ahead of the deltas may be what opens a choice.
+        for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
+            choice.num_shown += size
+            if events[at]:
+                reasoning = min(choice.num_shown, decoder.num_reasoning_tokens)
+                usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning)
+                events[at] = form.with_usage(events[at], usage)
+    return ending is not None
