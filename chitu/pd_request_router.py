@@ -185,7 +185,8 @@ class PDRequestRouter:
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""
-        self._attempts.cancel(generation, is_complete)
+        if not generation.done:
+            self._attempts.cancel(generation, is_complete)
 
     def fail_all(self, error: ChituError) -> None:
         """End everything that runs (the process is about to)."""

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import Union
+
+from msgspec import Struct
 
 from chitu.errors import ChituError
 from chitu.protocol import Finish, StageTimes
@@ -17,7 +19,7 @@ from chitu.router.routing import InstanceKey, Target
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-class PairChosen(NamedTuple):
+class PairChosen(Struct):
     """For the first attempt, or as an answer to `Choose`, whose `failure` and `token_ids` it brings back."""
 
     target: Target
@@ -29,17 +31,17 @@ class PairChosen(NamedTuple):
     group: PromptGroup | None = None
 
 
-class NoPair(NamedTuple):
+class NoPair(Struct):
     """The other answer."""
 
     failure: Failure
 
 
-class TokensBegan(NamedTuple):
+class TokensBegan(Struct):
     """Of the present attempt."""
 
 
-class Finished(NamedTuple):
+class Finished(Struct):
     """D said so."""
 
     finish: Finish
@@ -47,7 +49,7 @@ class Finished(NamedTuple):
     """P is a member."""
 
 
-class AttemptFailed(NamedTuple):
+class AttemptFailed(Struct):
     """`reporter`: P or D, or whom the router found out about itself."""
 
     error: ChituError
@@ -56,14 +58,14 @@ class AttemptFailed(NamedTuple):
     """The other half of the pair is a member."""
 
 
-class NotDelivered(NamedTuple):
+class NotDelivered(Struct):
     """A half of the request does not get to its instance. After the first token nobody needs it: that took both."""
 
     error: ChituError
     reporter: InstanceKey
 
 
-class InstanceLost(NamedTuple):
+class InstanceLost(Struct):
     """It left, was silent for too long, or died."""
 
     key: InstanceKey
@@ -71,25 +73,25 @@ class InstanceLost(NamedTuple):
     has_died: bool
 
 
-class Silent(NamedTuple):
+class Silent(Struct):
     """D hears nothing of P."""
 
 
-class FirstTokenLate(NamedTuple):
+class FirstTokenLate(Struct):
     """Both sides must have given the attempt up by now."""
 
 
-class OutOfTime(NamedTuple):
+class OutOfTime(Struct):
     """The request's own deadline passed."""
 
 
-class GivenUp(NamedTuple):
+class GivenUp(Struct):
     """The process ends."""
 
     error: ChituError
 
 
-class ReaderGone(NamedTuple):
+class ReaderGone(Struct):
     """The client left, or `is_complete`: it has its whole answer (a stop string was found)."""
 
     is_complete: bool
@@ -113,13 +115,13 @@ Event = Union[
 # -------------------------------------------------------------------------------------------------------------- effects
 
 
-class Begin(NamedTuple):
+class Begin(Struct):
     """Dispatch it, unless its group is."""
 
     attempt: Attempt
 
 
-class Choose(NamedTuple):
+class Choose(Struct):
     """Find a pair for these tokens: PairChosen or NoPair is the answer."""
 
     token_ids: bytes
@@ -127,26 +129,26 @@ class Choose(NamedTuple):
     failure: Failure
 
 
-class NoteStarted(NamedTuple):
+class NoteStarted(Struct):
     """Its first token came; `is_first`: that of its request, too."""
 
     attempt: Attempt
     is_first: bool
 
 
-class Blame(NamedTuple):
+class Blame(Struct):
     """Circuit breakers count it."""
 
     failure: Failure
 
 
-class Cancel(NamedTuple):
+class Cancel(Struct):
     """Tell both instances."""
 
     attempt: Attempt
 
 
-class NoteServed(NamedTuple):
+class NoteServed(Struct):
     """A request was answered to its end. `stages`: as D told."""
 
     attempt: Attempt
@@ -154,7 +156,7 @@ class NoteServed(NamedTuple):
     stages: StageTimes | None = None
 
 
-class Ended(NamedTuple):
+class Ended(Struct):
     """The attempt is over, and its request, unless it is `retried`. `is_news`: its reader does not know."""
 
     attempt: Attempt
