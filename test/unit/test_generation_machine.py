@@ -159,6 +159,7 @@ def test_a_request_ends_once_and_one_whose_attempt_failed_gets_a_pair_or_ends() 
     assert not [source for source, _ in GENERATION_TRANSITIONS if source in OVER]
     after = {target for (source, _), target in GENERATION_TRANSITIONS.items() if source is S.RETRYING}
     assert after == {S.PREFILL, *OVER}
+    assert {source for source, event in GENERATION_TRANSITIONS if event in (E.STALL, E.PREFILL_LOST)} == {S.PREFILL}
     for state in (*RUNNING, S.RETRYING):  # the clock and the client end what they want at any time
         assert GENERATION_TRANSITIONS[state, E.GIVE_UP] is S.FAILED
         assert GENERATION_TRANSITIONS[state, E.CANCEL] is S.CANCELLED
