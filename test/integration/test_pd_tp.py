@@ -1,4 +1,4 @@
-"""PD between instances of 1, 2 and 4 tensor-parallel ranks: tokens, bytes, and what happens when a follower dies.
+"""PD between instances of 1, 2 and 4 tensor-parallel ranks: tokens, bytes, and followers that die or stop.
 
 One cluster with P0, P1, P2 and D0, D1, D2 of 1, 2 and 4 ranks has all nine pairs of sizes; nine requests in a row reach
 each pair once (round robin). The model has 4 heads and 2 KV heads, so two ranks split the KV heads and four ranks hold
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,11 @@ SEEDED: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 1.0, "top_
 PD = "dp_config.router.pd_disaggregation"
 TYPED = {"prefill_lost", "decode_lost", "transfer_failed", "transfer_timeout"}
 """What a request on a lost instance may end with."""
-KILLED = {"shm": "P1", "mooncake": "D2"}
-"""One of each role. To a D the library has connections."""
+BLOWS = {
+    "shm": [("P1", signal.SIGKILL), ("D1", signal.SIGSTOP)],
+    "mooncake": [("D2", signal.SIGKILL)],  # to a D the library has connections
+}
+STEP_S = 20
 PAIRS = {(f"P{p}", f"D{d}") for p in range(3) for d in range(3)}
 
 
@@ -96,6 +100,7 @@ def cluster(model: Path, tier: Tier) -> Iterator[LocalCluster]:
     settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60", tier.setting]
     settings.append("dp_config.router.policy=round_robin")  # what is asked nine times reaches every pair
     settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]
+    settings.append(f"{PD}.deadlines.step_s={STEP_S}")
     settings.append(f"{PD}.deadlines.drain_s=60")  # Mooncake engines take a second each to end, of a free core
     for index, size in enumerate(SIZES):
         for role in ("prefill", "decode"):
@@ -255,23 +260,27 @@ def test_one_process_alone_is_no_instance_of_two_ranks(model: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_follower_ends_its_instance_which_comes_back_by_a_restart(
+def test_a_follower_that_dies_or_stops_ends_its_instance_which_comes_back_by_a_restart(
     cluster: LocalCluster, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    name = KILLED[cluster.topology.dp_config.router.pd_disaggregation.transport]
-    ranks = ranks_of(cluster, name)
-    assert ranks[0].pid == cluster.pid(name)
-    prompt, tokens = prompts[-1], expected[-1]
-    with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(ask, cluster, [prompt] * 48, GREEDY)
-        wait_until(lambda: snapshot_of(cluster).in_flight > 4, 30.0, lambda: snapshot_of(cluster))
-        os.kill(ranks[-1].pid, signal.SIGKILL)
-        cluster.wait_exit(name, timeout_s=15.0)
-        answers = load.result(timeout=120)
-    assert not any(rank.is_running() for rank in ranks), "nothing of the instance is left"
-    for answer in answers:
-        assert answer.token_ids == tokens or answer.error in TYPED, answer
-    cluster.restart(name)
-    cluster.wait_ready(300)
-    again = ask(cluster, [prompts[1]] * len(PAIRS), GREEDY)
-    assert [answer.token_ids for answer in again] == [expected[1]] * len(PAIRS), again
+    for name, blow in BLOWS[cluster.topology.dp_config.router.pd_disaggregation.transport]:
+        ranks = ranks_of(cluster, name)
+        assert ranks[0].pid == cluster.pid(name)
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(ask, cluster, [prompts[-1]] * 48, GREEDY)
+            wait_until(lambda: snapshot_of(cluster).in_flight > 4, 30.0, lambda: snapshot_of(cluster))
+            os.kill(ranks[-1].pid, blow)
+            try:
+                ranks[0].wait(15.0 if blow == signal.SIGKILL else STEP_S + 15.0)
+            finally:
+                with suppress(psutil.NoSuchProcess):  # torchrun would give a stopped one 30 s to end by itself
+                    ranks[-1].kill()
+            cluster.wait_exit(name, timeout_s=15.0)
+            answers = load.result(timeout=120)
+        assert not any(rank.is_running() for rank in ranks), "nothing of the instance is left"
+        for answer in answers:
+            assert answer.token_ids == expected[-1] or answer.error in TYPED, answer
+        cluster.restart(name)
+        cluster.wait_ready(300)
+        again = ask(cluster, [prompts[1]] * len(PAIRS), GREEDY)
+        assert [answer.token_ids for answer in again] == [expected[1]] * len(PAIRS), again
