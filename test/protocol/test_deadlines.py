@@ -276,6 +276,28 @@ def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKi
     assert kinds == ([Kind.FAILED] if is_late else [Kind.FAILED, Kind.RELEASED])
 
 
+@pytest.mark.parametrize("is_asked_again", [False, True])
+def test_what_is_computed_while_a_thread_writes_is_written_behind_it(is_asked_again: bool) -> None:
+    """Pages and the logits row; D, which hears nothing, announces once more meanwhile."""
+    pair = Pair()
+    p_transferring(pair)
+    assert pair.p.requests[pair.room].computed < 10
+    visit, sender = begin_visit(pair), pair.p.sender
+    assert visit is not None
+    if is_asked_again:
+        tick(pair, pair.d, DEADLINES.retry_interval_s)
+        assert pair.world.frames
+        while pair.world.frames:
+            pair.world.deliver_one()
+    while pair.p.requests[pair.room].computed < 10:
+        pair.p.compute()
+    assert sender.state(pair.room) is SenderState.WRITING
+    sender._writer.end(visit, sender._writer.run(visit))
+    sender.queue._busy.clear()
+    pair.pump()
+    assert pair.seen(pair.p)[-1] is pair.seen(pair.d)[-1] is Kind.SUCCESS
+
+
 def test_an_unsettled_room_is_released_when_its_d_is_dead() -> None:
     pair = Pair()
     p_unsettled(pair)
