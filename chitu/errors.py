@@ -8,9 +8,10 @@ ChituError
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest
-|   `-- Forbidden  UnknownInstance  LastInstance
+|   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
+|   |-- RequestKept
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest
@@ -114,6 +115,13 @@ class UnknownTrace(RequestError):
     http_status = 404
 
 
+class UnknownRequest(RequestError):
+    """No request of this id was taken up, or it is somebody else's."""
+
+    code = "unknown_request"
+    http_status = 404
+
+
 class UnknownInstance(RequestError):
     """Of an admin route: the cluster has no such instance."""
 
@@ -178,6 +186,13 @@ class RequestTimeout(ServiceError):
 
 class NoInstance(ServiceError):
     code = "no_instance"
+
+
+class RequestKept(ServiceError):
+    """Its router ends, and wrote down how it goes on."""
+
+    code = "request_kept"
+    retryable = False
 
 
 class PrefillLost(ServiceError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 
@@ -32,6 +33,7 @@ from chitu.errors import (
 from chitu.net.aio import Outbox
 from chitu.protocol import (
     ClusterView,
+    Finish,
     Heartbeat,
     InstanceInfo,
     RequestFailed,
@@ -182,6 +184,22 @@ class PDRequestRouter:
                 self.cancel(generation)
             raise
         return generations
+
+    def resume(self, request: GenerateRequest, tokens: Sequence[int], wake: Callable[[], None]) -> Generation:
+        """Go on behind these tokens, which an earlier router's instances emitted. It may be over at once. As
+        `add_request`."""
+        self.require_room_for(1, request.num_tokens + len(tokens))
+        now_s = self._clock.monotonic()
+        timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
+        generation = Generation(request, wake, now_s + timeout_s, now_s, taken=array("i", tokens))
+        generation.num_taken, generation.num_woken = len(tokens), len(tokens) + 1
+        if reason := generation.end_reason():
+            generation.finish = Finish(b"", reason)
+            return generation
+        self._attempts.start([generation])
+        if generation.error is not None:
+            raise generation.error
+        return generation
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""

@@ -250,6 +250,20 @@ PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affi
 DecodePolicyName = Literal["round_robin", "least_loaded", "power_of_two"]
 
 
+class KeptRequestsConfig(Section, frozen=True):
+    """Requests that outlive the router: what runs at its end goes on with the next one that has this folder."""
+
+    dir: str | None = None
+    """Folder that both see, for instance on a cluster's file system; unset: what runs at the end fails. Its files have
+    prompts and answers, and are readable by this user alone."""
+    max_requests: Positive = 1024
+    """In the folder, and taken up by a router at once."""
+    max_mb: Positive = 256
+    """MiB of the files in the folder."""
+    max_age_s: Seconds = 86400.0
+    """Seconds from a request's first end of a router on; then it is removed, read or not."""
+
+
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
@@ -299,6 +313,7 @@ class RouterConfig(Section, frozen=True):
     otlp_endpoint: str = ""
     """Base URL of an OpenTelemetry collector (OTLP over HTTP), such as `http://127.0.0.1:4318`: it gets a trace of each
     request. Wants the extra `otel`, whose `OTEL_*` variables say the rest (sampling, headers, batches). Empty: none."""
+    kept_requests: KeptRequestsConfig = field(default_factory=KeptRequestsConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

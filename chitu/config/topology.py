@@ -234,6 +234,9 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _size_problems(topology)
     yield from _tier_problems(topology)
     yield from _log_problems(topology)
+    router = topology.dp_config.router
+    if router.kept_requests.dir is not None and router.workers > 1:
+        yield f"dp_config.router.kept_requests.dir wants dp_config.router.workers 1, not {router.workers}"
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _split_problems(topology)

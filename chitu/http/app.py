@@ -23,6 +23,8 @@ COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
 """Cold routes that cost about as much here as a hot one."""
 ENDLESS_PATHS = frozenset({"/cluster/events"})
 """Their answers never end, so there is none without its body."""
+KEPT_FOLDER = "/v1/requests/"
+"""Answers of requests that outlived their router, by id."""
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
@@ -39,11 +41,14 @@ class RouterApp:
         access: Access,
         max_body_bytes: int,
         cors_origins: Collection[str] = (),
+        kept: HotRoute | None = None,
     ) -> None:
-        """`hot`: POST routes by path, called with the request id, each counted by `access`. `cold` answers everything
-        else, and gets its bodies whole: `max_body_bytes` at most. `cors_origins`: see `cors.py`."""
+        """`hot`: POST routes by path, called with the request id, each counted by `access`. `kept` answers GETs below
+        `KEPT_FOLDER`, called with the id that the path has. `cold` answers everything else, and gets its bodies whole:
+        `max_body_bytes` at most. `cors_origins`: see `cors.py`."""
         self._cors_origins = cors_origins
         self._hot = hot
+        self._kept = kept
         self._cold = cold
         self._access = access
         self._max_body_bytes = max_body_bytes
@@ -62,7 +67,9 @@ class RouterApp:
                     return
             self._access.require(scope)
             route = self._hot.get(path)
-            if route is None:
+            if self._kept is not None and path.startswith(KEPT_FOLDER) and scope["method"] == "GET":
+                await self._kept(exchange, scope, path.removeprefix(KEPT_FOLDER))
+            elif route is None:
                 if scope["method"] == "HEAD" and path not in ENDLESS_PATHS:
                     scope = {**scope, "method": "GET"}  # of its answer the exchange, which knows, leaves out the body
                 if path in COUNTED_PATHS:

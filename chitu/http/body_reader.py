@@ -58,6 +58,13 @@ class BodyReader:
             raise self._router.rejected(error) from None
         return job
 
+    async def job_again(self, route: BodyRoute, raw: bytearray) -> Job:
+        """Of a body that an earlier router took, grammar and all."""
+        task = ReadBody(route, self._terms())
+        found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._away.do(task, raw)
+        job: Job = found
+        return job
+
     async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
         """Of `/tokenize` and `/detokenize`."""
         answer: TokensAnswer = await self._read(ReadBody(route, self._terms()), raw, exchange)
@@ -70,7 +77,7 @@ class BodyReader:
         return Terms(limits, why_unusable, self._model.vocab_size(candidates))
 
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
-        if len(raw) <= LARGE_BODY_BYTES:
+        if _is_small(raw):
             return self._work.read(task, raw, lambda: None)
         return await _while_wanted(exchange, self._away.do(task, raw))
 
@@ -96,6 +103,10 @@ class BodyReader:
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
+
+
+def _is_small(raw: bytes | bytearray) -> bool:
+    return len(raw) <= LARGE_BODY_BYTES
 
 
 async def _while_wanted(exchange: Exchange, work: Awaitable[T]) -> T:

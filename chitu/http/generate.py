@@ -20,22 +20,24 @@ from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.choice_events import append_events
+from chitu.http.event_numbers import EventNumbers
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, client_timeout_s
+from chitu.http.jobs import Job, Prompt, client_timeout_s
+from chitu.http.kept_requests import why_not
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.proof import Moments, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
 from chitu.http.request_spans import RequestSpan, request_span
 from chitu.http.responses.events import ResponsesFormat
-from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers
+from chitu.http.running_answers import Choice, Origin, RunningAnswer, RunningAnswers
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import CompletionLogprobs
 from chitu.net.http import ClientGone, Scope, header
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import prompt_lines, unpack_i32
-from chitu.router.generation import GenerateRequest
+from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 from chitu.tracing.router_trace import RouterTrace
 
@@ -73,26 +75,19 @@ class GenerationRoutes:
         self._trace = trace
         self._records = records
         self.running = RunningAnswers(router.cancel)
+        self.keeps = False
+        """True: requests may outlive the router."""
         self.draining = False
         """True: the process is ending and takes nothing new."""
 
     def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "completion", self._completion_format)
+        return self._answer(exchange, scope, request_id, "completion")
 
     def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "chat", self._chat_format)
+        return self._answer(exchange, scope, request_id, "chat")
 
     def answer_responses(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "responses", self._responses_format)
-
-    def _completion_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
-        return CompletionFormat(request_id, created_s, self._model.name, job.options.include_usage)
-
-    def _chat_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
-        return ChatFormat(request_id, created_s, self._model.name, job.options.include_usage)
-
-    def _responses_format(self, job: Job, request_id: str, created_s: int) -> AnswerFormat:
-        return ResponsesFormat(request_id, created_s, self._model.name, job.echo)
+        return self._answer(exchange, scope, request_id, "responses")
 
     async def _answer(
         self,
@@ -100,7 +95,6 @@ class GenerationRoutes:
         scope: Scope,
         request_id: str,
         route: BodyRoute,
-        make_format: Callable[[Job, str, int], AnswerFormat],
     ) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
         self.running.add(request_id, running)
@@ -115,8 +109,13 @@ class GenerationRoutes:
             if self._records is not None:
                 running.trace = self._records.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
+            created_s = int(time.time())
+            if self.keeps and not why_not(job):  # its body is counted as being read until it is over
+                running.origin = Origin(request_id, route, raw, job, created_s)
+                running.numbers = EventNumbers()
+            else:
+                exchange.release_body()
             del raw
-            exchange.release_body()
             job.timeout_s = timeout_s
             if job.warnings:
                 exchange.headers.append(warning_header(job.warnings))
@@ -126,11 +125,7 @@ class GenerationRoutes:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))
             await self._start(job, request_id, running, exchange)
-            form = make_format(job, request_id, int(time.time()))
-            if job.options.stream:
-                await self._stream(exchange, job, running, form)
-            else:
-                await self._collect(exchange, job, running, form)
+            await self.write_answer(exchange, job, running, self.format_of(route, job, request_id, created_s))
         except ClientGone:
             failed = RequestCancelled
         except ChituError as error:
@@ -139,6 +134,7 @@ class GenerationRoutes:
                 exchange.fail(error)
         finally:
             exchange.call_when_gone(None)
+            exchange.release_body()
             self.running.remove(request_id, running)
             if running.trace and self._records is not None:
                 self._note_request(self._records, scope, request_id, running, failed)
@@ -191,11 +187,9 @@ class GenerationRoutes:
         plan = job.plan
         ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
         per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)
-        skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
         num_new = 0
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
-            stop_ids = model.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else model.eos_ids
-            ends = frozenset(sampling.stop_token_ids) if sampling.ignore_eos else stop_ids
+            ends = model.ends_of(sampling)
             requests = [
                 GenerateRequest(
                     request_id if total == 1 else f"{request_id}-{len(choices) + i}",
@@ -211,19 +205,9 @@ class GenerationRoutes:
                 sent = self._router.add_choices(requests, running.wakeup.set)
                 requests = requests[len(sent) :]
                 for generation in sent:
-                    decoder = ChoiceDecoder(
-                        model.tokenizer.detokenizer(skips_special),
-                        StopScanner(options.stops, options.include_stop) if options.stops else None,
-                        options,
-                        stop_ids,
-                        plan.parser() if plan is not None else None,
-                    )
-                    logprobs, of_prompt = None, None
-                    if options.logprobs is not None or options.num_returned:
-                        logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
-                    if options.prompt_logprobs is not None:
-                        of_prompt = model.prompt_logprobs(options.prompt_logprobs)
-                    choices.append(Choice(generation, decoder, prompt, logprobs, of_prompt))
+                    choices.append(self.choice_of(job, generation, prompt))
+                    if running.origin is not None and options.logprobs is not None:
+                        generation.kept_logprobs = []
                 num_new += len(sent)
                 if num_new >= CHOICES_A_TURN:
                     num_new = 0
@@ -232,6 +216,27 @@ class GenerationRoutes:
                         raise ClientGone
                     if running.is_aborted:
                         raise RequestCancelled(ABORTED)
+
+    def choice_of(self, job: Job, generation: Generation, prompt: Prompt) -> Choice:
+        """To be read from its first token on."""
+        options, model = job.options, self._model
+        logprobs, of_prompt = None, None
+        if options.logprobs is not None or options.num_returned:
+            logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
+        if options.prompt_logprobs is not None:
+            of_prompt = model.prompt_logprobs(options.prompt_logprobs)
+        return Choice(generation, self.decoder_of(job, generation.request.sampling), prompt, logprobs, of_prompt)
+
+    def decoder_of(self, job: Job, sampling: SamplingParams) -> ChoiceDecoder:
+        options, model, plan = job.options, self._model, job.plan
+        skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
+        return ChoiceDecoder(
+            model.tokenizer.detokenizer(skips_special),
+            StopScanner(options.stops, options.include_stop) if options.stops else None,
+            options,
+            model.stop_ids_of(sampling),
+            plan.parser() if plan is not None else None,
+        )
 
     def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
@@ -258,6 +263,19 @@ class GenerationRoutes:
 
     # ------------------------------------------------------------------------------------------------------- answering
 
+    async def write_answer(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
+        """Of choices that are on their way. Errors that a client gets as such are raised."""
+        if job.options.stream:
+            await self._stream(exchange, job, running, form)
+        else:
+            await self._collect(exchange, job, running, form)
+
+    def format_of(self, route: BodyRoute, job: Job, request_id: str, created_s: int) -> AnswerFormat:
+        if route == "responses":
+            return ResponsesFormat(request_id, created_s, self._model.name, job.echo)
+        make = ChatFormat if route == "chat" else CompletionFormat
+        return make(request_id, created_s, self._model.name, job.options.include_usage)
+
     async def _collect(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
         options, choices, wakeup = job.options, running.choices, running.wakeup
         texts: list[list[str | MessageDelta]] = [[] for _ in choices]
@@ -265,6 +283,8 @@ class GenerationRoutes:
         open_choices, num_new = list(enumerate(choices)), 0
         while open_choices:
             await wakeup.wait()
+            if running.parting is not None:
+                raise await running.parting
             for i, choice in open_choices:
                 generation, decoder = choice.generation, choice.decoder
                 if num_new >= TOKENS_A_TURN:
@@ -313,8 +333,8 @@ class GenerationRoutes:
         while open_choices:
             await wakeup.wait()
             events: list[bytes] = []
-            failure: ChituError | None = None
-            for i, choice in open_choices:
+            failure = await running.parting if running.parting is not None else None
+            for i, choice in open_choices if failure is None else ():
                 if choice.generation.error is not None:
                     failure = choice.generation.error
                     break
@@ -324,8 +344,8 @@ class GenerationRoutes:
             if failure is not None:
                 if not exchange.is_started:
                     raise failure
-                events.append(form.error(failure))
-                open_choices = []
+                exchange.stream(form.error(failure), is_last=True)  # without a number: it is none of the answer's
+                return
             else:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
@@ -334,13 +354,16 @@ class GenerationRoutes:
                     if usage is not None or proof is not None:
                         events.append(form.usage(usage, proof))
                     events.append(form.done)
-            if not events:
+            data = b"".join(events)
+            if running.numbers is not None:
+                data = running.numbers.apply(data)
+            if not data and open_choices:
                 continue
             if exchange.is_full:
                 await exchange.drained()
             if with_proof and not exchange.is_started:
                 exchange.headers += headers_of(self._proof(job, running))
-            exchange.stream(b"".join(events), is_last=not open_choices)
+            exchange.stream(data, is_last=not open_choices)
 
     async def _write_prompt(self, choice: Choice, options: OutputOptions) -> None:
         """What came of the prompt's logprobs, ahead of its first token. Others have their turn in between: it may be

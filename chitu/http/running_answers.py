@@ -6,9 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from chitu.errors import ChituError
+from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
-from chitu.http.jobs import Prompt
+from chitu.http.event_numbers import EventNumbers
+from chitu.http.jobs import Job, Prompt
 from chitu.http.sse import ID_PREFIXES
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptLogprobs
 from chitu.protocol import TraceLevel
@@ -55,6 +59,16 @@ class Choice:
     """The prompt's logprobs were written. Another attempt may bring them again."""
 
 
+class Origin(NamedTuple):
+    """What a request can be made of again, where it may outlive the router."""
+
+    request_id: str
+    route: BodyRoute
+    body: bytearray
+    job: Job
+    created_s: int
+
+
 @dataclass(slots=True, eq=False)
 class RunningAnswer:
     tenant: str
@@ -67,6 +81,16 @@ class RunningAnswer:
     wakeup: Wakeup = field(default_factory=Wakeup)
     is_aborted: bool = False
     trace: TraceLevel = ""
+    origin: Origin | None = None
+    numbers: EventNumbers | None = None
+    """Of its stream, where that may be read on."""
+    parting: asyncio.Future[ChituError] | None = None
+    """It stopped, and this is what its client is told in the end."""
+
+
+def bare_names(name: str) -> set[str]:
+    """Ids of requests that are meant by one, or by an answer's."""
+    return {name, next((name.removeprefix(prefix) for prefix in ID_PREFIXES if name.startswith(prefix)), name)}
 
 
 class RunningAnswers:
@@ -78,6 +102,9 @@ class RunningAnswers:
 
     def __len__(self) -> int:
         return len(self._answers)
+
+    def all(self) -> list[RunningAnswer]:
+        return [answer for known in self._answers.values() for answer in known]
 
     def add(self, request_id: str, answer: RunningAnswer) -> None:
         self._answers.setdefault(request_id, []).append(answer)
@@ -94,8 +121,7 @@ class RunningAnswers:
     def abort(self, name: str, tenant: str) -> int:
         """End what runs under this request id, or as the answer of this id, for that tenant, as if its client were
         gone; the client is told. How many requests: none where they ended already, or nobody knows them. Idempotent."""
-        bare = next((name.removeprefix(p) for p in ID_PREFIXES if name.startswith(p)), name)
-        known = [answer for each in {name, bare} for answer in self._answers.get(each, ())]
+        known = [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
         found = [answer for answer in known if answer.tenant == tenant and not answer.is_aborted]
         for answer in found:
             answer.is_aborted = True

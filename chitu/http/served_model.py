@@ -23,7 +23,7 @@ from chitu.http.token_logprobs import (
     PromptLogprobs,
 )
 from chitu.models.config import ModelSpec, read_model_spec
-from chitu.protocol import MAX_BAD_WORD_TOKENS, KVLayout
+from chitu.protocol import MAX_BAD_WORD_TOKENS, KVLayout, SamplingParams
 from chitu.router.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
@@ -75,6 +75,14 @@ class ServedModel:
         if is_chat:
             return ChatLogprobs(self._chat_texts)
         return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
+
+    def stop_ids_of(self, sampling: SamplingParams) -> frozenset[int]:
+        """Eos and the request's stop ids."""
+        return self.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else self.eos_ids
+
+    def ends_of(self, sampling: SamplingParams) -> frozenset[int]:
+        """Those of them that end it."""
+        return frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self.stop_ids_of(sampling)
 
     def prompt_logprobs(self, count: int) -> PromptLogprobs:
         """Of a new choice, with so many candidates for each token."""

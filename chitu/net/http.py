@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -33,6 +34,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
         if key == name:
             return bytes(value)
     return None
+
+
+def query_value(scope: Scope, name: str) -> str | None:
+    """The first of this name."""
+    values = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get(name)
+    return values[0] if values else None
 
 
 def error_object(error: ChituError) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class Attempts:
         NoInstance where nobody is there. `avoid`: it goes to others, if there are any."""
         request = generations[0].request
         blocked = self._breakers.blocked(self._clock.monotonic())
-        target = self._selector.select(request.token_ids, avoid, blocked, cache_salt=request.cache_salt)
+        token_ids = request.token_ids + generations[0].output.tobytes()  # an earlier router's, where it goes on
+        target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
@@ -99,7 +100,7 @@ class Attempts:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-            self._take(generation, events.PairChosen(target, new_room(), request.token_ids, group=group))
+            self._take(generation, events.PairChosen(target, new_room(), token_ids, group=group))
         if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
             for generation in together:
                 self._take(generation, refused)

@@ -154,6 +154,8 @@ class Generation:
     """Tokens not taken by the reader yet."""
     logprobs: list[bytes] = field(default_factory=list)
     """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
+    kept_logprobs: list[bytes] | None = None
+    """Those that were taken, where the request may outlive the router."""
     prompt_logprobs: bytes | None = None
     """Of the prompt, once its first token is here, until somebody took them."""
     is_checked: bool = False
@@ -211,6 +213,8 @@ class Generation:
     def take_logprobs(self) -> list[bytes]:
         """Those that came since the last call, one for each token."""
         taken, self.logprobs = self.logprobs, []
+        if self.kept_logprobs is not None:
+            self.kept_logprobs += taken
         return taken
 
     def end_reason(self) -> str:

@@ -12,6 +12,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -30,6 +31,9 @@ from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
 from chitu.http.cold_routes import make_cold_app
 from chitu.http.generate import GenerationRoutes
+from chitu.http.kept_folder import KeptFolder
+from chitu.http.kept_requests import KeptRequests
+from chitu.http.kept_route import KeptRoute
 from chitu.http.served_model import ServedModel
 from chitu.http.span_export import SpanExport
 from chitu.http.trace_route import add_trace_route
@@ -103,6 +107,15 @@ class ApiEndpoint:
             "/v1/chat/completions": self._routes.answer_chat,
             "/v1/responses": self._routes.answer_responses,
         }
+        self._kept, kept_route = None, None
+        if (keep := config.kept_requests).dir is not None:
+            folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
+            routes, self._routes.keeps = self._routes, True
+            self._kept = KeptRequests(
+                *(folder, keep.max_requests, keep.max_age_s, model, self.router, routes.running),
+                *(bodies.job_again, routes.decoder_of, clock),
+            )
+            kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         running = self._routes.running
 
@@ -117,7 +130,7 @@ class ApiEndpoint:
 
         add_admin_routes(cold, cluster, for_joining, running.abort)
         add_trace_route(cold, cluster, files.folder, access.trace_tenant, clock)
-        self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins)
+        self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 
@@ -136,11 +149,16 @@ class ApiEndpoint:
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
+        if self._kept is not None:
+            self._kept.tick()
 
     async def drain(self, drain_s: float, ending: Ending) -> None:
-        """Take nothing new; let what runs finish within `drain_s` or until that is hurried, then fail the rest."""
+        """Take nothing new; write down what can outlive this process; let the rest finish within `drain_s` or until
+        that is hurried, then fail it."""
         self._routes.draining = True
         self._snapshots.is_closed = True
+        if self._kept is not None:
+            await self._kept.write_all(drain_s / 2)
         log.info("draining: %d requests run; at most %g s", self.router.in_flight, drain_s)
         idle = asyncio.ensure_future(self.router.idle())
         again = asyncio.ensure_future(ending.is_hurried.wait())

@@ -19,6 +19,7 @@ from slurm_cluster import NODES, SlurmCluster, environment, missing
 
 from chitu.launch.make_model import make_model
 from chitu.launch.slurm import expand_nodelist
+from chitu.protocol.kept_request import unpack
 
 ROOT = Path(__file__).parents[2]
 NODE0, NODE1 = NODES
@@ -199,6 +200,67 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
     finally:
         if left := cluster.jobs():
             cluster.output(["scancel", *left])
+
+
+def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
+    """scancel in the middle of two streams; the next job goes on with both, and their clients read on."""
+    kept, url = tmp_path / "kept", f"{ROUTER_URL}/v1/"
+    script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, *SETTINGS]
+    script.append(f"dp_config.router.kept_requests.dir={kept}")
+    common = {"model": "m", "prompt": [*range(5, 60)], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    bodies = {"greedy": {**common, "temperature": 0}, "seeded": {**common, "temperature": 1.0, "top_k": 4}}
+
+    def submit(name: str) -> Launched:
+        (folder := tmp_path / name).mkdir()
+        command = [
+            "sbatch",
+            f"--output={folder / 'output.txt'}",
+            "--open-mode=append",
+            *script,
+            "--log-dir",
+            str(folder),
+        ]
+        job = Launched(cluster, command, folder)
+        job.wait_ready()
+        return job
+
+    def curl(log: str, *arguments: str) -> subprocess.Popen[bytes]:
+        return cluster.start(["curl", "-sN", "--retry", "5", "--max-time", "120", *arguments], tmp_path / log)
+
+    def post(log: str, name: str, **more: object) -> subprocess.Popen[bytes]:
+        return curl(log, f"{url}completions", "-H", f"X-Request-Id: {name}", "-d", json.dumps({**bodies[name], **more}))
+
+    def events(log: str) -> list[dict[str, object]]:
+        lines = [line for line in (tmp_path / log).read_text().splitlines() if line.startswith("data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    def text(found: list[dict[str, object]]) -> str:
+        return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
+
+    first = submit("first")
+    try:
+        clients = [post(name, name) for name in bodies]
+        wait_for(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
+        cluster.output(["scancel", *cluster.jobs()])
+        assert [client.wait(60) for client in clients] == [0, 0]
+        first.wait_nothing_left()
+        records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
+        assert records.keys() == bodies.keys(), first.output()
+        submit("second")
+        for name, record in records.items():
+            *before, error = events(name)
+            assert 40 <= len(before) < 1500 and len(record.token_ids) < 1500
+            assert "request_kept" in str(error) and f"GET /v1/requests/{name}" in str(error)
+            number = (tmp_path / name).read_text().rpartition("id: ")[2].split()[0]
+            assert curl(f"{name}.rest", "-H", f"Last-Event-ID: {number}", f"{url}requests/{name}").wait(130) == 0
+            assert post(f"{name}.whole", name, seed=record.sampling.seed).wait(130) == 0
+            assert text(before) + text(events(f"{name}.rest")) == text(events(f"{name}.whole"))
+            assert "[DONE]" in (tmp_path / f"{name}.rest").read_text()
+        assert not list(kept.iterdir())
+    finally:
+        if left := cluster.jobs():
+            cluster.output(["scancel", *left])
+    first.wait_nothing_left()
 
 
 def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(

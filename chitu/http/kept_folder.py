@@ -1,0 +1,142 @@
+"""The folder in which requests outlive their router (`router.kept_requests.dir`): files, and who takes which. Blocking.
+
+Called by `KeptRequests`, in a thread. Several routers may share the folder, and any of them may be killed anywhere.
+
+Invariants: a file under its name is whole (written aside, synced, renamed) and of mode 0600; it is taken by one rename,
+so by one router; what this user did not write is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from chitu.config.schema import KeptRequestsConfig
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".request"
+ASIDE = (".partial", ".damaged", ".refused", ".taken")
+"""Of what nobody reads: removed when it is old."""
+
+
+class NotKept(Exception):
+    """Why a request is not written."""
+
+
+class KeptFolder:
+    def __init__(self, config: KeptRequestsConfig, path: Path) -> None:
+        self._path = path
+        self._max_files, self._max_bytes, self._max_age_s = config.max_requests, config.max_mb << 20, config.max_age_s
+        self._said: set[str] = set()
+        """Names that a line of the log was about."""
+
+    def write(self, record: KeptRequest) -> None:
+        """NotKept, OSError."""
+        data = pack(record)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sizes = [entry.stat().st_size for entry in self._entries() if entry.name.endswith(SUFFIX)]
+        if len(sizes) >= self._max_files:
+            raise NotKept(f"{len(sizes)} requests are there (router.kept_requests.max_requests)")
+        if sum(sizes) + len(data) > self._max_bytes:
+            raise NotKept(f"{len(data)} bytes more are too many (router.kept_requests.max_mb)")
+        path = self._path / (secrets.token_hex(16) + SUFFIX)
+        partial = path.with_suffix(".partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        folder = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def found(self, now_s: float, model_hash: str, dtype: str) -> list[tuple[str, KeptRequest]]:
+        """Names and requests that wait for a router of this model, at most `max_requests`. Old files are removed,
+        damaged ones put aside; those of other models or users wait for theirs. OSError."""
+        found: list[tuple[str, KeptRequest]] = []
+        for entry in self._entries():
+            name = entry.name
+            with contextlib.suppress(FileNotFoundError):  # another router took it
+                if name.endswith(ASIDE) and entry.stat(follow_symlinks=False).st_mtime < now_s - self._max_age_s:
+                    os.unlink(entry.path)
+                if not name.endswith(SUFFIX) or len(found) >= self._max_files:
+                    continue
+                try:
+                    record = unpack(self._read(name))
+                except DamagedFile as error:
+                    self.refuse(name, str(error), ".damaged")
+                except (PermissionError, NotKept) as error:
+                    self._say(name, f"is left: {error}")
+                else:
+                    if record.expires_s < now_s:
+                        os.unlink(entry.path)
+                        log.warning("kept request %s: nobody took it up in time", record.request_id)
+                    elif (record.model_hash, record.dtype) != (model_hash, dtype):
+                        theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
+                        self._say(name, f"({record.request_id}) is left: it is of the model {theirs}, not {ours}")
+                    else:
+                        found.append((name, record))
+        return found
+
+    def take(self, name: str) -> bool:
+        """Whether it is this router's: of several that try one succeeds. OSError."""
+        taken = self._path / f"{name}.{secrets.token_hex(8)}.taken"
+        is_ours = True
+        try:
+            os.rename(self._path / name, taken)
+        except FileNotFoundError:
+            is_ours = taken.exists()  # a network file system may repeat a rename that was done
+        with contextlib.suppress(OSError):
+            taken.unlink()
+        return is_ours
+
+    def refuse(self, name: str, reason: str, suffix: str = ".refused") -> None:
+        """Put a file aside, where people may look at it."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path / name, self._path / (name + suffix))
+            log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, name + suffix, reason)
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        if self._path.is_dir():
+            with os.scandir(self._path) as entries:
+                yield from entries
+
+    def _read(self, name: str) -> bytes:
+        """NotKept for what is no file of ours; DamagedFile for one that is too large."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._path / name, flags)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise NotKept(f"it cannot be read: {error.strerror}") from None
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+                raise NotKept("it is no file that this user alone can write")
+            if facts.st_size > self._max_bytes:
+                raise DamagedFile(f"{facts.st_size} bytes")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(self._max_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _say(self, name: str, text: str) -> None:
+        if name not in self._said and len(self._said) < self._max_files:
+            self._said.add(name)
+            log.warning("the file %s of kept requests %s", self._path / name, text)

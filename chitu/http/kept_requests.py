@@ -1,0 +1,377 @@
+"""Requests that outlive their router: written at its end, taken up by the next one, read by `GET /v1/requests/ID`.
+
+Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads. An answer that was taken up goes on
+without a reader. Each reader gets a copy of its output so far, and then what comes, in a `Generation` of its own, so
+that any number of them, one after the other or at once, read it as its first client would have.
+
+Invariants: what is written emits nothing more, so nobody has read what is not in the file; a request is taken up once,
+by one router; what nobody reads ends by its own limits, and is dropped when it is too old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from chitu import __version__
+from chitu.clock import Clock
+from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
+from chitu.http.choice import ChoiceDecoder
+from chitu.http.jobs import Job
+from chitu.http.kept_folder import KeptFolder, NotKept
+from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers, Wakeup, bare_names
+from chitu.http.served_model import ServedModel
+from chitu.pd_request_router import PDRequestRouter
+from chitu.protocol import Finish, KVLayout, SamplingParams, pack_i32, unpack_i32
+from chitu.protocol.kept_request import KeptRequest
+from chitu.protocol.receipt import ReceiptSampling
+from chitu.router.generation import GenerateRequest, Generation
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks into the folder."""
+BUSY = (429, 503)
+"""Statuses of a router that may take a request later."""
+
+
+def why_not(job: Job) -> str:
+    """The field for which a request cannot outlive its router; empty where it can."""
+    options = job.options
+    fields = {
+        "n": len(job.prompts) * options.n > 1,
+        "tools": job.plan is not None and job.plan.calls is not None,
+        "return_proof": options.return_proof,
+        "prompt_logprobs": options.prompt_logprobs is not None,
+        "echo with logprobs": options.echo and options.logprobs is not None,
+    }
+    return next((name for name, is_asked in fields.items() if is_asked), "")
+
+
+class _News(Wakeup):
+    """Of a choice that nobody need wait for."""
+
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_news = on_news
+
+    def set(self) -> None:
+        self._on_news()
+
+
+@dataclass(slots=True, eq=False)
+class TakenUp:
+    """A request of an earlier router."""
+
+    record: KeptRequest
+    job: Job
+    request: GenerateRequest
+    decoder: ChoiceDecoder
+    """Which finds out that the text is over; its text is nobody's."""
+    answer: RunningAnswer
+    source: Generation | None = None
+    """What goes on; None: not yet."""
+    error: ChituError | None = None
+    is_read: bool = False
+    """To its end."""
+    readers: list[Generation] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.decoder.finish_reason is not None or self.error is not None
+
+
+class KeptRequests:
+    def __init__(
+        self,
+        folder: KeptFolder,
+        max_requests: int,
+        max_age_s: float,
+        model: ServedModel,
+        router: PDRequestRouter,
+        running: RunningAnswers,
+        read_body: Callable[[Any, bytearray], Awaitable[Job]],
+        make_decoder: Callable[[Job, SamplingParams], ChoiceDecoder],
+        clock: Clock,
+    ) -> None:
+        """`read_body(route, raw)`: anew, as when it came."""
+        self._folder = folder
+        self._max_requests = max_requests
+        self._max_age_s = max_age_s
+        self._model = model
+        self._router = router
+        self._running = running
+        self._read_body = read_body
+        self._make_decoder = make_decoder
+        self._clock = clock
+        self._taken: list[TakenUp] = []
+        self._looking: asyncio.Task[None] | None = None
+        self._next_look_s = 0.0
+        self._has_looked = self._is_ending = False
+
+    # ------------------------------------------------------------------------------------------------ the router's end
+
+    async def write_all(self, timeout_s: float) -> None:
+        """Stop and write what runs, and tell its clients how to go on; what cannot be written they are told, too.
+        Requests that must end here (`why_not`) run on."""
+        self._is_ending = True
+        written: list[tuple[RunningAnswer | TakenUp, KeptRequest]] = []
+        taken = {id(each.answer): each for each in self._taken}
+        for answer in self._running.all():
+            if id(answer) not in taken and (record := self._record_of(answer)) is not None:
+                answer.parting = asyncio.get_running_loop().create_future()
+                self._router.cancel(answer.choices[0].generation)
+                written.append((answer, record))
+        if self._looking is not None:  # it may be taking one
+            await asyncio.wait({self._looking}, timeout=timeout_s / 2)
+        for each in self._taken:
+            if not each.is_read and each.error is None:
+                written.append((each, self._record_again(each)))
+                each.error = NoInstance("the server is shutting down")  # and no news of it any more
+                if each.source is not None:
+                    self._router.cancel(each.source)
+        end_s = self._clock.monotonic() + timeout_s
+        for what, record in written:
+            error = await self._write(record, end_s)
+            if isinstance(what, TakenUp):
+                what.error = error
+                self._tell(what)
+            else:
+                assert what.parting is not None
+                what.parting.set_result(error)
+                what.wakeup.set()
+
+    async def _write(self, record: KeptRequest, end_s: float) -> ChituError:
+        """What its client is told."""
+        ident = record.request_id
+        try:
+            await asyncio.wait_for(
+                asyncio.to_thread(self._folder.write, record), max(0.0, end_s - self._clock.monotonic())
+            )
+        except (OSError, NotKept, TimeoutError) as error:
+            reason = str(error) or "the folder does not answer"
+            log.error("request %s is lost with this router: it could not be kept: %s", ident, reason)
+            return NoInstance(f"the server is shutting down, and could not keep this request: {reason}")
+        log.info("request %s is kept behind %d tokens", ident, len(record.token_ids))
+        return RequestKept(
+            f"the server is shutting down, and kept this request: the next one goes on with it; read its answer with "
+            f"GET /v1/requests/{ident} (its rest, of a stream, with the header Last-Event-ID)"
+        )
+
+    def _record_of(self, answer: RunningAnswer) -> KeptRequest | None:
+        """None where it cannot be kept, or its last token is here."""
+        layout, origin = self._model.layout, answer.origin
+        if origin is None or layout is None or len(answer.choices) != 1 or answer.is_aborted:
+            return None
+        choice, now_s = answer.choices[0], time.time()
+        generation = choice.generation
+        if generation.done:
+            return None
+        sampling = origin.job.samplings[0]
+        return KeptRequest(
+            kept=1,
+            chitu=__version__,
+            request_id=origin.request_id,
+            tenant=answer.tenant,
+            route=cast(Any, origin.route),
+            body=bytes(origin.body).decode(),
+            created_s=origin.created_s,
+            expires_s=now_s + self._max_age_s,
+            left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
+            model_hash=layout.model_hash,
+            dtype=layout.dtype,
+            prompt_token_ids=unpack_i32(choice.prompt.token_ids).tolist(),
+            sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
+            token_ids=generation.output.tolist(),
+            logprobs=_logprobs_of(generation),
+        )
+
+    def _record_again(self, each: TakenUp) -> KeptRequest:
+        source, record = each.source, each.record
+        if source is None:
+            return record
+        left_s = record.left_s if each.is_over else max(0.001, source.deadline_s - self._clock.monotonic())
+        return msgspec.structs.replace(
+            record,
+            left_s=left_s,
+            token_ids=source.output.tolist(),
+            logprobs=_logprobs_of(source),
+            finish=cast(Any, source.finish.reason if source.finish is not None else ""),
+        )
+
+    # -------------------------------------------------------------------------------------------------- the next router
+
+    def tick(self) -> None:
+        """Look into the folder, now and then, once requests can be served."""
+        now_s = self._clock.monotonic()
+        if now_s < self._next_look_s or self._is_ending or self._looking is not None:
+            return
+        self._drop_old(time.time())
+        limits, layout = self._model.limits(self._router.candidates), self._model.layout
+        if limits is not None and layout is not None and self._router.candidates.usable:
+            self._next_look_s = now_s + LOOK_S
+            for each in [each for each in self._taken if each.source is None and not each.is_over]:
+                self._go_on(each)
+            self._looking = asyncio.ensure_future(self._look(layout))
+
+    async def _look(self, layout: KVLayout) -> None:
+        try:
+            found = await asyncio.to_thread(self._folder.found, time.time(), layout.model_hash, layout.dtype)
+            for name, record in found[: max(0, self._max_requests - len(self._taken))]:
+                if self._is_ending:
+                    return
+                try:
+                    each = await self._parsed(record)
+                except ChituError as error:
+                    if error.http_status not in BUSY:
+                        await asyncio.to_thread(self._folder.refuse, name, f"{record.request_id}: {error.message}")
+                    continue
+                if await asyncio.to_thread(self._folder.take, name):
+                    self._taken.append(each)
+                    self._running.add(record.request_id, each.answer)
+                    log.info("kept request %s goes on behind %d tokens", record.request_id, len(record.token_ids))
+                    self._go_on(each)
+            self._has_looked = True
+        except OSError as error:
+            log.error("kept requests cannot be looked for: %s", error)
+        finally:
+            self._looking = None
+
+    async def _parsed(self, record: KeptRequest) -> TakenUp:
+        """ChituError where this router cannot serve it."""
+        job = await self._read_body(record.route, bytearray(record.body.encode()))
+        limits = self._model.limits(self._router.candidates)
+        if why_not(job) or limits is None:
+            raise InvalidRequest(f"{why_not(job)}: such a request is not kept")
+        ids, sampling = record.prompt_token_ids, record.sampling
+        if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
+            raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
+        self._model.require_known([*ids, *record.token_ids], limits, "token_ids", False)
+        # The rest of the sampling is the body's, too; what depends on limits and luck is as it was.
+        job.samplings = [msgspec.structs.replace(job.samplings[0], max_tokens=sampling.max_tokens, seed=sampling.seed)]
+        if ReceiptSampling(**msgspec.structs.asdict(job.samplings[0])) != sampling:
+            raise InvalidRequest("sampling: its body means another one here")
+        job.prompts[0].token_ids, job.prompts[0].num_tokens = pack_i32(ids), len(ids)
+        if job.cache_salt is not None:
+            job.cache_salt = record.tenant + job.cache_salt
+        request = GenerateRequest(
+            request_id=record.request_id,
+            token_ids=job.prompts[0].token_ids,
+            num_tokens=len(ids),
+            sampling=job.samplings[0],
+            stop_ids=self._model.ends_of(job.samplings[0]),
+            timeout_s=record.left_s,
+            cache_salt=job.cache_salt,
+            priority=job.priority,
+        )
+        answer = RunningAnswer(record.tenant, self._clock.monotonic())
+        each = TakenUp(record, job, request, self._make_decoder(job, sampling), answer)
+        answer.wakeup = _News(partial(self._on_news, each))
+        each.decoder.feed(list(record.token_ids), record.finish or None)
+        return each
+
+    def _go_on(self, each: TakenUp) -> None:
+        """Where nobody takes it now, it is tried again."""
+        record = each.record
+        if each.decoder.finish_reason is not None:
+            source = Generation(each.request, each.answer.wakeup.set, 0.0, self._clock.monotonic())
+            source.tokens = list(record.token_ids)
+            source.take()
+            if record.finish:
+                source.finish = Finish(b"", record.finish)
+        else:
+            try:
+                source = self._router.resume(each.request, record.token_ids, each.answer.wakeup.set)
+            except ChituError as error:
+                if error.http_status not in BUSY:
+                    each.error = error
+                    self._tell(each)
+                return
+        each.source = source
+        source.kept_logprobs = list(record.logprobs) if each.job.options.logprobs is not None else None
+        each.answer.choices = [Choice(source, each.decoder, each.job.prompts[0])]
+        for reader in each.readers:
+            self._copy(each, reader)
+        self._on_news(each)
+
+    def _on_news(self, each: TakenUp) -> None:
+        source = each.source
+        if source is None or each.is_over:
+            if each.answer.is_aborted and each.error is None:
+                each.error = RequestCancelled("the request was aborted")
+                self._tell(each)
+            return
+        tokens, logprobs = source.take(), source.take_logprobs()
+        reason = source.finish.reason if source.finish is not None else None
+        each.decoder.feed(tokens, reason)
+        for reader in each.readers:
+            reader.tokens += tokens
+            if each.job.options.logprobs is not None:
+                reader.logprobs += logprobs
+            reader.finish, reader.cached_tokens = source.finish, source.cached_tokens
+        if each.decoder.finish_reason is not None:
+            self._router.cancel(source, is_complete=True)
+        else:
+            each.error = source.error
+        self._tell(each)
+
+    def _tell(self, each: TakenUp) -> None:
+        for reader in each.readers:
+            reader.error = each.error
+            reader.wake()
+
+    def _drop_old(self, now_s: float) -> None:
+        for each in [each for each in self._taken if each.record.expires_s < now_s]:
+            self._taken.remove(each)
+            self._running.remove(each.record.request_id, each.answer)
+            if not each.is_read:
+                log.warning("kept request %s: nobody read its answer in time", each.record.request_id)
+            each.error = each.error or UnknownRequest(f"request {each.record.request_id!r} is too old")
+            self._tell(each)
+
+    # ---------------------------------------------------------------------------------------------------------- readers
+
+    def find(self, name: str, tenant: str) -> TakenUp:
+        """The newest of this id, or answer's id, for this tenant. UnknownRequest; NoInstance before the first look."""
+        names = bare_names(name)
+        known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
+        if known:
+            return max(known, key=lambda each: each.record.created_s)
+        if not self._has_looked:
+            raise NoInstance("kept requests were not looked for yet: instances are on their way; try again")
+        raise UnknownRequest(f"no request {name!r} of an earlier router is kept here for you")
+
+    def reader(self, each: TakenUp, wake: Callable[[], None]) -> Generation:
+        """Its output from the beginning on; give it to `leave`."""
+        now_s = self._clock.monotonic()
+        reader = Generation(each.request, wake, now_s, now_s)
+        each.readers.append(reader)
+        if each.source is not None:
+            self._copy(each, reader)
+        reader.error = each.error
+        return reader
+
+    def leave(self, each: TakenUp, reader: Generation, has_all: bool) -> None:
+        each.readers.remove(reader)
+        each.is_read = each.is_read or has_all
+
+    def _copy(self, each: TakenUp, reader: Generation) -> None:
+        source = each.source
+        assert source is not None
+        reader.tokens = list(source.taken)
+        reader.logprobs = list(source.kept_logprobs or ())
+        reader.finish, reader.cached_tokens = source.finish, source.cached_tokens
+        reader.wake()
+
+
+def _logprobs_of(generation: Generation) -> list[bytes]:
+    """Of all its tokens; empty where they are not asked for."""
+    kept = generation.kept_logprobs
+    return [] if kept is None else kept + generation.logprobs

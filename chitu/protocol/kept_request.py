@@ -1,0 +1,69 @@
+"""A request that outlives its router: the file that the next one goes on from. Pure.
+
+Written at the end of a router and read by the next one (`http/kept_folder.py`). As a receipt, it has no KV: the ids of
+the prompt, the resolved sampling with the drawn seed, and the tokens so far give the rest. The body says what kind of
+answer they are made into.
+
+Invariant: a file is its SHA-256 and then its JSON, so one that is cut short or changed is known as such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from chitu.protocol.receipt import ReceiptSampling
+
+
+class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kept: Literal[1]
+    """Version of this format."""
+    chitu: str
+    """Version of the server."""
+    request_id: str
+    tenant: str
+    """Who may read it: the prefix of its cache salt."""
+    route: Literal["completion", "chat", "responses"]
+    body: str
+    """As the client sent it."""
+    created_s: int
+    """Of the answer; Unix time, as the next."""
+    expires_s: float
+    left_s: float
+    """Of its deadline, from when it goes on."""
+    model_hash: str
+    dtype: str
+    """Of K and V."""
+    prompt_token_ids: list[int]
+    sampling: ReceiptSampling
+    token_ids: list[int]
+    """That were emitted."""
+    logprobs: list[bytes]
+    """Of these, packed; empty where the request asks for none."""
+    finish: Literal["", "stop", "length"] = ""
+    """Why the last token is the last one, where nobody read the answer to its end."""
+
+
+class DamagedFile(ValueError):
+    """It is not what was written, or of another version."""
+
+
+def pack(record: KeptRequest) -> bytes:
+    data = msgspec.json.encode(record)
+    return hashlib.sha256(data).hexdigest().encode() + b"\n" + data
+
+
+def unpack(data: bytes) -> KeptRequest:
+    """DamagedFile."""
+    digest, _, rest = data.partition(b"\n")
+    if hashlib.sha256(rest).hexdigest().encode() != digest:
+        raise DamagedFile("its digest is not that of its content")
+    try:
+        record = msgspec.json.decode(rest, type=KeptRequest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedFile(str(error)) from None
+    if record.logprobs and len(record.logprobs) != len(record.token_ids):
+        raise DamagedFile(f"logprobs of {len(record.logprobs)} of {len(record.token_ids)} tokens")
+    return record

@@ -1,0 +1,279 @@
+"""Requests outlive their router: it ends in the middle of them, the next one on the same folder goes on with them, and
+clients that come back with their ids read the rest. The answers are those of a run that nothing interrupted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from completions import wait_until
+from nursery import FORKED
+from thinking_model import make_thinking_model
+
+from chitu.config.cluster_key import with_api_keys
+from chitu.config.load import load_topology
+from chitu.config.topology import instances, on_one_host, router_ports
+from chitu.launch.local import LocalCluster
+from chitu.protocol.kept_request import KeptRequest, pack, unpack
+
+pytestmark = pytest.mark.timeout(300)
+
+TOKENS = 600
+KEYS = ["key-of-one", "key-of-two"]
+COMMON = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, "stream": True}
+CHAT = {"messages": [{"role": "user", "content": "count to ten"}]}
+PROMPT = [7 * k % 97 + 5 for k in range(50)]
+# Few candidates: a draw where two of them meet depends on the last bits of logits, which a continuation has otherwise.
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": PROMPT, "temperature": 0},
+    "seeded": {"prompt": PROMPT, "temperature": 1.0, "top_k": 4},
+    "whole": {"prompt": PROMPT, "temperature": 1.0, "top_k": 4, "stream": False, "logprobs": 2},
+    "penalties": {
+        "prompt": PROMPT,
+        "temperature": 0.9,
+        "top_k": 4,
+        "frequency_penalty": 0.3,
+        "top_p": 0.9,
+        "logprobs": 1,
+    },
+    "chat": {**CHAT, "temperature": 0.8, "top_k": 4, "logprobs": True, "stream_options": {"include_usage": True}},
+    "grammar": {
+        "prompt": PROMPT,
+        "temperature": 1.0,
+        "guided_regex": "([a-f0-9]{4} )*",
+        "ignore_eos": None,
+        "min_tokens": TOKENS,
+    },
+}
+UNREAD = {"unread": {"prompt": PROMPT, "temperature": 0}, "aborted": {"prompt": PROMPT, "max_tokens": 3000}}
+REFUSED = {
+    "n": {"prompt": PROMPT, "n": 2},
+    "return_proof": {"prompt": PROMPT, "return_proof": True},
+}
+
+
+def settings(model: Path, folder: Path) -> list[str]:
+    topology = on_one_host(load_topology("pd_disagg_1p1d_local.yaml"))
+    ports = [f"{key}=0" for key in router_ports(topology.dp_config.router)]
+    ports += [f"{instance.key}.port=0" for instance in instances(topology)]
+    keys = [f"dp_config.router.kept_requests.dir={folder}", "dp_config.router.pd_disaggregation.deadlines.drain_s=40"]
+    return [f"model.path={model}", "model.served_name=m", "cache.num_pages=2000", "scheduler.threads=1", *ports, *keys]
+
+
+def auth(key: str = KEYS[0]) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@dataclass
+class Answer:
+    """What a client has read."""
+
+    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Numbered; 0 of what has no number."""
+    status: int = 0
+    whole: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        last = self.whole if self.whole else self.events[-1][1]
+        return dict(last.get("error", {}))
+
+    @property
+    def numbered(self) -> list[tuple[int, dict[str, Any]]]:
+        return [event for event in self.events if event[0]]
+
+    def told(self) -> dict[str, Any]:
+        """Of one choice: what an answer may not differ in."""
+        records = [self.whole] if self.whole else [record for _, record in self.numbered or self.events]
+        choices = [choice for record in records for choice in record.get("choices", ())]
+        texts = [c.get("text") or (c.get("message") or c.get("delta") or {}).get("content") or "" for c in choices]
+        usages = [record["usage"] for record in records if record.get("usage")]
+        return {
+            "tokens": [token for choice in choices for token in choice.get("token_ids") or ()],
+            "text": "".join(texts),
+            "logprobs": [each for choice in choices for each in logprobs_of(choice.get("logprobs"))],
+            "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+            "usage": [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages],
+        }
+
+
+class Near(float):
+    """A logprob. Behind the end of a router its last bits are others: a prompt's are computed in another order."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def logprobs_of(found: dict[str, Any] | None) -> list[Any]:
+    """Of each token; the last one may share its event with the end, or not."""
+    if not found:
+        return []
+    return list(rounded(found.get("content") or [*zip(found["tokens"], found["token_logprobs"], strict=True)]))
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return Near(value) if isinstance(value, float) else value
+
+
+def read(url: str, answer: Answer, method: str, path: str, **options: Any) -> Answer:
+    with httpx.stream(method, f"{url}{path}", timeout=120.0, trust_env=False, **options) as response:
+        answer.status = response.status_code
+        if "event-stream" not in response.headers.get("content-type", ""):
+            answer.whole = json.loads(response.read())
+            return answer
+        number = 0
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                number = int(line[4:])
+            elif line.startswith("data: {"):
+                answer.events.append((number, json.loads(line[6:])))
+            elif not line:
+                number = 0
+    return answer
+
+
+def ask(url: str, name: str, body: dict[str, Any], answer: Answer) -> Answer:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    headers = {**auth(), "x-request-id": name}
+    return read(url, answer, "POST", path, json={**COMMON, **body}, headers=headers)
+
+
+def kept(folder: Path) -> dict[str, KeptRequest]:
+    records = [unpack(path.read_bytes()) for path in folder.glob("*.request")]
+    return {record.request_id: record for record in records}
+
+
+@dataclass
+class Interrupted:
+    folder: Path
+    before: dict[str, Answer]
+    records: dict[str, KeptRequest]
+    cluster: LocalCluster
+    """The next one."""
+
+    def get(self, name: str, behind: int = 0, key: str = KEYS[0]) -> Answer:
+        headers = {**auth(key), **({"last-event-id": str(behind)} if behind else {})}
+        return read(self.cluster.url, Answer(), "GET", f"/v1/requests/{name}", headers=headers)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
+    """A router that ended when each stream had 40 events, and the next one."""
+    folder = tmp_path_factory.mktemp("shared") / "kept"
+    topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings(model, folder)), tuple(KEYS))
+    bodies = {**BODIES, **UNREAD, **REFUSED}
+    answers = {name: Answer() for name in bodies}
+    with LocalCluster(topology, entries=FORKED) as first, concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        first.wait_ready(200)
+        asked = [pool.submit(ask, first.url, name, body, answers[name]) for name, body in bodies.items()]
+        streams = [answer for name, answer in answers.items() if bodies[name].get("stream", True)]
+        wait_until(lambda: all(len(a.events) >= 40 or a.whole for a in streams), 100, lambda: answers)
+        assert not any(answer.whole for answer in answers.values()), [a.whole for a in answers.values()]
+        first.stop()
+        for each in asked:
+            each.result(30)
+    records = kept(folder)
+    # What a router must live with: a file that was cut short, one that somebody changed, and one of another model.
+    sound = pack(records["greedy"])
+    (folder / "short.request").write_bytes(sound[: len(sound) // 2])
+    (folder / "short.request").chmod(0o600)
+    (folder / "changed.request").write_bytes(sound.replace(b'"finish":""', b'"finish":"stop"'))
+    (folder / "changed.request").chmod(0o600)
+    foreign = pack(
+        KeptRequest(**{**{f: getattr(records["greedy"], f) for f in KeptRequest.__struct_fields__}, "model_hash": "x"})
+    )
+    (folder / "foreign.request").write_bytes(foreign)
+    (folder / "foreign.request").chmod(0o600)
+    with LocalCluster(topology, entries=FORKED) as second:
+        second.wait_ready(200)
+        wait_until(lambda: set(kept_names(folder)) == {"foreign.request"}, 20, lambda: kept_names(folder))
+        yield Interrupted(folder, answers, records, second)
+
+
+def kept_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.request")]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_rest_is_that_of_a_run_without_an_end(interrupted: Interrupted, name: str) -> None:
+    before, record = interrupted.before[name], interrupted.records[name]
+    assert 0 < len(record.token_ids) < TOKENS
+    assert before.error["code"] == "request_kept" and f"/v1/requests/{name}" in before.error["message"]
+    rest = interrupted.get(name, len(before.numbered))
+    again = interrupted.get(name)
+    undisturbed = ask(interrupted.cluster.url, "x", {**BODIES[name], "seed": record.sampling.seed}, Answer())
+    found, wanted = again.told()["tokens"], undisturbed.told()["tokens"]
+    same = next((k for k, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
+    assert found == wanted, f"{same} tokens are the same, {len(record.token_ids)} were kept: {found} {wanted}"
+    assert again.told() == undisturbed.told()
+    assert len(undisturbed.told()["tokens"]) == TOKENS
+    if before.status == 200:
+        joined = Answer(events=before.numbered + rest.numbered)
+        assert [number for number, _ in joined.events] == list(range(1, len(joined.events) + 1))
+        assert joined.told() == undisturbed.told()
+        assert len({record["id"] for _, record in joined.events}) == 1
+    else:
+        assert before.status == 503 and rest.told() == undisturbed.told()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_has_the_time_of_a_drain(interrupted: Interrupted, name: str) -> None:
+    assert name not in interrupted.records
+    assert set(interrupted.before[name].told()["finish"]) == {"length"}, interrupted.before[name].events[-1]
+
+
+def test_an_answer_is_its_askers_alone(interrupted: Interrupted) -> None:
+    for stranger in (interrupted.get("greedy", key=KEYS[1]), interrupted.get("nobody")):
+        assert (stranger.status, stranger.error["code"]) == (404, "unknown_request")
+    assert interrupted.get("cmpl-greedy").status == 200
+    bad = read(interrupted.cluster.url, Answer(), "GET", "/v1/requests/greedy?starting_after=-1", headers=auth())
+    assert bad.status == 400 and "starting_after" in bad.error["message"]
+
+
+def test_bad_files_are_put_aside_by_name(interrupted: Interrupted) -> None:
+    logs = interrupted.cluster.logs("router")
+    for name in ("short", "changed"):
+        assert (interrupted.folder / f"{name}.request.damaged").exists() and f"{name}.request: refused" in logs, logs
+    assert "foreign.request of kept requests (greedy) is left" in logs or "foreign.request" in logs
+    assert (interrupted.folder / "foreign.request").exists()
+
+
+def test_one_that_is_aborted_goes_on_no_more(interrupted: Interrupted) -> None:
+    url = interrupted.cluster.url
+    for key, count in ((KEYS[1], 0), (KEYS[0], 1)):
+        reply = httpx.post(
+            f"{url}/abort_request", json={"rid": "aborted"}, headers=auth(key), timeout=10, trust_env=False
+        )
+        assert reply.status_code == 200, reply.text
+        answer = interrupted.get("aborted", key=key)
+        assert answer.error["code"] == ("cancelled" if count else "unknown_request")
+
+
+def test_what_nobody_read_outlives_the_next_router_too(interrupted: Interrupted) -> None:
+    """The last test: it ends that router."""
+    interrupted.cluster.stop()
+    (interrupted.folder / "foreign.request").unlink()
+    again = kept(interrupted.folder)
+    assert again.keys() == {"unread"}
+    before, after = interrupted.records["unread"], again["unread"]
+    assert len(after.token_ids) > len(before.token_ids)
+    assert after.token_ids[: len(before.token_ids)] == before.token_ids
+    assert (after.expires_s, after.created_s) == (before.expires_s, before.created_s)
+    assert (after.finish == "length") == (len(after.token_ids) == TOKENS)

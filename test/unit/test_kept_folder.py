@@ -1,0 +1,151 @@
+"""The folder of kept requests: who takes a file, what is left, put aside or removed. No sockets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from chitu.config.schema import KeptRequestsConfig
+from chitu.errors import InvalidRequest
+from chitu.http.event_numbers import EventNumbers, events_read
+from chitu.http.kept_folder import KeptFolder, NotKept
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
+from chitu.protocol.receipt import ReceiptSampling
+
+NOW_S = 1_000_000_000.0
+
+
+def record(**changes: Any) -> KeptRequest:
+    sound = KeptRequest(
+        kept=1,
+        chitu="0.1.0",
+        request_id="r",
+        tenant="t",
+        route="completion",
+        body="{}",
+        created_s=1,
+        expires_s=NOW_S + 10,
+        left_s=5.0,
+        model_hash="h",
+        dtype="float32",
+        prompt_token_ids=[1, 2],
+        sampling=ReceiptSampling(10),
+        token_ids=[3],
+        logprobs=[],
+    )
+    return msgspec.structs.replace(sound, **changes)
+
+
+def folder(path: Path, **limits: Any) -> KeptFolder:
+    return KeptFolder(KeptRequestsConfig(**limits), path / "kept")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(each.name for each in (path / "kept").iterdir())
+
+
+def found(of: KeptFolder, now_s: float = NOW_S) -> list[tuple[str, KeptRequest]]:
+    return of.found(now_s, "h", "float32")
+
+
+def test_of_two_routers_that_saw_a_file_one_takes_it(tmp_path: Path) -> None:
+    one, other = folder(tmp_path), folder(tmp_path)
+    one.write(record())
+    (name, kept), *_ = found(one)
+    assert kept == record() and found(other) == [(name, kept)]
+    assert [one.take(name), other.take(name), one.take(name)] == [True, False, False]
+    assert names(tmp_path) == []
+
+
+def test_a_file_is_private_and_whole(tmp_path: Path) -> None:
+    folder(tmp_path).write(record())
+    (path,) = (tmp_path / "kept").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    data = path.read_bytes()
+    for end in (0, 10, 64, 65, len(data) - 1):
+        with pytest.raises(DamagedFile):
+            unpack(data[:end])
+    with pytest.raises(DamagedFile, match="kept"):
+        unpack(pack(record(kept=2)))
+    with pytest.raises(DamagedFile, match="logprobs of 2 of 1"):
+        unpack(pack(record(logprobs=[b"a", b"b"])))
+
+
+def test_what_a_killed_router_left_is_no_request_and_goes_when_it_is_old(tmp_path: Path) -> None:
+    kept = folder(tmp_path, max_age_s=100.0)
+    kept.write(record(expires_s=NOW_S + 1000))
+    for name in ("a.partial", "b.request.damaged", "c.request.x.taken"):
+        path = tmp_path / "kept" / name
+        path.write_bytes(b"half")
+        os.utime(path, (NOW_S - 99, NOW_S - 99))
+    assert len(found(kept)) == 1 and len(names(tmp_path)) == 4
+    assert len(found(kept, NOW_S + 2)) == 1 and len(names(tmp_path)) == 1
+
+
+def test_an_old_request_is_removed_and_one_of_another_model_waits_for_its_own(tmp_path: Path) -> None:
+    kept = folder(tmp_path)
+    kept.write(record(expires_s=NOW_S - 1))
+    kept.write(record(model_hash="other"))
+    kept.write(record(dtype="fp8_e4m3"))
+    assert found(kept) == [] and len(names(tmp_path)) == 2
+    assert [each.model_hash for _, each in kept.found(NOW_S, "other", "float32")] == ["other"]
+
+
+def test_what_is_not_ours_is_never_read(tmp_path: Path) -> None:
+    kept = folder(tmp_path)
+    kept.write(record())
+    (sound,) = (tmp_path / "kept").iterdir()
+    inside = tmp_path / "kept"
+    (inside / "link.request").symlink_to(sound)
+    os.mkfifo(inside / "pipe.request")
+    (inside / "folder.request").mkdir()
+    (inside / "open.request").write_bytes(sound.read_bytes())
+    (inside / "open.request").chmod(0o666)
+    (inside / "bad.request").touch(0o600)
+    assert [name for name, _ in found(kept)] == [sound.name]
+    assert (inside / "bad.request.damaged").exists()
+
+
+def test_the_folder_has_bounds(tmp_path: Path) -> None:
+    few = folder(tmp_path, max_requests=1)
+    few.write(record())
+    with pytest.raises(NotKept, match="max_requests"):
+        few.write(record())
+    with pytest.raises(NotKept, match="max_mb"):
+        folder(tmp_path, max_mb=1).write(record(body="x" * (1 << 20)))
+    assert len(names(tmp_path)) == 1
+    with pytest.raises(OSError):
+        KeptFolder(KeptRequestsConfig(), Path("/proc/nowhere")).write(record())
+
+
+def test_events_are_numbered_and_left_out_alike_however_they_come() -> None:
+    events = [b"event: a\ndata: {}\n\n", b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"]
+    whole = EventNumbers().apply(b"".join(events))
+    parts = EventNumbers()
+    assert b"".join(map(parts.apply, events)) == whole
+    assert whole.startswith(b"id: 1\nevent: a\ndata: {}\n\nid: 2\n")
+    for behind in range(6):
+        rest = EventNumbers(behind)
+        assert whole.endswith(b"".join(map(rest.apply, events)))
+        assert EventNumbers(behind).apply(b"".join(events)).count(b"id: ") == max(0, 4 - behind)
+
+
+@pytest.mark.parametrize(
+    ("query", "last", "behind"), [(b"", None, 0), (b"", b"7", 7), (b"starting_after=3", b"7", 3), (b"", b"", 0)]
+)
+def test_where_a_client_goes_on(query: bytes, last: bytes | None, behind: int) -> None:
+    headers = [] if last is None else [(b"last-event-id", last)]
+    assert events_read({"query_string": query, "headers": headers}) == behind
+
+
+@pytest.mark.parametrize(
+    "query", [b"starting_after=-1", b"starting_after=", b"starting_after=1e3", b"starting_after=%C2%B2"]
+)
+def test_a_place_that_is_none_is_refused(query: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="starting_after"):
+        events_read({"query_string": query, "headers": []})
