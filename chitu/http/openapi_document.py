@@ -182,7 +182,7 @@ MEANINGS = {
     400: "The request is wrong; `param` names the field",
     401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
     403: "Operator's calls are not taken from there",
-    404: "There is no such model, instance, trace or path",
+    404: "There is no such model, instance, request, trace or path",
     408: "The request did not come in time",
     409: "Without this instance nothing could be served; see `force`",
     413: "The body is too large (`router.max_body_bytes`)",
@@ -199,6 +199,7 @@ MORE: dict[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 499, 504),
     "/v1/chat/completions": (404, 429, 499, 504),
     "/v1/responses": (404, 429, 499, 504),
+    "/v1/requests/{request_id}": (404, 499, 504),
     "/v1/models/{name}": (404,),
     "/tokenize": (404, 429),
     "/detokenize": (404, 429),
@@ -234,9 +235,23 @@ CONTENTS: dict[str, dict[str, Any]] = {
     "/v1/completions": STREAM,
     "/v1/chat/completions": STREAM,
     "/v1/responses": STREAM,
+    "/v1/requests/{request_id}": {"application/json": {}, **STREAM},
     "/metrics": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
 }
 """Of status 200, beside JSON or in its place."""
+KEPT_REQUEST: dict[str, Any] = {
+    "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), as it was asked for",
+    "operationId": "read_kept_request",
+    "parameters": [
+        {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}},
+        {
+            "name": "starting_after",
+            "in": "query",
+            "description": "Number of the last event that the client has; the header Last-Event-ID says the same",
+            "schema": {"type": "integer", "minimum": 0},
+        },
+    ],
+}
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
@@ -252,6 +267,7 @@ def _make(app: FastAPI) -> dict[str, Any]:
     paths["/v1/completions"] = {"post": {"summary": "Completion", "operationId": "create_completion"}}
     paths["/v1/chat/completions"] = {"post": {"summary": "Chat completion", "operationId": "create_chat_completion"}}
     paths["/v1/responses"] = {"post": {"summary": "Response", "operationId": "create_response"}}
+    paths["/v1/requests/{request_id}"] = {"get": {**KEPT_REQUEST}}
     for path, operations in paths.items():
         for operation in operations.values():
             _complete(path, operation)
