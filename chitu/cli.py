@@ -1,4 +1,5 @@
-"""The `chitu` command: serve, node, chat, explain, trace, verify, replay, join, drain, plan, make-model, bench, doctor.
+"""The `chitu` command: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
+bench, doctor.
 
 Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
 configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
@@ -171,8 +172,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_verify)
 
+    command = commands.add_parser("snapshot", help="a running request as a file, from which another router goes on")
+    command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
+    command.add_argument(
+        "file", metavar="FILE", help="to be written; a folder of kept requests wants the suffix .request"
+    )
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
+    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    command.set_defaults(run=_snapshot)
+
     command = commands.add_parser("replay", help="whether an engine gives the tokens of saved answers again")
-    command.add_argument("files", nargs="+", metavar="FILE", help="answers with return_receipt, or receipts (-: stdin)")
+    command.add_argument(
+        "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
+    )
     source = command.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
     source.add_argument("--url", default=DEFAULT_URL, help=f"a cluster that runs (default: {DEFAULT_URL})")
@@ -353,6 +365,22 @@ def _trace(arguments: argparse.Namespace) -> int:
 
     client = RouterClient(arguments.url, credential(arguments.url)) if arguments.dir is None else None
     return show_trace(TraceArguments(arguments.request_id, arguments.dir, arguments.json, arguments.frames), client)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from chitu.client.client import RouterClient
+    from chitu.launch.drain import credential
+    from chitu.protocol.kept_request import unpack
+
+    data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
+    record = unpack(data)
+    # Not seen under its name before it is whole, and by nobody else: it has the prompt.
+    partial = f"{arguments.file}.partial"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(partial, arguments.file)
+    print(f"{arguments.file}: {len(record.prompt_token_ids)} prompt tokens, {len(record.token_ids)} of the answer")
+    return 0
 
 
 def _join(arguments: argparse.Namespace) -> int:

@@ -94,6 +94,13 @@ class RouterClient:
         """UnknownTrace where there are no records of it."""
         return self._get(f"/trace/{quote(request_id, safe='')}", TraceAnswer)
 
+    def snapshot(self, request_id: str) -> bytes:
+        """A file of a request that runs, which runs on. UnknownRequest; InvalidRequest where it cannot be kept."""
+        body = {"request_id": request_id}
+        path, ident = "/admin/snapshot", uuid.uuid4().hex
+        with self._reply("POST", path, REPLY_TIMEOUT_S, ident, body) as reply, self._named_errors():
+            return reply.read()
+
     def topology(self) -> Topology:
         """That of the cluster, with the router's actual ports and without keys."""
         return self._get("/admin/topology", Topology)

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
 from chitu.config.schema import Topology
+from chitu.errors import InvalidRequest
 from chitu.http.cluster_source import ClusterSource
 from chitu.protocol import encode
 
@@ -31,6 +32,11 @@ class DrainReply(BaseModel):
     status: str
 
 
+class SnapshotBody(BaseModel):
+    request_id: str
+    """Or its answer's."""
+
+
 class AbortHere(BaseModel):
     rid: str
     tenant: str
@@ -41,8 +47,10 @@ def add_admin_routes(
     cluster: ClusterSource,
     topology: Callable[[], Topology],
     abort: Callable[[str, str], int],
+    snapshot: Callable[[str], bytes] | None,
 ) -> None:
-    """`topology`: what an instance needs to know to join. `abort`: see `RunningAnswers`."""
+    """`topology`: what an instance needs to know to join. `abort`: see `RunningAnswers`. `snapshot`: see
+    `KeptRequests`; None where there is no folder of kept requests."""
 
     @app.post("/admin/drain")
     async def drain(body: DrainBody) -> DrainReply:
@@ -58,6 +66,13 @@ def add_admin_routes(
         `pages_cached` in `GET /cluster` is 0 where nothing runs."""
         await cluster.flush_caches()
         return {"status": "flushing"}
+
+    @app.post("/admin/snapshot")
+    async def take_snapshot(body: SnapshotBody) -> Response:
+        """A running request as a file, from which another router goes on (`router.kept_requests.dir`); it runs on."""
+        if snapshot is None:
+            raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies to take up again")
+        return Response(snapshot(body.request_id), media_type="application/octet-stream")
 
     @app.post("/admin/abort", include_in_schema=False)
     async def abort_here(body: AbortHere) -> dict[str, int]:

@@ -30,7 +30,7 @@ from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers, Wa
 from chitu.http.served_model import ServedModel
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, SamplingParams, pack_i32, unpack_i32
-from chitu.protocol.kept_request import KeptRequest
+from chitu.protocol.kept_request import KeptRequest, pack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.generation import GenerateRequest, Generation
 
@@ -205,6 +205,19 @@ class KeptRequests:
             logprobs=_logprobs_of(source),
             finish=cast(Any, source.finish.reason if source.finish is not None else ""),
         )
+
+    def snapshot(self, name: str) -> bytes:
+        """What a router would write of the newest request of this id, which runs on: a file that another one can take
+        up. UnknownRequest where none runs, InvalidRequest where such a request cannot be kept."""
+        taken = {id(each.answer): each for each in self._taken}
+        for answer in reversed(self._running.named(name)):
+            each = taken.get(id(answer))
+            record = self._record_of(answer) if each is None else self._record_again(each)
+            if record is not None:
+                return pack(record)
+            if answer.choices and answer.origin is None:
+                raise InvalidRequest(f"request {name!r} cannot be kept (docs/operations.md says which cannot)")
+        raise UnknownRequest(f"no request {name!r} runs here")
 
     # -------------------------------------------------------------------------------------------------- the next router
 

@@ -207,6 +207,7 @@ MORE: dict[str, tuple[int, ...]] = {
     "/trace/{request_id}": (404,),
     "/admin/drain": (403, 404, 409),
     "/admin/cache/flush": (403,),
+    "/admin/snapshot": (403, 404),
     "/admin/topology": (403,),
 }
 """Of one route."""
@@ -236,6 +237,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": STREAM,
     "/v1/responses": STREAM,
     "/v1/requests/{request_id}": {"application/json": {}, **STREAM},
+    "/admin/snapshot": {"application/octet-stream": {}},
     "/metrics": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
 }
 """Of status 200, beside JSON or in its place."""

@@ -106,6 +106,10 @@ class RunningAnswers:
     def all(self) -> list[RunningAnswer]:
         return [answer for known in self._answers.values() for answer in known]
 
+    def named(self, name: str) -> list[RunningAnswer]:
+        """By the id of a request, or of an answer; the newest last."""
+        return [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
+
     def add(self, request_id: str, answer: RunningAnswer) -> None:
         self._answers.setdefault(request_id, []).append(answer)
 
@@ -121,8 +125,7 @@ class RunningAnswers:
     def abort(self, name: str, tenant: str) -> int:
         """End what runs under this request id, or as the answer of this id, for that tenant, as if its client were
         gone; the client is told. How many requests: none where they ended already, or nobody knows them. Idempotent."""
-        known = [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
-        found = [answer for answer in known if answer.tenant == tenant and not answer.is_aborted]
+        found = [answer for answer in self.named(name) if answer.tenant == tenant and not answer.is_aborted]
         for answer in found:
             answer.is_aborted = True
             self.end(answer)

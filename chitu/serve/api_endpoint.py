@@ -128,7 +128,8 @@ class ApiEndpoint:
         def for_joining() -> Topology:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
 
-        add_admin_routes(cold, cluster, for_joining, running.abort)
+        snapshot = self._kept.snapshot if self._kept is not None else None
+        add_admin_routes(cold, cluster, for_joining, running.abort, snapshot)
         add_trace_route(cold, cluster, files.folder, access.trace_tenant, clock)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
         self._token_reader: BulkReader | None = None

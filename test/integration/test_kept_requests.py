@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from completions import wait_until
 from nursery import FORKED
 from thinking_model import make_thinking_model
 
-from chitu.config.cluster_key import with_api_keys
+from chitu import cli
+from chitu.config.cluster_key import cluster_key_of, with_api_keys
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
@@ -58,8 +60,8 @@ REFUSED = {
 }
 
 
-def settings(model: Path, folder: Path) -> list[str]:
-    topology = on_one_host(load_topology("pd_disagg_1p1d_local.yaml"))
+def settings(model: Path, folder: Path, topology_name: str = "pd_disagg_1p1d_local.yaml") -> list[str]:
+    topology = on_one_host(load_topology(topology_name))
     ports = [f"{key}=0" for key in router_ports(topology.dp_config.router)]
     ports += [f"{instance.key}.port=0" for instance in instances(topology)]
     keys = [f"dp_config.router.kept_requests.dir={folder}", "dp_config.router.pd_disaggregation.deadlines.drain_s=40"]
@@ -264,6 +266,44 @@ def test_one_that_is_aborted_goes_on_no_more(interrupted: Interrupted) -> None:
         assert reply.status_code == 200, reply.text
         answer = interrupted.get("aborted", key=key)
         assert answer.error["code"] == ("cancelled" if count else "unknown_request")
+
+
+def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one undivided instance of two ranks, which finds the prompt's pages where P of one rank has left them."""
+    disk = [f"cache.disk.path={tmp_path / 'disk'}", "cache.host_bytes=50000000", "cache.load_timeout_s=60"]
+    key = "dp_config.router.unified_schedulers.0"
+    two = [f"{key}.tp_size=2", f"{key}.devices=[cpu,cpu]"]
+    here = load_topology("pd_disagg_1p1d_local.yaml", [*settings(model, tmp_path / "here"), *disk])
+    there = load_topology(
+        "unified_local.yaml", [*settings(model, tmp_path / "there", "unified_local.yaml"), *disk, *two]
+    )
+    body = {**BODIES["seeded"], "max_tokens": 2000, "prompt": [*range(5, 5 + 16 * 8)]}
+    body["stream_options"] = {"include_usage": True}
+    file, answer = tmp_path / "one.request", Answer()
+    with LocalCluster(here, entries=FORKED) as first, LocalCluster(there, entries=FORKED) as second:
+        first.wait_ready(200)
+        second.wait_ready(200)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, first.url, "one", body, answer)
+            wait_until(lambda: len(answer.events) >= 40, 60, lambda: answer)
+            wait_until(lambda: len(list((tmp_path / "disk").glob("*/*.kv"))) >= 8, 60, lambda: "pages on disk")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("CHITU_CLUSTER_KEY", cluster_key_of(first.topology))
+                assert cli.main(["snapshot", "one", str(file), "--url", first.url]) == 0
+                assert cli.main(["snapshot", "nobody", str(file) + ".no", "--url", first.url]) == 1
+            record = unpack(file.read_bytes())
+            asked.result(100)
+        assert file.stat().st_mode & 0o777 == 0o600 and 40 <= len(record.token_ids) < 2000, capsys.readouterr()
+        assert cli.main(["replay", str(file), "--url", second.url]) == 0, capsys.readouterr()
+        (tmp_path / "there").mkdir(exist_ok=True)
+        os.rename(file, taken := tmp_path / "there" / file.name)
+        wait_until(lambda: not taken.exists(), 20, lambda: second.logs("router"))
+        found = read(second.url, Answer(), "GET", "/v1/requests/one")
+    assert (found.told(), len(found.told()["tokens"])) == (answer.told(), 2000)
+    usage = [event["usage"] for _, event in found.events if event.get("usage")][-1]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]), second.logs("U0")[-3000:]
 
 
 def test_what_nobody_read_outlives_the_next_router_too(interrupted: Interrupted) -> None:

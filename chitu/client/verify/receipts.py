@@ -10,20 +10,23 @@ differs first:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from chitu.client.verify.asking import Asked, Impossible, Prober, Score
 from chitu.client.verify.parity import compare
 from chitu.protocol import LOGPROB_TOLERANCES
-from chitu.protocol.receipt import Receipt, changed_fields
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, unpack
+from chitu.protocol.receipt import Receipt, changed_fields, sealed
 
 Verdict = Literal["same", "different", "unjudged"]
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "unjudged": 2}
 PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids")
 """Fields of the sampling whose defaults leave a greedy choice to the logits; `grammar` and `min_tokens` beside."""
+SNAPSHOT = re.compile(r"[0-9a-f]{64}\n")
 AS_THEY_ARE = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
@@ -39,8 +42,13 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 def read_receipts(name: str, text: str) -> list[Receipt]:
-    """Of a receipt, an answer that has one, several of either as JSON lines, or a saved stream. Impossible, with the
-    line, where something else is in it."""
+    """Of a receipt, an answer that has one, several of either as JSON lines, a saved stream, or a snapshot. Impossible,
+    with the line, where something else is in it."""
+    if SNAPSHOT.match(text):
+        try:
+            return [_of_snapshot(unpack(text.encode()))]
+        except DamagedFile as error:
+            raise Impossible(f"{name} is no sound snapshot: {error}") from error
     try:
         lines = [(name, msgspec.Raw(msgspec.json.encode(msgspec.json.decode(text))))]
     except msgspec.DecodeError:
@@ -49,6 +57,25 @@ def read_receipts(name: str, text: str) -> list[Receipt]:
     if not found:
         raise Impossible(f"{name} has no receipt: ask with return_proof: true and return_receipt: true")
     return found
+
+
+def _of_snapshot(record: KeptRequest) -> Receipt:
+    """Of its tokens so far."""
+    return sealed(
+        Receipt(
+            receipt=1,
+            chitu=record.chitu,
+            request_id=record.request_id,
+            model="",
+            model_hash=record.model_hash,
+            dtype=cast(Any, record.dtype),
+            served=[],
+            prompt_token_ids=record.prompt_token_ids,
+            sampling=record.sampling,
+            token_ids=record.token_ids,
+            finish=record.finish or "text",
+        )
+    )
 
 
 def _of_line(where: str, line: bytes) -> Iterator[Receipt]:
