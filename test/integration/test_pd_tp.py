@@ -50,7 +50,7 @@ TYPED = {"prefill_lost", "decode_lost", "transfer_failed", "transfer_timeout"}
 """What a request on a lost instance may end with."""
 BLOWS = {
     "shm": [("P1", signal.SIGKILL), ("D1", signal.SIGSTOP)],
-    "mooncake": [("D2", signal.SIGKILL)],  # to a D the library has connections
+    "mooncake": [("D2", signal.SIGKILL), ("P2", signal.SIGSTOP)],  # to a D the library has connections
 }
 STEP_S = 20
 PAIRS = {(f"P{p}", f"D{d}") for p in range(3) for d in range(3)}

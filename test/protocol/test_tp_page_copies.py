@@ -10,8 +10,10 @@ import pytest
 from shard_pools import Ranks, layout_of
 
 from chitu.errors import Internal
+from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes, shared_file
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
+from chitu.kv_transfer.tensor_parallel import fan_out as fan_out_module
+from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FannedPageSums, FanOut
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
 from chitu.testing.fake_transport import FakeFabric
 
@@ -78,8 +80,9 @@ def test_a_page_of_one_instance_is_a_page_of_another_however_both_divide_the_hea
     target.close()
 
 
-def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
+def test_a_rank_that_does_not_answer_ends_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it may write later is not known, so nobody may go on with these pages."""
+    monkeypatch.setattr(fan_out_module, "SEND_TIMEOUT_MS", 10)
     layout = layout_of(HEADS, 2)
     pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")
     fan_out = FanOut(1, 0)
@@ -88,3 +91,34 @@ def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
         with pytest.raises(Internal, match="TP rank 1 did not answer"):
             copy(3, memory)
     fan_out.close()
+
+
+def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
+    """A copy may take longer than a transfer may wait for its sums."""
+    layout, begun, go_on = layout_of(HEADS, 2), threading.Event(), threading.Event()
+    pools, memory = Ranks(FakeFabric(), "p", layout).pools, host_memory(page_content_bytes(layout), "cpu")
+
+    class SlowCopies(HostPageCopies):
+        def extract_from_kvpool(self, page: int, content: memoryview) -> None:
+            begun.set()
+            assert go_on.wait(60.0)
+            super().extract_from_kvpool(page, content)
+
+    sums = [
+        HostPageSums(layout, rank, pool.region_bases, pool.num_pages, pool.page_bytes)
+        for rank, pool in enumerate(pools)
+    ]
+    fan_out = FanOut(1, 0)
+    tiers = TierMemory(memory, SlowCopies(pools[1], 1))
+    follower = ShardFollower(layout, 1, pools[1], [], fan_out.base, fan_out.num_lanes, sums[1], tiers)
+    follower.start(thread)
+    copies = FannedPageCopies(fan_out, HostPageCopies(pools[0]), memory)
+    copying = thread("tiers", lambda: copies.extract_from_kvpool(3, memory))
+    copying.start()
+    assert begun.wait(60.0)
+    assert len(FannedPageSums(fan_out, sums[0], 1, count_all=False).sums(range(1), [1, 2])) == 2
+    go_on.set()
+    copying.join(60.0)
+    assert not copying.is_alive()
+    fan_out.close()
+    follower.close()

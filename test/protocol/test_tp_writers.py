@@ -41,7 +41,14 @@ class Instances:
             pool.fill()
         self.fan_out = FanOut(src_size - 1, transfer_threads=2)
         self.followers = [
-            ShardFollower(self.p.layout, rank, self.p.pools[rank], [self.p.transports[rank]], self.fan_out.base, 4)
+            ShardFollower(
+                self.p.layout,
+                rank,
+                self.p.pools[rank],
+                [self.p.transports[rank]],
+                self.fan_out.base,
+                self.fan_out.num_lanes,
+            )
             for rank in range(1, src_size)
         ]
         for follower in self.followers:
@@ -217,7 +224,9 @@ def test_another_user_cannot_take_a_followers_place_and_the_folder_is_gone_once_
         if os.getuid() == 0:
             assert not connects_as(65534, path)
         ranks = Ranks(FakeFabric(), "p", layout_of(4, 2))
-        follower = ShardFollower(ranks.layout, 1, ranks.pools[1], [ranks.transports[1]], fan_out.base, 4)
+        follower = ShardFollower(
+            ranks.layout, 1, ranks.pools[1], [ranks.transports[1]], fan_out.base, fan_out.num_lanes
+        )
         follower.start(thread)
         fan_out.wait_connected()
         assert not os.listdir(open_to_all), "what is killed from here on leaves nothing"

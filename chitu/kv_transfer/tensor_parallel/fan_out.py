@@ -5,8 +5,8 @@ copy theirs.
 
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
 its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
-(comm thread), lane 1 sums up and copies pages (transfer threads, D's verifying thread, `tiers`), the others write and
-settle (transfer threads).
+(comm thread), lane 1 sums up pages (transfer threads, D's verifying thread), lane 2 copies them (`tiers`), the others
+write and settle (transfer threads). A copy may take longer than a sum may wait, so they do not share one.
 The sockets lie in a folder that only this user can enter, until all followers have connected.
 Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
@@ -239,7 +239,7 @@ class FannedPageSums:
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
         order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
-        result = self._fan_out.page_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
+        result = self._fan_out.sum_lane.order(order, lambda: self._own.sums(layers, pages), SUM_TIMEOUT_S)
         failures = result.failures()
         if failures:
             raise TransferFailed("; ".join(error.message for error in failures))
@@ -270,7 +270,7 @@ class FannedPageCopies:
     def _copy(self, page: int, content: memoryview, is_restore: bool) -> None:
         order = CopyShard(self._fan_out.next_number(), page, _address_of(content) - self._base, is_restore)
         copy = self._own.restore_to_kvpool if is_restore else self._own.extract_from_kvpool
-        failures = self._fan_out.page_lane.order(order, lambda: copy(page, content), self._timeout_s).failures()
+        failures = self._fan_out.copy_lane.order(order, lambda: copy(page, content), self._timeout_s).failures()
         if failures:
             raise Internal("; ".join(error.message for error in failures))
 
@@ -288,13 +288,12 @@ class FanOut:
 
     def __init__(self, num_followers: int, transfer_threads: int, answer_grace_s: float = 1.0) -> None:
         self.answer_grace_s = answer_grace_s
-        self.num_lanes = 2 + transfer_threads
+        self.num_lanes = 3 + transfer_threads
         self.base = make_lane_folder()
         self.num_followers = num_followers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control, self.page_lane, *self._data = (
-            Lane(self._context, self.base, number, num_followers) for number in range(self.num_lanes)
-        )
+        self._lanes = [Lane(self._context, self.base, number, num_followers) for number in range(self.num_lanes)]
+        self._control, self.sum_lane, self.copy_lane, *self._data = self._lanes
         self._numbers = itertools.count(1)
         self._num_opened = 0
 
@@ -302,7 +301,7 @@ class FanOut:
         """Then the names of the sockets are gone: nobody else can connect, and a process that is killed leaves nothing
         behind. Raises Internal where a follower does not come."""
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        if not all(lane.wait_connected(deadline_s) for lane in (self._control, self.page_lane, *self._data)):
+        if not all(lane.wait_connected(deadline_s) for lane in self._lanes):
             raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
         shutil.rmtree(self.base, ignore_errors=True)
 
@@ -329,6 +328,6 @@ class FanOut:
 
     def close(self) -> None:
         """EndOrder the followers' lane threads. No transfer thread runs any more."""
-        if all([lane.close() for lane in (self._control, self.page_lane, *self._data)]):
+        if all([lane.close() for lane in self._lanes]):
             self._context.term()
         shutil.rmtree(self.base, ignore_errors=True)
