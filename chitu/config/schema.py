@@ -126,7 +126,7 @@ class DeadlineConfig(Section, frozen=True):
     router_s: Seconds = 30.0
     """Silence of the router after which P and D end what they run for it; it gets their errors if it comes back."""
     step_s: Seconds = 60.0
-    """One step of computing. A step thread that stands still for longer ends its process."""
+    """One step of computing, or a rank's copy of a page to or from a tier. What takes longer ends its process."""
     retry_interval_s: Seconds = 0.5
     """Unacknowledged status, join and abort messages are repeated so often."""
     drain_s: Seconds = 4.0

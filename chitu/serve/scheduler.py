@@ -251,7 +251,8 @@ def _build_tiers(
     if fan_out is None:
         return build(), -1
     file = shared_file(config.host_bytes)
-    return build(file, partial(FannedPageCopies, fan_out)), file
+    step_s = topology.dp_config.router.pd_disaggregation.deadlines.step_s
+    return build(file, partial(FannedPageCopies, fan_out, timeout_s=step_s)), file
 
 
 def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManager) -> FinishedPages | None:

@@ -49,7 +49,7 @@ class Instance:
         ]
         for follower in self._followers:
             follower.start(thread)
-        self.copies = FannedPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory)
+        self.copies = FannedPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, 10.0)
 
     def _map(self) -> memoryview:
         return host_memory(3 * self.page_bytes, "cpu", self._file)
@@ -112,7 +112,7 @@ def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
     tiers = TierMemory(memory, SlowCopies(pools[1], 1))
     follower = ShardFollower(layout, 1, pools[1], [], fan_out.base, fan_out.num_lanes, sums[1], tiers)
     follower.start(thread)
-    copies = FannedPageCopies(fan_out, HostPageCopies(pools[0]), memory)
+    copies = FannedPageCopies(fan_out, HostPageCopies(pools[0]), memory, 60.0)
     copying = thread("tiers", lambda: copies.extract_from_kvpool(3, memory))
     copying.start()
     assert begun.wait(60.0)

@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 SUM_TIMEOUT_S = 10.0
-COPY_TIMEOUT_S = 60.0
-"""A rank that is slower than this at a page of its pool has stopped, as one that is as late to a step."""
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
@@ -253,9 +251,10 @@ class FannedPageSums:
 
 class FannedPageCopies:
     """Implements `PageCopies` for the main rank of several, each of which copies the heads that it holds. `memory`: of
-    all ranks; contents lie in it. Internal where a rank does not: what it may still copy, and where, nobody knows."""
+    all ranks; contents lie in it. Internal where a rank takes `timeout_s`: what it may still copy, and where, nobody
+    knows."""
 
-    def __init__(self, fan_out: FanOut, own: PageCopies, memory: memoryview, timeout_s: float = COPY_TIMEOUT_S) -> None:
+    def __init__(self, fan_out: FanOut, own: PageCopies, memory: memoryview, timeout_s: float) -> None:
         self._fan_out = fan_out
         self._own = own
         self._timeout_s = timeout_s
