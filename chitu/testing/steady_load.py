@@ -53,6 +53,8 @@ class CheckedAnswer:
     outcome: str = ""
     detail: str = ""
     tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Of a whole answer."""
     started_s: float = 0.0
     """`time.monotonic`, as `ended_s`."""
     ended_s: float = 0.0
@@ -205,8 +207,9 @@ class SteadyLoad:
             if ask.stream:
                 await _read_stream(answer, reply)
             else:
-                choice = json.loads(await reply.aread())["choices"][0]
-                answer.tokens, answer.outcome = choice["token_ids"], RIGHT
+                whole = json.loads(await reply.aread())
+                answer.tokens, answer.outcome = whole["choices"][0]["token_ids"], RIGHT
+                answer.cached_tokens = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
         return True
 
 

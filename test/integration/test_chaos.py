@@ -56,6 +56,8 @@ class Row:
     target: str
     phase: Phase
     outcomes: Counter[str] = field(default_factory=Counter)
+    cached: int = 0
+    """Tokens of prompts that were not computed again."""
     leaked: int = -1
     recovery_s: float = -1.0
     details: list[str] = field(default_factory=list)
@@ -66,11 +68,11 @@ class Row:
             *(self.blow, self.target, self.phase),
             *(str(self.outcomes.total()), str(self.outcomes[RIGHT]), str(self.outcomes[WRONG])),
             ", ".join(f"{n} {code}" for code, n in sorted(failed.items())) or "-",
-            *(str(self.outcomes[HUNG]), str(self.leaked), f"{self.recovery_s:.1f}"),
+            *(str(self.outcomes[HUNG]), str(self.cached), str(self.leaked), f"{self.recovery_s:.1f}"),
         )
 
 
-COLUMNS = ("blow", "to", "while", "sent", "right", "wrong", "failed", "hung", "pages leaked", "recovery s")
+COLUMNS = ("blow", "to", "while", "sent", "right", "wrong", "failed", "hung", "cached", "pages leaked", "recovery s")
 
 
 def table(rows: list[Row]) -> str:
@@ -172,6 +174,7 @@ def test_every_request_survives_or_fails_with_a_word(arena: Arena, blow: Blow, t
     allowed = ALLOWED.get((blow, target), set()) | {RIGHT}
     assert set(row.outcomes) <= allowed, "\n".join(row.details)
     assert row.outcomes[RIGHT] > 0
+    assert row.cached > 0 or target == "router", "the blow was to meet pages that requests share"
     assert row.leaked == 0
 
 
@@ -204,6 +207,7 @@ def run_cell(cluster: ChaosCluster, row: Row) -> None:
     finally:
         answers = load.take_answers()
         row.outcomes = count_outcomes(answers)
+        row.cached = sum(answer.cached_tokens for answer in answers)
         row.details = [f"{a.outcome}: {a.detail}" for a in answers if a.outcome != RIGHT]
     try:
         wait_for(lambda: not cluster.not_whole(), 10, lambda: "; ".join(cluster.not_whole()))
