@@ -111,7 +111,10 @@ def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluste
     hits = 0
     for turn in range(TURNS):
         cached = answers(cluster, prompts, "shared")
-        computed = answers(cluster, prompts, f"turn {turn}")
+        without: dict[str, Any] = {"cache_prompt": False} if turn % 2 else {"cache_salt": f"turn {turn}"}
+        computed = complete_all(cluster.url, prompts, [GREEDY | without] * CONVERSATIONS)
+        if turn % 2:
+            assert not any(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in computed)
         assert [answer.token_ids for answer in cached] == [answer.token_ids for answer in computed]
         hits += sum(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in cached)
         fork = rng.randrange(CONVERSATIONS)
