@@ -1,9 +1,9 @@
 """The `chitu` command: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
 bench, doctor.
 
-Only parses and calls; imports of what a command needs happen inside it, so that `chitu --help` is instant. A wrong
-configuration is one sentence on stderr and exit code 2; any other known failure, and what the system refuses, is one
-sentence and exit code 1; Ctrl-C is 130.
+Only calls (`cli_arguments.py` parses). Imports of what a command needs happen inside it, so that `chitu --help` is
+instant. A wrong configuration is one sentence on stderr and exit code 2; any other known failure, and what the system
+refuses, is one sentence and exit code 1; Ctrl-C is 130.
 """
 
 from __future__ import annotations
@@ -11,35 +11,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import math
 import os
 import re
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from chitu import __version__
-from chitu.config.key_paths import is_number
-from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, packaged_topologies, pd_master_addr
-from chitu.config.topology import MAX_PORT
+from chitu.cli_arguments import make_parser
+from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
 from chitu.errors import ChituError, ConfigError
-
-DEFAULT_URL = "http://127.0.0.1:21003"
-BENCHMARKS = {
-    "transfer": "transports against memcpy",
-    "ttft": "time to first token, 1P1D over unified",
-    "gpu": "kernels, steps, transfers and 1P1D on a GPU, against what it does at best",
-    "soak": "a long load with accidents: is everything right and flat?",
-    "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes the words behind an option for unknown ones: here they are overrides as much as those before it.
     if rest and (not hasattr(arguments, "topology") or any(word.startswith("-") for word in rest)):
@@ -47,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         arguments.topology += rest
     try:
-        result: int = arguments.run(arguments)
+        result = RUNS[arguments.command](arguments)
         sys.stdout.flush()  # what cannot be written is known now, not when the interpreter ends
         return result
     except ConfigError as error:
@@ -76,208 +64,6 @@ def _forget_output() -> None:
     """Else the interpreter tries once more to write it, and complains."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
-    parser.add_argument("--version", action="version", version=f"chitu {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")
-    _add_topology(command)
-    command.add_argument("--port", type=_port, help="HTTP port, over dp_config.router.port (0: any free one)")
-    command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all of the machine's)")
-    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
-    command.add_argument("--no-restart", action="store_true", help="do not start a process again that died")
-    command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
-    command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
-    command.set_defaults(run=_serve)
-
-    command = commands.add_parser("chat", help="talk to a running router, here or with one question in a pipe")
-    command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
-    command.add_argument("--system", metavar="TEXT", help="the system message")
-    command.add_argument(
-        "--max-tokens", type=_positive(int), metavar="N", help="of an answer (default: the rest of the context)"
-    )
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
-    command.set_defaults(run=_chat)
-
-    command = commands.add_parser("explain", help="where the time of a running cluster's requests goes")
-    command.add_argument(
-        "source", nargs="?", default=DEFAULT_URL, metavar="URL | FILE", help=f"(default: {DEFAULT_URL})"
-    )
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument(
-        "--seconds", type=_positive(float), default=10.0, metavar="S", help="to watch for (default: 10)"
-    )
-    command.add_argument("--save", metavar="FILE", help="what was seen, to be explained again")
-    command.add_argument("--json", action="store_true", help="the explanation as one JSON object")
-    command.set_defaults(run=_explain)
-
-    command = commands.add_parser("trace", help="the life of a traced request (X-Chitu-Trace: 1) as a time line")
-    command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--dir", metavar="DIR", help="folder of the records (trace.dir), in place of a router")
-    command.add_argument("--frames", action="store_true", help="also its messages (X-Chitu-Trace: frames), by msgpack")
-    command.add_argument("--json", action="store_true", help="time line and records as one JSON object")
-    command.set_defaults(run=_trace)
-
-    command = commands.add_parser("join", help="add an instance to a running cluster, from this machine, until Ctrl-C")
-    command.add_argument("role", choices=["prefill", "decode", "unified"])
-    command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder, where it is another one on this machine")
-    command.add_argument(
-        "--devices", metavar="A,B", help="one a TP rank (default: as the role's first instance; free GPUs)"
-    )
-    command.add_argument("--rank", type=int, metavar="K", help="as which (default: the lowest that nobody has)")
-    command.add_argument(
-        "--ready-timeout", type=_positive(float), default=600.0, metavar="S", help="seconds (default: 600)"
-    )
-    command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
-    command.set_defaults(run=_join)
-
-    command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
-    command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
-    command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
-    command.set_defaults(run=_drain)
-
-    command = commands.add_parser("verify", help="whether a running cluster answers as one undivided engine does")
-    command.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--model", metavar="DIR", help="checkpoint folder of the reference (default: the cluster's)")
-    command.add_argument("--reference", metavar="URL", help="an undivided engine that runs already, in place of one")
-    command.add_argument("--device", default="cpu", help="of the reference that is started (default: cpu)")
-    command.add_argument("--no-transformers", action="store_true", help="leave transformers out as second reference")
-    command.add_argument(
-        "--rounds", type=_positive(int), default=8, metavar="N", help="prompts at most, until every pair was hit"
-    )
-    command.add_argument(
-        "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
-    )
-    command.add_argument(
-        "--max-tokens", type=_positive(int), default=40, metavar="N", help="of an answer (default: 40)"
-    )
-    command.add_argument(
-        "--timeout", type=_positive(float), default=120.0, metavar="S", help="seconds for one answer (default: 120)"
-    )
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-    command.set_defaults(run=_verify)
-
-    command = commands.add_parser("snapshot", help="a running request as a file, from which another router goes on")
-    command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
-    command.add_argument(
-        "file", metavar="FILE", help="to be written; a folder of kept requests wants the suffix .request"
-    )
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.set_defaults(run=_snapshot)
-
-    command = commands.add_parser("replay", help="whether an engine gives the tokens of saved answers again")
-    command.add_argument(
-        "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
-    )
-    source = command.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
-    source.add_argument("--url", default=DEFAULT_URL, help=f"a cluster that runs (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--device", default="cpu", help="of the engine that is started (default: cpu)")
-    command.add_argument(
-        "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
-    )
-    command.add_argument(
-        "--timeout", type=_positive(float), default=600.0, metavar="S", help="seconds for one answer (default: 600)"
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object a receipt")
-    command.set_defaults(run=_replay)
-
-    command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
-    _add_topology(command)
-    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
-    command.set_defaults(run=_plan)
-
-    command = commands.add_parser("node", help="the processes of one host of a topology: run it on each of its hosts")
-    _add_topology(command)
-    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
-    command.add_argument("--node-index", type=int, required=True, metavar="K", help="which of the hosts this one is")
-    command.add_argument(
-        "--cpus-per-gpu", type=_positive(int), metavar="N", help="CPU threads of each rank of an instance"
-    )
-    command.add_argument(
-        "--ready-timeout", type=_positive(float), metavar="S", help="seconds to be ready in (default: 600)"
-    )
-    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
-    command.add_argument("--on-failure", metavar="COMMAND", help="run once when a process of this node died")
-    command.set_defaults(run=_node)
-
-    command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
-    command.add_argument("directory", metavar="DIR")
-    families = "llama, mistral, qwen2, qwen3, qwen3_moe, deepseek_v2 or deepseek_v3"
-    command.add_argument("--family", default="qwen3", help=families)
-    for flag in ("hidden-size", "layers", "heads", "kv-heads", "head-dim", "intermediate-size", "experts"):
-        command.add_argument(f"--{flag}", type=int)
-    for flag in ("vocab-size", "max-position-embeddings", "shards"):
-        command.add_argument(f"--{flag}", type=int)
-    command.add_argument("--dtype", help="float32, bfloat16 or float16")
-    command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
-    command.add_argument("--seed", type=int, default=0)
-    command.set_defaults(run=_make_model)
-
-    command = commands.add_parser("bench", help="run a benchmark: " + ", ".join(BENCHMARKS))
-    command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
-    command.set_defaults(run=_bench)
-
-    command = commands.add_parser("doctor", help="what keeps this machine, or all nodes at once, from serving")
-    _add_topology(command)
-    command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
-    command.add_argument("--node-index", type=int, metavar="K", help="which of them this is: run it on all at once")
-    command.set_defaults(run=_doctor)
-    return parser
-
-
-def _port(text: str) -> int:
-    if not is_number(text) or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 (any free one) to {MAX_PORT}")
-    return int(text)
-
-
-def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
-    def read(text: str) -> int | float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not 0 < number < math.inf:
-            what = "a whole number of at least 1" if kind is int else "a number above 0"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return number
-
-    return read
-
-
-def _refuse_key(_key: str) -> str:
-    raise argparse.ArgumentTypeError(
-        "`ps` shows command lines to everybody: put the key into the environment as CHITU_API_KEY"
-    )
-
-
-def _add_topology(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "topology",
-        nargs="*",
-        metavar="TOPOLOGY.yaml | a.b=c",
-        help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
-    )
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, over model.path")
 
 
 def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[str | None, list[str]]:
@@ -528,7 +314,7 @@ def _make_model(arguments: argparse.Namespace) -> int:
     from chitu.launch.make_model import ModelShape, make_model
 
     sizes = {name: value for name, value in vars(arguments).items() if value is not None}
-    for name in ("directory", "family", "seed", "run"):
+    for name in ("directory", "family", "seed", "command"):
         del sizes[name]
     print(make_model(arguments.directory, arguments.family, ModelShape(**sizes), seed=arguments.seed))
     return 0
@@ -546,6 +332,24 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     name, overrides = _split(arguments)
     return doctor(name, overrides, split_hosts(arguments.hosts) if arguments.hosts else None, arguments.node_index)
+
+
+RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "explain": _explain,
+    "trace": _trace,
+    "join": _join,
+    "drain": _drain,
+    "verify": _verify,
+    "snapshot": _snapshot,
+    "replay": _replay,
+    "plan": _plan,
+    "node": _node,
+    "make-model": _make_model,
+    "bench": _bench,
+    "doctor": _doctor,
+}
 
 
 if __name__ == "__main__":
