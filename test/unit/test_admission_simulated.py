@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from test_pd_scheduler import Instance, prompt_of, room_of
+from scheduler_world import Instance, prompt_of, room_of
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.errors import Overloaded

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
+from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.protocol import (
     MAX_FORKS,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import cast
 
-from test_pd_scheduler import Instance, prompt_of, room_of
+from scheduler_world import Instance, prompt_of, room_of
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, ChituError, InvalidRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_pd_scheduler import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
+from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
+from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from test_pd_scheduler import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
+from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
 from tiered_instances import TIMEOUT_S, Engine, Tiered, TieredPair
 
 from chitu.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_pd_scheduler import DSide, Instance, PSide, Wire, prompt_of, room_of
+from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
 from chitu.instance.scheduling.backlog import BacklogMeter

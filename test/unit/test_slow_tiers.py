@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_pd_scheduler import PAGE_SIZE, prompt_of, room_of
+from scheduler_world import PAGE_SIZE, prompt_of, room_of
 from tiered_instances import TIMEOUT_S, MemoryStore, Stored, prompt_bytes
 
 from chitu.kv_cache.tiers.disk_pages import DiskPages

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_pd_scheduler import INFO, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
+from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from test_step_overlap import check
 
 from chitu.config.schema import SchedulerConfig

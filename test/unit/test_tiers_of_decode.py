@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_pd_scheduler import PAGE_SIZE, prompt_of, room_of
+from scheduler_world import PAGE_SIZE, prompt_of, room_of
 from tiered_instances import MemoryStore, Stored, TieredPair, names_of, prompt_bytes
 
 from chitu.config.schema import CacheConfig, StoreConfig

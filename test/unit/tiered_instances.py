@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from test_pd_scheduler import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
+from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
 
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.tiers.host_pages import HostPages

@@ -1,0 +1,323 @@
+"""A P, a D and a unified instance without processes: `PDScheduler` with an executor that checks every plan, and wires
+that a test pumps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import ExecutorInfo
+from chitu.errors import BadFrame, ChituError, TransferFailed
+from chitu.grammars import GrammarStore
+from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
+from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
+from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.protocol import (
+    Finish,
+    SamplingParams,
+    pack_i32,
+    token_codec,
+    unpack_logprobs,
+)
+from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
+from chitu.testing.late_executor import LateExecutor
+from chitu.types import Ready
+
+PAGE_SIZE = 4
+INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=2, eos_token_ids=(2,))
+
+
+class Slots:
+    """Aux slots, and nothing else of `MetadataBuffers`."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def free(self, slot: int) -> None:
+        assert slot not in self._free
+        self._free.append(slot)
+
+
+class Instance:
+    """One scheduler with a fake executor, and what came out of it."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        sender: Wire | None = None,
+        receiver: Wire | None = None,
+        chunk: int = 5,
+        aux_slots: int = 4,
+        clock: FakeClock | None = None,
+        config: SchedulerConfig | None = None,
+        overlap: bool = False,
+        executor: type[FakeExecutor] = FakeExecutor,
+        late: type[LateExecutor] = LateExecutor,
+        with_aux: bool = False,
+        grammars: GrammarStore | None = None,
+    ) -> None:
+        """`overlap`: on a device that is late."""
+        self.clock = clock or FakeClock()
+        self.tokens: dict[bytes, list[int]] = {}
+        self.has_logprobs: dict[bytes, bool] = {}
+        """Whether logprobs came with the tokens of a room: with all of them, or with none."""
+        self.prompts: dict[bytes, bytes] = {}
+        """Logprobs of prompts."""
+        self.finishes: dict[bytes, Finish] = {}
+        self.cached: dict[bytes, int] = {}
+        self.failures: dict[bytes, ChituError] = {}
+        self.ports: dict[int, list[bytes]] = {}
+        """Rooms of the messages that went to token ports of API processes."""
+        self.open_ports: list[int] = []
+        self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
+        self.aux = Slots(aux_slots)
+        self.executor = executor(INFO, num_pages, PAGE_SIZE, aux_slots)
+        self.late = late(self.executor)
+        self.scheduler = PDScheduler(
+            PDSchedulerParts(
+                config=config
+                or SchedulerConfig(
+                    max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
+                ),
+                deadlines=DeadlineConfig(),
+                executor=self.late if overlap else self.executor,
+                cache=self.cache,
+                tokens=TokenManager(1, self._take, self._open_port),
+                report_failure=self.failures.__setitem__,
+                clock=self.clock,
+                aux=self.aux if sender or receiver or with_aux else None,
+                num_aux_slots=aux_slots,
+                sender=sender,
+                receiver=receiver,
+                tiers=self.make_tiers(),
+                overlap=overlap,
+                grammars=grammars,
+            )
+        )
+
+    def make_tiers(self) -> PrefixTiers | None:
+        """Behind the prefix cache."""
+        return None
+
+    def _open_port(self, port: int) -> Port:
+        if not 0 < port < 65536:
+            raise BadFrame(f"{port} is no port")
+        self.open_ports.append(port)
+        return Port(port, self)
+
+    def _take(self, frame: bytes) -> bool:
+        batch = token_codec.decode(frame)
+        for place, (room, token) in enumerate(zip(batch.rooms, batch.tokens, strict=True)):
+            assert room not in self.finishes, "a token after the end"
+            self.tokens.setdefault(room, []).append(token)
+            assert room not in dict(batch.prompt_logprobs) or len(self.tokens[room]) == 1
+            logprobs = dict(batch.logprobs).get(place)
+            assert self.has_logprobs.setdefault(room, logprobs is not None) == (logprobs is not None)
+            assert logprobs is None or unpack_logprobs(logprobs).logprob == -token, "logprobs of another token"
+        for room, num_tokens in batch.cached:
+            assert len(self.tokens[room]) == 1 and room not in self.cached, "not with the first token"
+            self.cached[room] = num_tokens
+        for room, lines in batch.prompt_logprobs:
+            assert room not in self.prompts, "a prompt's logprobs come once"
+            self.prompts[room] = lines
+        for finish in batch.finished:
+            assert finish.room not in self.finishes, "two ends"
+            self.finishes[finish.room] = finish
+        return True
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            self.scheduler.step()
+            if self.scheduler.is_idle:
+                self.scheduler.step()
+                return
+        raise AssertionError(f"still busy after {limit} steps: {self.scheduler.load}")
+
+    def check_empty(self) -> None:
+        self.cache.check_idle()
+        assert not self.executor.saved_keys
+        load = self.scheduler.load
+        assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
+        assert load.pages_free + load.pages_cached == load.pages_total
+
+
+@dataclass
+class Port:
+    """Token port of one API process of the router."""
+
+    number: int
+    instance: Instance
+
+    def send(self, frame: bytes) -> bool:
+        self.instance.ports.setdefault(self.number, []).extend(token_codec.decode(frame).rooms)
+        return self.instance._take(frame)
+
+    def close(self) -> None:
+        self.instance.open_ports.remove(self.number)
+
+
+class Wire:
+    """A perfect transfer between two schedulers: both role interfaces, moving aux rows when the test says so."""
+
+    def __init__(self) -> None:
+        self.prefill: Instance | None = None
+        self.decode: Instance | None = None
+        self.announced: dict[bytes, int] = {}
+        self.prefix_pages: dict[bytes, int] = {}
+        self.requested: set[bytes] = set()
+        self.computed: dict[bytes, int] = {}
+        self.prompt_logprobs: dict[bytes, bytes | None] = {}
+        self.delivered: set[bytes] = set()
+        self.dead: set[bytes] = set()
+        self.failing: set[bytes] = set()
+        self.events_p: list[TransferEvent] = []
+        self.events_d: list[TransferEvent] = []
+        self.side = "P"
+
+    def add_request(
+        self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
+    ) -> None:
+        self.requested.add(room)
+        if room in self.announced:
+            self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
+
+    def begin_step(self, chunks: Sequence[KVChunk]) -> None:
+        for chunk in chunks:
+            assert len(chunk.pages) * PAGE_SIZE >= chunk.end
+
+    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        self.computed[room] = aux_slot
+        self.prompt_logprobs[room] = prompt_logprobs
+
+    def reset_chunks(self, room: bytes) -> bool:
+        self.computed.pop(room, None)
+        return room not in self.announced
+
+    def announce(
+        self,
+        room: bytes,
+        request_id: str,
+        pages: Sequence[int],
+        aux_slot: int,
+        num_tokens: int,
+        prefill_rank: int,
+        prefill_incarnation: int,
+        prefix_pages: int,
+    ) -> None:
+        needs_kv = self.decode is None or self.decode.scheduler._decode.transfer[room].needs_kv
+        assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)
+        assert prefix_pages <= (num_tokens // PAGE_SIZE if needs_kv else 0)
+        self.announced[room], self.prefix_pages[room] = aux_slot, prefix_pages
+        if room in self.requested:
+            self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))
+
+    def abort(self, room: bytes, error: ChituError) -> None:
+        self.dead.add(room)
+        for events in (self.events_p, self.events_d):
+            events.append(TransferEvent(TransferEventKind.RELEASED, room))
+
+    def deliver(self, rng: random.Random) -> None:
+        """Move some of what is computed and announced, logits and KV sometimes in different steps."""
+        assert self.prefill and self.decode
+        for room, source in list(self.computed.items()):
+            if room in self.dead or room not in self.announced or rng.random() < 0.5:
+                continue
+            if room in self.failing:
+                error = TransferFailed("the link broke")
+                self.dead.add(room)
+                for events in (self.events_p, self.events_d):
+                    events.append(TransferEvent(TransferEventKind.FAILED, room, error))
+                    events.append(TransferEvent(TransferEventKind.RELEASED, room))
+            elif room not in self.delivered:
+                self.delivered.add(room)
+                target = self.decode.executor.aux_row(self.announced[room])
+                target[:] = self.prefill.executor.aux_row(source)
+                self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room))
+            else:
+                del self.computed[room]
+                lines = self.prompt_logprobs[room]
+                self.events_d.append(
+                    TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, prompt_logprobs=lines)
+                )
+                self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
+
+
+class PSide(Wire):
+    """`poll` of P on a shared wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.__dict__ = wire.__dict__
+
+    def poll(self) -> list[TransferEvent]:
+        events = list(self.events_p)
+        self.events_p.clear()
+        return events
+
+
+class DSide(Wire):
+    """`poll` of D on a shared wire."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.__dict__ = wire.__dict__
+
+    def poll(self) -> list[TransferEvent]:
+        events = list(self.events_d)
+        self.events_d.clear()
+        return events
+
+
+def room_of(index: int) -> bytes:
+    return index.to_bytes(16, "big")
+
+
+def prompt_of(index: int, length: int) -> list[int]:
+    """Prompts of one family begin alike, each up to another place."""
+    family, fork = index % 2, 3 * (index % 6)
+    return [((family if at < fork else index + 2) * 31 + at * 7) % INFO.vocab_size for at in range(length)]
+
+
+loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(0, 23)), min_size=1, max_size=20)
+"""Prompt length, max_tokens, and how far another instance had come with the request before it was lost."""
+
+
+def continued(
+    index: int, prompt_len: int, max_tokens: int, progress: int
+) -> tuple[bytes, SamplingParams, int, list[int]]:
+    """Every other request goes on where another instance was lost: tokens to send, how they are sampled, how many of
+    them are output, and what is to come."""
+    logprobs = (None, 0, 2)[index % 3]
+    asked = {"logprobs": logprobs, "prompt_logprobs": 1 if index % 5 < 2 else None}
+    sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index, **asked)
+    prompt = prompt_of(index, prompt_len)
+    tokens = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
+    num_emitted = progress % max_tokens if index % 2 else 0
+    return pack_i32(prompt + tokens[:num_emitted]), sampling, num_emitted, tokens[num_emitted:]
+
+
+def check_prompt(instance: Instance, index: int, one: tuple[int, int, int]) -> None:
+    """Of a served request: every token of the prompt but the first, once, whatever chunks, caches and undone steps."""
+    _, sampling, num_emitted, _ = continued(index, *one)
+    lines = instance.prompts.get(room_of(index))
+    if num_emitted or sampling.prompt_logprobs is None:
+        assert lines is None
+        return
+    prompt = prompt_of(index, one[0])
+    assert lines == b"".join([fake_logprobs(token, sampling.prompt_logprobs) for token in prompt[1:]])
