@@ -269,7 +269,7 @@ def _read_text(name: str) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from chitu.config.topology import problems
+    from chitu.config.topology_checks import problems
     from chitu.launch.node import node_command
     from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
     from chitu.launch.placement import place_like_here

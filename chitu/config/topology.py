@@ -1,36 +1,20 @@
-"""What a topology means as a whole: its instances, and the checks that need more than one key.
-
-Pure: values in, values out (the only look outside is whether the model folder exists). Called by `chitu serve`,
-`chitu plan` and by every process entry before a model loads. `check` raises the first problem; `problems` lists all;
-`warn_of_faults`, `warn_without_key` and `warn_of_open_api` log.
-"""
+"""What a topology means as a whole: its instances, hosts, ports and threads. Pure: values in, values out; what is wrong
+with one, `topology_checks.py` says."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
-from chitu.config.devices import is_auto, why_no_device
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
-from chitu.config.staging import staging_problems
-from chitu.config.tensor_parallel import why_not
 from chitu.errors import ConfigError
-from chitu.log import module_levels
 from chitu.types import Role, instance_name
 
 logger = logging.getLogger(__name__)
-
-PLACEHOLDER_SUFFIX = ".example"
-"""Host names that the multi-node files carry until someone puts real ones in (RFC 2606 keeps them unresolvable)."""
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
 """To listen on; nobody can be reached there."""
@@ -182,76 +166,6 @@ def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
     return max(1, of_instance // instance.config.tp_size)
 
 
-def warn_of_faults(topology: Topology) -> None:
-    """Say it where transfers are broken on purpose, so that nobody takes such a cluster for a sound one."""
-    if faults := topology.dp_config.router.pd_disaggregation.faults.describe():
-        logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", faults)
-
-
-def warn_without_key(topology: Topology) -> None:
-    """Say it where a cluster reaches over several machines and takes part whoever reaches its ports."""
-    hosts = host_names(topology)
-    if len(hosts) > 1 and not cluster_key_of(topology):
-        logger.warning(
-            "NO CLUSTER KEY on %d hosts (%s): whoever reaches the ports of this cluster can join it, read its requests "
-            "and write into its KV cache; set %s (docs/operations.md, Security)",
-            *(len(hosts), ", ".join(hosts), ENVIRONMENT_KEY),
-        )
-
-
-def open_api(topology: Topology) -> str | None:
-    """A sentence where other machines can reach the API and it asks for no key."""
-    router = topology.dp_config.router
-    host = listening_host(router)
-    if router.api_keys or is_loopback(host):
-        return None
-    return (
-        f"NO API KEY: the API listens on {host}, and whoever reaches it can use the model; set {API_KEYS} "
-        "(docs/operations.md, Security)"
-    )
-
-
-def warn_of_open_api(topology: Topology) -> None:
-    """For the router's log."""
-    if warning := open_api(topology):
-        logger.warning("%s", warning)
-
-
-def check(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> None:
-    """Raise ConfigError with the first problem, if there is one."""
-    for problem in problems(topology, master_addr, need_model):
-        raise ConfigError(problem)
-
-
-def problems(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> Iterator[str]:
-    """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
-    yield from _api_key_problems(topology.dp_config.router)
-    yield from _instance_problems(topology)
-    yield from _device_problems(topology)
-    yield from staging_problems(topology.dp_config.router)
-    yield from _host_problems(topology, master_addr)
-    yield from _port_problems(topology)
-    yield from _size_problems(topology)
-    yield from _tier_problems(topology)
-    yield from _log_problems(topology)
-    router = topology.dp_config.router
-    if router.kept_requests.dir is not None and router.workers > 1:
-        yield f"dp_config.router.kept_requests.dir wants dp_config.router.workers 1, not {router.workers}"
-    if need_model:
-        yield from _model_problems(topology.model.path)
-        yield from _split_problems(topology)
-
-
-def _tier_problems(topology: Topology) -> Iterator[str]:
-    if not topology.cache.host_bytes:
-        for key, value in (("disk.path", topology.cache.disk.path), ("store.master", topology.cache.store.master)):
-            if value is not None:
-                yield f"cache.{key}: pages go through host memory, and cache.host_bytes is 0"
-        return
-    if not topology.cache.prefix_cache:
-        yield "cache.host_bytes is memory for the prefix cache, which cache.prefix_cache turns off"
-
-
 def has_tiers(topology: Topology, instance: Instance) -> bool:
     """Whether its prefix cache goes on in host memory: where prompts are computed, and on a D that can hand them the
     pages of its answers."""
@@ -261,194 +175,3 @@ def has_tiers(topology: Topology, instance: Instance) -> bool:
 def has_lasting_tiers(topology: Topology) -> bool:
     """Whether pages outlive their instance, and others read them."""
     return topology.cache.disk.path is not None or topology.cache.store.master is not None
-
-
-def _log_problems(topology: Topology) -> Iterator[str]:
-    try:
-        module_levels(topology.log.modules)
-    except ValueError as error:
-        yield f"log.modules: {error}"
-
-
-def _api_key_problems(router: RouterConfig) -> Iterator[str]:
-    num_keys, num_salts = len(router.api_keys), len(router.api_key_salts)
-    if num_keys and num_salts and num_keys != num_salts:
-        yield (
-            f"dp_config.router.api_key_salts has {num_salts} entries for {num_keys} API keys: give each key one, in "
-            "their order, or none at all"
-        )
-
-
-def _instance_problems(topology: Topology) -> Iterator[str]:
-    router = topology.dp_config.router
-    prefills, decodes = len(router.prefill_schedulers), len(router.decode_schedulers)
-    if bool(prefills) != bool(decodes):
-        missing, present = ("decode", "prefill") if prefills else ("prefill", "decode")
-        yield (
-            f"dp_config.router.{missing}_schedulers is empty but there are {present}_schedulers: "
-            "a request needs one of each"
-        )
-    if not (prefills or decodes or router.unified_schedulers):
-        yield (
-            "the topology has no instance: give dp_config.router.prefill_schedulers and "
-            "dp_config.router.decode_schedulers, or dp_config.router.unified_schedulers"
-        )
-    if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills < 2:
-        yield (
-            f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: a second P is to compute what the "
-            f"first one did, and there are {prefills} prefill_schedulers"
-        )
-    for instance in instances(topology):
-        config = instance.config
-        if is_auto(config):
-            continue
-        if len(config.devices) != config.tp_size:
-            yield (
-                f"{instance.key}.devices names {len(config.devices)} devices, but {instance.key}.tp_size is "
-                f"{config.tp_size}: give one device per rank"
-            )
-        for device in config.devices:
-            if reason := why_no_device(device):
-                yield f"{instance.key}.devices {reason}"
-
-
-def _device_problems(topology: Topology) -> Iterator[str]:
-    """P and D must have their pages in memory of the same kind, and a transport for it."""
-    prefix = "dp_config.router.pd_disaggregation"
-    config = topology.dp_config.router.pd_disaggregation
-    paired = [item for item in instances(topology) if item.role is not Role.UNIFIED and not is_auto(item.config)]
-    by_kind = {device.partition(":")[0]: instance for instance in paired for device in instance.config.devices}
-    if not by_kind.keys() <= {"cpu", "cuda"}:
-        return  # an unknown device has its own sentence
-    if len(by_kind) == 2:
-        yield (
-            f"{by_kind['cuda'].key} has its pages in GPU memory and {by_kind['cpu'].key} in host memory: "
-            "all of P and D need the same kind of device"
-        )
-    elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
-        yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
-    elif by_kind.keys() == {"cuda"}:
-        faults = config.faults
-        if faults.zero_page is not None or faults.flip_byte_every or faults.flip_logits_every:
-            yield f"{prefix}.faults: zero_page and flips are made on the host, but P and D have GPUs: use cpu"
-
-
-def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:
-    router = topology.dp_config.router
-    hosts = host_names(topology)
-    by_key = {"dp_config.router.host": router.host}
-    by_key |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
-    placeholders = {key: host for key, host in by_key.items() if host.endswith(PLACEHOLDER_SUFFIX)}
-    if placeholders:
-        names = ", ".join(dict.fromkeys(placeholders.values()))
-        yield (
-            f"{names} are still placeholders: give the machines with --hosts A,B, or their addresses as "
-            f"{', '.join(placeholders)}"
-        )
-    for key, host in by_key.items():
-        if not host:
-            yield f"{key} is empty: give the address of the machine"
-        elif host in ALL_ADDRESSES:
-            yield (
-                f"{key} is {host}, which is no address that others can reach: give the machine's own (to have the API "
-                f"alone listen there: dp_config.router.http_host={host})"
-            )
-        elif len(hosts) > 1 and is_loopback(host):
-            yield (
-                f"{key} is the loopback address {host}, but the topology has {len(hosts)} hosts "
-                f"({', '.join(hosts)}): give an address that the others can reach"
-            )
-        elif ":" in host:
-            yield (
-                f"{key} is {host}, but processes of a cluster reach each other over IPv4: give such an address, or a "
-                "name that has one (the HTTP API may listen on IPv6: dp_config.router.http_host)"
-            )
-    if router.http_host == "":
-        yield "dp_config.router.http_host is empty: give an address of the router's machine, 0.0.0.0 for all of them"
-    if router.otlp_endpoint and not re.match(r"https?://[^/]", router.otlp_endpoint):
-        yield (
-            f"dp_config.router.otlp_endpoint is {router.otlp_endpoint!r}: give the collector's base URL, such as "
-            "http://127.0.0.1:4318"
-        )
-    if master_addr and len(hosts) > 1 and is_loopback(master_addr):
-        yield (
-            f"PD_MASTER_ADDR is the loopback address {master_addr}, but the topology has {len(hosts)} hosts: "
-            "set it to the router's address"
-        )
-    transport = router.pd_disaggregation.transport
-    if transport in ("shm", "cuda_ipc") and len(hosts) > 1:
-        yield (
-            f"dp_config.router.pd_disaggregation.transport is {transport}, but the topology has {len(hosts)} hosts: "
-            "use auto or mooncake"
-        )
-
-
-def _port_problems(topology: Topology) -> Iterator[str]:
-    used: dict[tuple[str, int], str] = {}
-    for key, where, port in bound_ports(topology):
-        host = same_host(where)
-        if port > MAX_PORT:
-            yield f"{key} would be port {port}, and there is none above {MAX_PORT}"
-        elif port and (other := used.setdefault((host, port), key)) != key:
-            yield f"{key} and {other} are both port {port} on {host}: give one of them another port, or 0"
-
-
-def _size_problems(topology: Topology) -> Iterator[str]:
-    scheduler, cache, deadlines = (
-        topology.scheduler,
-        topology.cache,
-        topology.dp_config.router.pd_disaggregation.deadlines,
-    )
-    if scheduler.chunk_size > scheduler.max_batched_tokens:
-        yield (
-            f"scheduler.chunk_size is {scheduler.chunk_size}, more than scheduler.max_batched_tokens "
-            f"({scheduler.max_batched_tokens}): no chunk would ever fit a step"
-        )
-    if topology.model.max_model_len is not None:
-        for key, pages in [
-            ("cache.num_pages", cache.num_pages),
-            *((f"{instance.key}.num_pages", instance.config.num_pages) for instance in instances(topology)),
-        ]:
-            if pages is not None and pages * cache.page_size < topology.model.max_model_len:
-                yield (
-                    f"{key} is {pages}: {pages} pages of {cache.page_size} tokens hold less than one request of "
-                    f"model.max_model_len ({topology.model.max_model_len}) tokens"
-                )
-    router = topology.dp_config.router
-    if router.max_total_body_bytes < router.workers * router.max_body_bytes:
-        yield (
-            f"dp_config.router.max_total_body_bytes is {router.max_total_body_bytes}, less than one body of "
-            f"dp_config.router.max_body_bytes ({router.max_body_bytes}) for each of dp_config.router.workers "
-            f"({router.workers})"
-        )
-    if deadlines.lease_s < 2 * deadlines.heartbeat_interval_s:
-        prefix = "dp_config.router.pd_disaggregation.deadlines"
-        yield (
-            f"{prefix}.lease_s is {deadlines.lease_s:g}, less than two heartbeats "
-            f"({prefix}.heartbeat_interval_s is {deadlines.heartbeat_interval_s:g}): one late heartbeat ends it"
-        )
-
-
-def _model_problems(path: str) -> Iterator[str]:
-    folder = Path(os.path.expanduser(path))
-    if not path:
-        yield "model.path is empty: give the folder of a Hugging Face checkpoint (--model PATH)"
-    elif not folder.is_dir():
-        yield f"model.path is {path!r}, but there is no such folder"
-    elif not (folder / "config.json").is_file():
-        yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
-
-
-def _split_problems(topology: Topology) -> Iterator[str]:
-    """Instances whose ranks cannot share the model's heads. A file that cannot be read is refused when it is loaded."""
-    try:
-        config = json.loads((Path(os.path.expanduser(topology.model.path)) / "config.json").read_text(encoding="utf-8"))
-        num_heads = int(config["num_attention_heads"])
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    except (OSError, ValueError, TypeError, KeyError):
-        return
-    for instance in instances(topology):
-        tp_size = instance.config.tp_size
-        reason = why_not(num_heads, num_kv_heads, tp_size)
-        if reason:
-            yield f"{instance.key}.tp_size is {tp_size}: {reason}"

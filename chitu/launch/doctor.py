@@ -12,7 +12,8 @@ from itertools import chain
 
 from chitu.config.load import load_topology, pd_master_addr, slurm_node
 from chitu.config.schema import Topology
-from chitu.config.topology import bound_ports, host_names, on_one_host, problems
+from chitu.config.topology import bound_ports, host_names, on_one_host
+from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold

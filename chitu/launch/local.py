@@ -33,7 +33,8 @@ import msgspec
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, api_host, api_url, check, instances, on_one_host
+from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host
+from chitu.config.topology_checks import check
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import share_out
 from chitu.launch.health import Health, ask_health

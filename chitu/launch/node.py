@@ -21,7 +21,8 @@ from itertools import chain
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
-from chitu.config.topology import api_host, api_url, check, host_names, instances, instances_on, open_api
+from chitu.config.topology import api_host, api_url, host_names, instances, instances_on
+from chitu.config.topology_checks import check, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell

@@ -18,7 +18,8 @@ import msgspec
 
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, instances, on_one_host, open_api
+from chitu.config.topology import host_names, instances, on_one_host
+from chitu.config.topology_checks import open_api
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed

@@ -25,13 +25,8 @@ from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import (
-    listening_host,
-    warn_of_faults,
-    warn_of_open_api,
-    warn_without_key,
-    with_router_ports,
-)
+from chitu.config.topology import listening_host, with_router_ports
+from chitu.config.topology_checks import warn_of_faults, warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel

@@ -26,16 +26,8 @@ from chitu.config.devices import is_auto, on_visible_devices
 from chitu.config.load import load_topology, pd_master_addr, router_host, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import (
-    Instance,
-    check,
-    find_instance,
-    has_lasting_tiers,
-    has_tiers,
-    is_loopback,
-    warn_of_faults,
-    warn_without_key,
-)
+from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, is_loopback
+from chitu.config.topology_checks import check, warn_of_faults, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError

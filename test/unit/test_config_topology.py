@@ -13,18 +13,15 @@ from chitu.config.schema import Topology
 from chitu.config.topology import (
     api_host,
     api_url,
-    check,
     find_instance,
     has_tiers,
     host_names,
     instances,
     listening_host,
     on_one_host,
-    open_api,
-    problems,
     threads_of,
-    warn_without_key,
 )
+from chitu.config.topology_checks import check, open_api, problems, warn_without_key
 from chitu.errors import ConfigError
 from chitu.types import Role
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from chitu.config.load import load_topology
 from chitu.config.schema import FaultConfig, PDDisaggregationConfig
-from chitu.config.topology import warn_of_faults
+from chitu.config.topology_checks import warn_of_faults
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport, split_at_pages

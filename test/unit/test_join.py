@@ -6,7 +6,8 @@ import pytest
 
 from chitu.config.load import load_topology
 from chitu.config.schema import AUTO_DEVICES
-from chitu.config.topology import instances, problems
+from chitu.config.topology import instances
+from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
 from chitu.launch.join import MAX_RANK, grown, next_rank
 from chitu.protocol.snapshot import InstanceSnapshot

@@ -14,7 +14,8 @@ from chitu.config.devices import why_no_device
 from chitu.config.key_paths import known_keys
 from chitu.config.load import load_topology, parse_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import check, instances, problems
+from chitu.config.topology import instances
+from chitu.config.topology_checks import check, problems
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import share_out
 from chitu.launch.node_devices import Device, NodeDevices

@@ -6,7 +6,8 @@ import pytest
 
 from chitu.config.load import load_topology
 from chitu.config.staging import StagingPlan, plan_staging
-from chitu.config.topology import find_instance, problems
+from chitu.config.topology import find_instance
+from chitu.config.topology_checks import problems
 from chitu.types import Role
 
 PD = "dp_config.router.pd_disaggregation"
