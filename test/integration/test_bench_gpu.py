@@ -3,13 +3,16 @@ kernels and graphs. Figures mean nothing then, but every part must come to its e
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 
 import pytest
+from nursery import FORKED
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
+from chitu.bench.gpu import served
 from chitu.bench.gpu.__main__ import main
 
 pytestmark = [
@@ -25,7 +28,8 @@ def run(*arguments: object) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # most of a minute of a core that nobody else wants
-def test_every_figure_is_found_on_the_twin(tmp_path, capsys):
+def test_every_figure_is_found_on_the_twin(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(served, "LocalCluster", functools.partial(served.LocalCluster, entries=FORKED))
     status = run("--device", "cpu", "--tiny", "--json-dir", tmp_path)
     assert status == 0, capsys.readouterr().out
     record = json.loads(next(tmp_path.glob("gpu-*.json")).read_text())
