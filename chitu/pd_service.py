@@ -19,17 +19,19 @@ import msgspec
 import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import RealClock, Silence
+from chitu.clock import RealClock
 from chitu.config.overlap import overlaps_steps
-from chitu.config.schema import DeadlineConfig, InstanceConfig, Topology
+from chitu.config.schema import InstanceConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
-from chitu.errors import ChituError, Internal, RankTaken
+from chitu.errors import ChituError, RankTaken
 from chitu.grammars import GrammarStore
 from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
 from chitu.instance.page_sums import FinishedPages
+from chitu.instance.silence_watch import SilenceWatch
 from chitu.instance.token_manager import TokenManager, TokenPort
+from chitu.instance.token_socket import LAST_TOKENS_MS, TokenSocket, send_now
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -65,10 +67,6 @@ LAST_WORD_S = 0.5
 another connection than the word that it leaves, which would fail a request that has just finished."""
 
 
-LAST_TOKENS_MS = 200
-"""How long messages that are queued when a socket to the router closes may still leave."""
-
-
 @dataclass(slots=True)
 class EngineParts:
     """What the builder of the engine hands over; the service itself never names a tensor."""
@@ -91,26 +89,6 @@ class EngineParts:
     finished_pages: FinishedPages | None = None
     tracer: Tracer | None = None
     """All as `PDSchedulerParts` has them."""
-
-
-class SilenceWatch:
-    """What nobody outside can see: a router that is gone for good, a step thread that hangs while heartbeats go on."""
-
-    def __init__(self, deadlines: DeadlineConfig) -> None:
-        self._deadlines = deadlines
-        self._router = Silence(deadlines.heartbeat_interval_s)
-        self._step = Silence(deadlines.heartbeat_interval_s)
-        self._is_router_silent = False
-
-    def look(self, num_views: int, step_turns: int) -> float:
-        """Every `heartbeat_interval_s`. Seconds without a view, once in each silence, when it reaches `router_s`; else
-        0. Raises Internal for a step of `step_s`, which is to end the process."""
-        step_s = self._step.seconds(step_turns)
-        if step_s >= self._deadlines.step_s:
-            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
-        silence_s = self._router.seconds(num_views)
-        was_silent, self._is_router_silent = self._is_router_silent, silence_s >= self._deadlines.router_s
-        return silence_s if self._is_router_silent and not was_silent else 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -305,10 +283,10 @@ class PDSchedulerService:
             self._token_socket.close(LAST_TOKENS_MS)
 
     def _send_tokens(self, frame: bytes) -> bool:
-        return self._token_socket is not None and _send(self._token_socket, frame)
+        return self._token_socket is not None and send_now(self._token_socket, frame)
 
     def _open_token_port(self, port: int) -> TokenPort:
-        return _TokenSocket(connect(self._comm.context, zmq.PUSH, self._router_host, port))
+        return TokenSocket(connect(self._comm.context, zmq.PUSH, self._router_host, port))
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         identity = self._identity
@@ -412,25 +390,3 @@ class PDSchedulerService:
     def _unknown_frames(self) -> int:
         kv = self._engine.kv
         return self._comm.bad_frames + self._comm.unknown_frames + (kv.unknown_frames if kv is not None else 0)
-
-
-@dataclass(slots=True, frozen=True)
-class _TokenSocket:
-    """`TokenPort` of one API process; step thread."""
-
-    socket: zmq.Socket[bytes]
-
-    def send(self, frame: bytes) -> bool:
-        return _send(self.socket, frame)
-
-    def close(self) -> None:
-        self.socket.close(LAST_TOKENS_MS)
-
-
-def _send(socket: zmq.Socket[bytes], frame: bytes) -> bool:
-    """False where the queue is full."""
-    try:
-        socket.send(frame, zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True

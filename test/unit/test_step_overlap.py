@@ -14,9 +14,9 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
+from chitu.instance.silence_watch import SilenceWatch
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
-from chitu.pd_service import SilenceWatch
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.protocol.states import SequenceState
 from chitu.testing.clock import FakeClock
