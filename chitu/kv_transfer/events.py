@@ -1,4 +1,4 @@
-"""What the transfer layer tells the step thread, and the thin interfaces between the two.
+"""What the transfer layer tells the step thread, the thin interfaces between the two, and what both machines share.
 
 `KVManager` picks one role object at construction: `PrefillSender` or `DecodeReceiver`. The step thread calls its
 methods and drains `poll()`; the comm thread feeds `on_frame`, `on_view` and `tick`; transfer threads do the writes.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from chitu.errors import ChituError
-from chitu.protocol import NO_TIMES, ClusterView, PrefillTimes
+from chitu.protocol import NO_TIMES, ClusterView, PrefillTimes, Wire
 from chitu.types import Ready
 
 
@@ -44,6 +44,38 @@ class TransferEvent:
     """D, with LOGITS_READY: of the prompt, that P did not have to compute."""
     prompt_logprobs: bytes | None = None
     """D, with SUCCESS, where P was asked for them."""
+
+
+class Aborted(NamedTuple):
+    """To either machine, by its scheduler: only RELEASED follows, whatever that has not polled yet. D has one more for
+    an unknown room, at once."""
+
+    room: bytes
+    error: ChituError
+
+
+class ViewChanged(NamedTuple):
+    """To either machine: `PeerView` has other members, or has seen one end."""
+
+
+class Tick(NamedTuple):
+    """To either machine: time has passed."""
+
+
+class DropEvents(NamedTuple):
+    """By either machine: take back what the step thread has not polled of a room, but RELEASED. P says RELEASED where
+    SUCCESS was among it."""
+
+    room: bytes
+
+
+class Send(NamedTuple):
+    """By either machine: a frame."""
+
+    host: str
+    port: int
+    room: bytes
+    message: Wire
 
 
 @dataclass(slots=True, frozen=True)

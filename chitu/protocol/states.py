@@ -66,9 +66,9 @@ class SenderState(Enum):
     ANNOUNCED = auto()
     """TransferInfo is here, the router's half is not."""
     WAITING = auto()
-    """Both halves are here, nothing was queued for writing yet."""
+    """Both halves are here, nothing was written yet."""
     TRANSFERRING = auto()
-    """Pages or the logits row are queued, or were written; no thread writes now."""
+    """Something was written; no thread writes now."""
     WRITING = auto()
     """A transfer thread is inside a write."""
     SUCCEEDED = auto()
@@ -78,10 +78,12 @@ class SenderState(Enum):
     UNSETTLED = auto()
     """Failed, and a write of it that failed may still land. The transport is asked to settle it again and again."""
     SETTLING = auto()
-    """As UNSETTLED, and a transfer thread asks now. Of the rooms of one D it asks for one at a time."""
+    """As UNSETTLED, and a transfer thread asks now, or will. Of the rooms of one D it asks for one at a time."""
     RELEASED = auto()
     """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
     FORGOTTEN = auto()
+    """D knows, has given up itself, or is gone. So is a room that fails before its first byte: as long as D has heard
+    nothing it repeats TransferInfo, and the tombstone answers."""
 
 
 class SenderEvent(Enum):
@@ -89,8 +91,6 @@ class SenderEvent(Enum):
 
     ADD_REQUEST = auto()
     ANNOUNCE = auto()
-    DATA = auto()
-    """The first pages or the logits row of an announced room were queued."""
     WRITE_BEGAN = auto()
     WRITE_ENDED = auto()
     """It landed, and it was not the last one."""
@@ -116,8 +116,6 @@ class SenderEvent(Enum):
     """The write that failed cannot land any more."""
     ACKNOWLEDGED = auto()
     """D knows how the room ended."""
-    GIVEN_UP = auto()
-    """The status was repeated for long enough, or D is gone and nobody is left to hear it."""
 
 
 def _edges(sources: Iterable[S], events: Iterable[E], target: S) -> dict[tuple[S | None, E], S]:
@@ -136,30 +134,40 @@ SENDER_FAILURES: Final = frozenset(
     }
 )
 
+SENDER_NO_HEARERS: Final = frozenset({SenderEvent.PEER_ABORT, SenderEvent.PEER_LOST})
+"""Behind these no status is owed to D."""
+
 SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
     (None, SenderEvent.ADD_REQUEST): SenderState.REQUESTED,
     (None, SenderEvent.ANNOUNCE): SenderState.ANNOUNCED,
     (SenderState.REQUESTED, SenderEvent.ANNOUNCE): SenderState.WAITING,
     (SenderState.ANNOUNCED, SenderEvent.ADD_REQUEST): SenderState.WAITING,
-    (SenderState.WAITING, SenderEvent.DATA): SenderState.TRANSFERRING,
-    (SenderState.TRANSFERRING, SenderEvent.WRITE_BEGAN): SenderState.WRITING,
+    **_edges((SenderState.WAITING, SenderState.TRANSFERRING), (SenderEvent.WRITE_BEGAN,), SenderState.WRITING),
     (SenderState.WRITING, SenderEvent.WRITE_ENDED): SenderState.TRANSFERRING,
     (SenderState.WRITING, SenderEvent.LANDED): SenderState.SUCCEEDED,
     **_edges(
-        (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING, SenderState.TRANSFERRING),
-        SENDER_FAILURES,
-        SenderState.RELEASED,
+        (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING), SENDER_FAILURES, SenderState.FORGOTTEN
+    ),
+    **_edges((SenderState.TRANSFERRING,), SENDER_FAILURES - SENDER_NO_HEARERS, SenderState.RELEASED),
+    **_edges(
+        (SenderState.TRANSFERRING, SenderState.SUCCEEDED, SenderState.RELEASED),
+        SENDER_NO_HEARERS,
+        SenderState.FORGOTTEN,
     ),
     **_edges((SenderState.WRITING,), SENDER_FAILURES - {SenderEvent.WRITE_FAILED}, SenderState.STOPPING),
     (SenderState.WRITING, SenderEvent.WRITE_FAILED): SenderState.RELEASED,
-    **_edges((SenderState.STOPPING,), (SenderEvent.WRITE_ENDED, SenderEvent.WRITE_FAILED), SenderState.RELEASED),
+    **_edges(
+        (SenderState.STOPPING,),
+        (SenderEvent.WRITE_ENDED, SenderEvent.LANDED, SenderEvent.WRITE_FAILED),
+        SenderState.RELEASED,
+    ),
     **_edges((SenderState.WRITING, SenderState.STOPPING), (SenderEvent.WRITE_UNSETTLED,), SenderState.UNSETTLED),
     (SenderState.UNSETTLED, SenderEvent.SETTLE_BEGAN): SenderState.SETTLING,
     (SenderState.SETTLING, SenderEvent.SETTLE_FAILED): SenderState.UNSETTLED,
     **_edges((SenderState.UNSETTLED, SenderState.SETTLING), (SenderEvent.SETTLED,), SenderState.RELEASED),
     **_edges(
         (SenderState.SUCCEEDED, SenderState.RELEASED),
-        (SenderEvent.ACKNOWLEDGED, SenderEvent.GIVEN_UP),
+        (SenderEvent.ACKNOWLEDGED, SenderEvent.DEADLINE),
         SenderState.FORGOTTEN,
     ),
 }
@@ -182,7 +190,7 @@ SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
 SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     SenderState.REQUESTED: "{peer}'s announcement",
     SenderState.ANNOUNCED: "the router's half of what {peer} announced",
-    SenderState.WAITING: "its own computing of {peer}'s pages",
+    SenderState.WAITING: "its own computing and the first byte to reach {peer}",
     SenderState.TRANSFERRING: "the last byte to reach {peer}",
     SenderState.WRITING: "a write to {peer}",
     SenderState.SUCCEEDED: "{peer}'s acknowledgement",

@@ -18,7 +18,7 @@ from pd_world import Pair
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.receiver.events import Received
-from chitu.kv_transfer.sender.page_writer import Visit
+from chitu.kv_transfer.sender import events
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
@@ -51,11 +51,17 @@ def p_waiting(pair: Pair) -> None:
     pair.join().both_halves()
 
 
-def p_transferring(pair: Pair) -> None:
+def p_computed(pair: Pair) -> None:
+    """Some of it, and nothing of that is written."""
     p_waiting(pair)
     pair.world.churn = lambda turns: None  # type: ignore[method-assign]
-    while pair.p.sender.state(pair.room) is not SenderState.TRANSFERRING:
+    while not len(pair.p.sender.queue):
         pair.p.compute()
+
+
+def p_transferring(pair: Pair) -> None:
+    p_computed(pair)
+    assert pair.p.sender.queue.run_one()
 
 
 def p_succeeded(pair: Pair) -> None:
@@ -68,15 +74,23 @@ def p_succeeded(pair: Pair) -> None:
 
 
 def p_writing(pair: Pair) -> None:
-    p_transferring(pair)
+    p_computed(pair)
     begin_visit(pair)
 
 
-def begin_visit(pair: Pair) -> Visit | None:
+def begin_visit(pair: Pair) -> events.Write | events.SettleWrites | None:
     """A transfer thread goes into a write or an attempt to settle, and stays there."""
-    batch = pair.p.sender.queue._take(wait=False)
-    assert batch is not None
-    return pair.p.sender._writer.begin(batch)
+    job = pair.p.sender.queue._take(wait=False)
+    assert job is not None
+    return next(iter(pair.p.sender._handle(events.Visited(job))), None)
+
+
+def end_visit(pair: Pair, visit: events.Write | events.SettleWrites) -> None:
+    """The thread comes back."""
+    sender = pair.p.sender
+    is_settle = isinstance(visit, events.SettleWrites)
+    sender._handle(sender._writer.settle(visit) if is_settle else sender._writer.write(visit))
+    sender.queue._busy.clear()
 
 
 def p_stopping(pair: Pair) -> None:
@@ -97,7 +111,7 @@ def p_settling(pair: Pair) -> None:
 
 
 def p_released(pair: Pair) -> None:
-    p_waiting(pair)
+    p_transferring(pair)
     pair.p.abort(pair.room)
     pair.world.frames.clear()
 
@@ -169,7 +183,10 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
 WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     SenderState.REQUESTED: (BootstrapTimeout, "P0 waited 2.0 s in REQUESTED for D0's announcement"),
     SenderState.ANNOUNCED: (TransferTimeout, "P0 waited 3.0 s in ANNOUNCED for the router's half of what D0 announced"),
-    SenderState.WAITING: (TransferTimeout, "P0 waited 3.0 s in WAITING for its own computing of D0's pages"),
+    SenderState.WAITING: (
+        TransferTimeout,
+        "P0 waited 3.0 s in WAITING for its own computing and the first byte to reach D0",
+    ),
     SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
     SenderState.WRITING: (TransferTimeout, "P0 waited 3.0 s in WRITING for a write to D0"),
     ReceiverState.BOOTSTRAPPING: (BootstrapTimeout, "D0 waited 1.0 s in BOOTSTRAPPING for P0 to take its registration"),
@@ -269,7 +286,7 @@ def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKi
     tick(pair, pair.p, DEADLINES.transfer_s)
     assert pair.p.sender.state(pair.room) is SenderState.STOPPING
     pair.world.fabric.inject(Fault(kind))
-    pair.p.sender._writer.end(visit, pair.p.sender._writer.run(visit))
+    end_visit(pair, visit)
     is_late = kind is FaultKind.LATE
     assert pair.p.sender.state(pair.room) is (SenderState.UNSETTLED if is_late else SenderState.RELEASED)
     kinds = [event.kind for event in pair.p.sender.poll()]
@@ -292,8 +309,7 @@ def test_what_is_computed_while_a_thread_writes_is_written_behind_it(is_asked_ag
     while pair.p.requests[pair.room].computed < 10:
         pair.p.compute()
     assert sender.state(pair.room) is SenderState.WRITING
-    sender._writer.end(visit, sender._writer.run(visit))
-    sender.queue._busy.clear()
+    end_visit(pair, visit)
     pair.pump()
     assert pair.seen(pair.p)[-1] is pair.seen(pair.d)[-1] is Kind.SUCCESS
 
@@ -310,31 +326,30 @@ def test_an_unsettled_room_is_released_when_its_d_is_dead() -> None:
 
 def test_of_one_d_one_attempt_to_settle_runs_at_a_time_and_it_is_for_all_rooms_that_waited() -> None:
     pair = Pair()
-    p_transferring(pair)
+    p_computed(pair)
     sender, rooms = pair.p.sender, [pair.room, new_room()]
     pair.room = rooms[1]
     pair.both_halves()
-    while sender.state(pair.room) is not SenderState.TRANSFERRING:
+    while len(sender.queue) < 2:
         pair.p.compute()
     for visit in [begin_visit(pair), begin_visit(pair)]:
         assert visit is not None
         pair.world.fabric.inject(Fault(FaultKind.LATE))
-        sender._writer.end(visit, sender._writer.run(visit))
-        sender.queue._busy.clear()
+        end_visit(pair, visit)
     assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2
-    for room in rooms:
-        sender.queue.put_settle(room)
+    for _ in range(3):
+        tick(pair, pair.p, DEADLINES.retry_interval_s)
+        assert len(sender.queue) == 1
     visit = begin_visit(pair)
-    assert visit is not None and begin_visit(pair) is None
+    assert visit is not None
     assert [sender.state(room) for room in rooms] == [SenderState.SETTLING, SenderState.UNSETTLED]
-    sender._writer.end(visit, sender._writer.run(visit))
+    end_visit(pair, visit)
     assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2, "they may still land"
     pair.world.fabric.release_late_writes()
-    sender.queue._busy.clear()
-    sender.queue.put_settle(rooms[1])
+    tick(pair, pair.p, DEADLINES.retry_interval_s)
     visit = begin_visit(pair)
     assert visit is not None and sender.suspended_ranks == (0,)
-    sender._writer.end(visit, sender._writer.run(visit))
+    end_visit(pair, visit)
     assert [sender.state(room) for room in rooms] == [SenderState.RELEASED] * 2 and not sender.suspended_ranks
 
 

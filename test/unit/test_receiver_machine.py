@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chitu.errors import Integrity, TransferFailed
-from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
@@ -56,10 +56,10 @@ def of_p(message: PeerMessage) -> events.Received:
 
 
 SUCCESS = of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,)))
-LOST, PASSED = events.ViewChanged(), events.Tick()
+LOST, PASSED = ViewChanged(), Tick()
 """What they mean is in what came before: P left the view; the deadline is over."""
 INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
-    "abort": (events.Aborted(ROOM, TransferFailed("gone")), E.ABORT),
+    "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
     "aux_ready": (of_p(AuxReady(P)), E.ROW_SENT),
     "success": (SUCCESS, E.SUCCESS),
     "success_of_other_bytes": (of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES - 1,))), E.STOPPED),
@@ -76,7 +76,7 @@ INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
     "p_dead": (events.WriterDead(P), E.WRITER_DEAD),
     "another_p_dead": (events.WriterDead(OTHER_P), None),
     "deadline": (PASSED, E.DEADLINE),
-    "time": (events.Tick(), None),
+    "time": (Tick(), None),
 }
 FRAMES_OF_A_ROOM = {name for name, (event, _) in INPUTS.items() if isinstance(event, events.Received)}
 ROAD: dict[ReceiverState, tuple[str, ...]] = {
@@ -100,7 +100,7 @@ class World:
         self.now_s = 100.0
         instance = InstanceInfo(Role.PREFILL, 0, P, "p", 1, 2, LAYOUT, 100)
         self.view.update(ClusterView(1, 1, (instance,)))
-        self.handle(events.ViewChanged())
+        self.handle(ViewChanged())
 
     def handle(self, event: events.Event) -> list[events.Effect]:
         effects = self.machine.handle(event, self.now_s)
@@ -166,7 +166,7 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: Re
     expected += [Kind.LOGITS_READY] if event is E.LOGITS else []
     expected += {S.RELEASED: [Kind.RELEASED], S.SUCCEEDED: [Kind.SUCCESS]}.get(target, [])
     assert told == expected
-    sent = [effect.message for effect in effects if isinstance(effect, events.Send) and effect.room == ROOM]
+    sent = [effect.message for effect in effects if isinstance(effect, Send) and effect.room == ROOM]
     assert any(isinstance(message, AbortTransfer) for message in sent) == (target is S.QUARANTINED)
     checks = [type(effect) for effect in effects if isinstance(effect, events.CheckRow | events.CheckPages)]
     is_row_due = target is S.CHECKING or (state, target) == (S.WAITING, S.WRITTEN)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
 from chitu.kv_transfer.checksums import Int64s, compare, head_copies, read_sums, traced_sums
-from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
@@ -144,7 +144,7 @@ class DecodeReceiver:
             return self._out.poll()
 
     def abort(self, room: bytes, error: ChituError) -> None:
-        self._handle(events.Aborted(room, error))
+        self._handle(Aborted(room, error))
 
     # ------------------------------------------------------------------------------------------------------ comm thread
 
@@ -159,7 +159,7 @@ class DecodeReceiver:
         with self._lock:
             if not self._view.update(view):
                 return
-        self._handle(events.ViewChanged())
+        self._handle(ViewChanged())
         self._tell_of_dead_writers()
 
     def tick(self, now_s: float) -> None:
@@ -169,8 +169,8 @@ class DecodeReceiver:
         with self._lock:
             has_seen_one_end = self._view.find_ended()
         if has_seen_one_end:
-            self._handle(events.ViewChanged())
-        self._handle(events.Tick())
+            self._handle(ViewChanged())
+        self._handle(Tick())
         self._tell_of_dead_writers()
 
     def _tell_of_dead_writers(self) -> None:
@@ -192,13 +192,13 @@ class DecodeReceiver:
         jobs: list[events.CheckRow | events.CheckPages | events.Deliver] = []
         with self._lock:
             for effect in self._machine.handle(event, self._parts.clock.monotonic()):
-                if isinstance(effect, events.Send):
+                if isinstance(effect, Send):
                     self._out.frame(*effect)
                 elif isinstance(effect, TransferEvent):
                     self._out.event(effect)
                 elif isinstance(effect, Line):
                     self._out.line(effect)
-                elif isinstance(effect, events.DropEvents):
+                elif isinstance(effect, DropEvents):
                     self._out.drop_events(effect.room)
                 else:
                     jobs.append(effect)

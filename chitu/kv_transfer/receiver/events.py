@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Union
 
 from chitu.errors import ChituError
-from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.transfer_table import NEVER_S
-from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransportMessage, Wire
+from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransportMessage
 
 
 @dataclass(slots=True)
@@ -50,13 +50,6 @@ class Announced(NamedTuple):
     record: ReceiveRoom
 
 
-class Aborted(NamedTuple):
-    """By D's scheduler: only RELEASED follows, whatever it has not polled yet; for an unknown room at once."""
-
-    room: bytes
-    error: ChituError
-
-
 class Received(NamedTuple):
     """A frame of a P."""
 
@@ -79,36 +72,15 @@ class PagesChecked(NamedTuple):
     error: ChituError | None
 
 
-class ViewChanged(NamedTuple):
-    """`PeerView` has other members, or has seen one end."""
-
-
 class WriterDead(NamedTuple):
     """Nothing of this P writes any more, and none of our own transports writes for it."""
 
     incarnation: int
 
 
-class Tick(NamedTuple):
-    """Time has passed."""
-
-
 Event = Union[Announced, Aborted, Received, RowChecked, PagesChecked, ViewChanged, WriterDead, Tick]
 
 # -------------------------------------------------------------------------------------------------------------- effects
-
-
-class Send(NamedTuple):
-    host: str
-    port: int
-    room: bytes
-    message: Wire
-
-
-class DropEvents(NamedTuple):
-    """Take back what the step thread has not polled of a room, but RELEASED."""
-
-    room: bytes
 
 
 class CheckRow(NamedTuple):

@@ -23,7 +23,7 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
-from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig, Line
 from chitu.kv_transfer.peer_view import PeerView
@@ -86,7 +86,7 @@ class ReceiverMachine:
         match event:
             case events.Announced(room, record):
                 self._announce(room, record)
-            case events.Aborted(room, error):
+            case Aborted(room, error):
                 self._abort(room, error)
             case events.Received(room, message):
                 self._receive(room, message)
@@ -94,14 +94,14 @@ class ReceiverMachine:
                 self._row_checked(room, error, cached_tokens)
             case events.PagesChecked(room, error):
                 self._pages_checked(room, error)
-            case events.ViewChanged():
+            case ViewChanged():
                 self._effects += self.prefills.take_view(now_s)
                 self._fail_lost()
             case events.WriterDead(incarnation):
                 for room, entry in self.table.items():
                     if entry.data.prefill_incarnation == incarnation:
                         self._take(room, ReceiverEvent.WRITER_DEAD)
-            case events.Tick():
+            case Tick():
                 self._tick()
         return self._effects
 
@@ -198,7 +198,7 @@ class ReceiverMachine:
             self._offer(room, record)
 
     def _abort(self, room: bytes, error: ChituError) -> None:
-        self._effects.append(events.DropEvents(room))
+        self._effects.append(DropEvents(room))
         tombstone = self.table.tombstone(room)
         if self.table.get(room) is not None:
             self._take(room, ReceiverEvent.ABORT, error)
@@ -243,7 +243,7 @@ class ReceiverMachine:
         if isinstance(message, TransferStatus):  # those of forgotten rooms too: P repeats until it hears
             address = (entry.data.host, entry.data.port) if entry is not None and entry.data.port else None
             if address := address or self.prefills.address_of(message.incarnation):
-                self._effects.append(events.Send(*address, room, StatusAck(self._incarnation, message.poll)))
+                self._effects.append(Send(*address, room, StatusAck(self._incarnation, message.poll)))
         if entry is None:
             return
         record = entry.data
@@ -255,7 +255,7 @@ class ReceiverMachine:
             # P stopped for good, so a room that still waited has failed; its Failed status was lost or is late.
             self._take(room, ReceiverEvent.STOPPED, TransferFailed("P stopped writing"))
         elif isinstance(message, AbortTransfer):
-            self._effects.append(events.Send(record.host, record.port, room, AbortAck(self._incarnation)))
+            self._effects.append(Send(record.host, record.port, room, AbortAck(self._incarnation)))
             self._take(room, ReceiverEvent.PEER_FAILED, from_code(message.code, message.message))
         elif message.poll == KVPoll.Failed:
             event = ReceiverEvent.STOPPED if message.settled else ReceiverEvent.PEER_FAILED
@@ -353,4 +353,4 @@ class ReceiverMachine:
 
     def _send_repeated(self, room: bytes, record: events.ReceiveRoom, message: TransferInfo | AbortTransfer) -> None:
         record.repeat_due_s = self._now_s + self._retry_interval_s
-        self._effects.append(events.Send(record.host, record.port, room, message))
+        self._effects.append(Send(record.host, record.port, room, message))

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from chitu import log
 from chitu.errors import ChituError, from_code
+from chitu.kv_transfer.events import Send
 from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.receiver.events import Effect, Send
+from chitu.kv_transfer.receiver.events import Effect
 from chitu.protocol import KVArgsRegisterInfo, RegisterReply
 from chitu.protocol.states import REGISTRATION_TRANSITIONS, RegistrationEvent, RegistrationState
 from chitu.types import REGISTRATION_ROOM

@@ -1,10 +1,10 @@
 """What P's step thread has computed, on its way into the transfer queue.
 
-Owned by `PrefillSender`, called under its lock: `let_go` also from the comm thread, all else from the step thread.
-Sendable pages: a page leaves when it is full, or when the prompt ends in it; the partly filled last page of a chunk
-leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were cached:
-they leave when that chunk begins. Invariant: nothing is queued for a room that
-D did not announce; its chunks are kept as ranges (not bytes) and leave when both halves have met.
+Owned by `PrefillSender`, called under its lock: `take`, `let_go` and `stop` from any of its threads, all else from the
+step thread. Sendable pages: a page leaves when it is full, or when the prompt ends in it; the partly filled last page
+of a chunk leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were
+cached: they leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks
+are held as ranges (not bytes) until the machine lets it go.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from chitu.clock import Clock
 from chitu.kv_transfer.events import KVChunk
 from chitu.kv_transfer.parts import KVManagerConfig
-from chitu.kv_transfer.sender.send_rooms import OPEN_STATES, SENDING_STATES, SendEntry, SendRooms
+from chitu.kv_transfer.sender.events import ComputedPrompt
 from chitu.kv_transfer.sender.transfer_queue import TransferKVChunk, TransferQueue
-from chitu.protocol.states import SenderEvent, SenderState
 from chitu.types import Ready
 
 
@@ -34,34 +33,58 @@ class _StepChunk:
 
 
 class ChunkFeed:
-    def __init__(self, config: KVManagerConfig, clock: Clock, rooms: SendRooms, queue: TransferQueue) -> None:
+    def __init__(self, config: KVManagerConfig, clock: Clock, queue: TransferQueue) -> None:
         self._config = config
         self._num_layers = config.layout.num_layers
         self._clock = clock
-        self._table = rooms.table
         self._queue = queue
+        self._rooms: dict[bytes, ComputedPrompt] = {}
+        """Open ones, that the router's half has come for."""
+        self._first_pages: dict[bytes, int] = {}
+        """Of those that were let go: the position from which P writes."""
         self._step: list[_StepChunk] = []
+
+    # ----------------------------------------------------------------------------------------------- the machine's word
+
+    def take(self, room: bytes, computed: ComputedPrompt) -> None:
+        """Chunks of this room count from now on."""
+        self._rooms[room] = computed
+
+    def let_go(self, room: bytes, first_page: int) -> None:
+        """Both halves are here: queue what was computed meanwhile, from position `first_page` on."""
+        self._first_pages[room] = first_page
+        computed = self._rooms[room]
+        backlog, computed.backlog = computed.backlog, []
+        for chunk in backlog:
+            self._queue_chunk(room, first_page, chunk)
+        if computed.aux_slot >= 0:
+            self._queue.put_aux(room)
+
+    def stop(self, room: bytes) -> None:
+        self._rooms.pop(room, None)
+        self._first_pages.pop(room, None)
+        self._queue.drop(room)
 
     # --------------------------------------------------------------------------------------------------------- the step
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
         self._step = []
         for chunk in chunks:
-            entry = self._table.get(chunk.room)
-            if entry is None or entry.state not in OPEN_STATES:
+            computed, page_size = self._rooms.get(chunk.room), self._config.layout.page_size
+            if computed is None:
                 continue
-            record, page_size = entry.data, self._config.layout.page_size
-            if not record.pages:
-                record.started_s, record.cached_tokens = self._clock.monotonic(), chunk.start
-            record.pages = tuple(chunk.pages)
+            if not computed.pages:
+                computed.started_s, computed.cached_tokens = self._clock.monotonic(), chunk.start
+            computed.pages = tuple(chunk.pages)
             num_cached = chunk.start // page_size
-            if num_cached > record.next_page:
-                self._hand_over(chunk.room, entry, TransferKVChunk(0, self._num_layers, record.next_page, num_cached))
-                record.next_page = num_cached
-            is_last = chunk.end >= record.num_tokens
+            if num_cached > computed.next_page:
+                cached = TransferKVChunk(0, self._num_layers, computed.next_page, num_cached)
+                self._hand_over(chunk.room, computed, cached)
+                computed.next_page = num_cached
+            is_last = chunk.end >= computed.num_tokens
             end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
-            if end_page > record.next_page:
-                self._step.append(_StepChunk(chunk.room, record.next_page, end_page))
+            if end_page > computed.next_page:
+                self._step.append(_StepChunk(chunk.room, computed.next_page, end_page))
 
     def layer_done(self, layer: int, ready: Ready | None = None) -> None:
         for chunk in self._step:
@@ -72,74 +95,58 @@ class ChunkFeed:
         for chunk in self._step:
             for layer in range(self._num_layers):
                 self._layer_of_chunk_done(chunk, layer, chunk.ready)
-            entry = self._table.get(chunk.room)
-            if entry is None:
+            computed = self._rooms.get(chunk.room)
+            if computed is None:
                 continue
-            entry.data.next_page = chunk.end_page
-            if entry.data.backlog:  # one range for all finished steps
-                entry.data.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
+            computed.next_page = chunk.end_page
+            if computed.backlog:  # one range for all finished steps
+                computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
         self._step = []
 
-    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
-        entry = self._table.get(chunk.room)
-        if layer in chunk.layers_done or entry is None:
-            return
-        chunk.layers_done.add(layer)
-        chunk.ready = ready
-        self._hand_over(chunk.room, entry, TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready))
-
-    def _hand_over(self, room: bytes, entry: SendEntry, piece: TransferKVChunk) -> None:
-        """It is computed: now, or when the room is announced, it leaves."""
-        if entry.state is SenderState.REQUESTED:
-            entry.data.backlog.append(piece)
-        elif entry.state in SENDING_STATES:
-            self._queue_chunk(room, entry, piece)
-
-    # -------------------------------------------------------------------------------------------------------- the rooms
-
     def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None) -> None:
-        """The logits row is in `aux_slot`: it leaves as soon as the room is announced."""
-        entry = self._table.get(room)
-        if entry is None or entry.state not in OPEN_STATES or entry.data.aux_slot >= 0:
+        """The logits row is in `aux_slot`: it leaves as soon as the room is let go."""
+        computed = self._rooms.get(room)
+        if computed is None or computed.aux_slot >= 0:
             return
-        entry.data.aux_slot, entry.data.prompt_logprobs = aux_slot, prompt_logprobs
-        entry.data.computed_s = self._clock.monotonic()
-        if entry.state is not SenderState.REQUESTED:
-            self._queue_aux(room)
-
-    def let_go(self, room: bytes, entry: SendEntry) -> None:
-        """Both halves are here: queue what was computed meanwhile."""
-        backlog, entry.data.backlog = entry.data.backlog, []
-        for chunk in backlog:
-            self._queue_chunk(room, entry, chunk)
-        if entry.data.aux_slot >= 0:
-            self._queue_aux(room)
+        computed.aux_slot, computed.prompt_logprobs = aux_slot, prompt_logprobs
+        computed.computed_s = self._clock.monotonic()
+        if room in self._first_pages:
+            self._queue.put_aux(room)
 
     def reset(self, room: bytes) -> bool:
         """Forget what was computed for a room that is not announced. False: it is (or is unknown)."""
-        entry = self._table.get(room)
-        if entry is None or entry.state is not SenderState.REQUESTED:
+        computed = self._rooms.get(room)
+        if computed is None or room in self._first_pages:
             return False
-        record = entry.data
-        record.backlog, record.pages, record.next_page, record.aux_slot = [], (), 0, -1
+        computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
         self._step = [chunk for chunk in self._step if chunk.room != room]
         return True
 
     # -------------------------------------------------------------------------------------------------------- the queue
 
-    def _queue_chunk(self, room: bytes, entry: SendEntry, chunk: TransferKVChunk) -> None:
-        """An announced room's chunk, without the pages that D has or does not want, in pieces of at most one batch."""
-        info = entry.data.info
-        assert info is not None
-        first_page = max(chunk.first_page, info.prefix_pages)
-        if first_page >= chunk.end_page or not entry.data.dst_pages:
+    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
+        computed = self._rooms.get(chunk.room)
+        if layer in chunk.layers_done or computed is None:
             return
-        self._table.apply(room, SenderEvent.DATA, self._clock.monotonic())
+        chunk.layers_done.add(layer)
+        chunk.ready = ready
+        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
+        self._hand_over(chunk.room, computed, piece)
+
+    def _hand_over(self, room: bytes, computed: ComputedPrompt, piece: TransferKVChunk) -> None:
+        """It is computed: now, or when the room is let go, it leaves."""
+        first_page = self._first_pages.get(room)
+        if first_page is None:
+            computed.backlog.append(piece)
+        else:
+            self._queue_chunk(room, first_page, piece)
+
+    def _queue_chunk(self, room: bytes, first_page: int, chunk: TransferKVChunk) -> None:
+        """Without the pages that D has or does not want, in pieces of at most one batch."""
+        first_page = max(chunk.first_page, first_page)
+        if first_page >= chunk.end_page:
+            return
         layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
         for layer in range(chunk.first_layer, chunk.end_layer, layers):
             end_layer = min(layer + layers, chunk.end_layer)
             self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page, chunk.ready))
-
-    def _queue_aux(self, room: bytes) -> None:
-        self._table.apply(room, SenderEvent.DATA, self._clock.monotonic())
-        self._queue.put_aux(room)

@@ -1,11 +1,10 @@
 """P's half of the transfer protocol: who registered, what was announced, what is computed, what has been written.
 
-`PrefillSender` is the facade of five nouns and owns the one lock that guards all of them: `Announcements` (how rooms
-begin), `ChunkFeed` (what was computed), `PageWriter` (what is written), `SendRooms` (how rooms end), `DecodePeers` (who
-registered). Three kinds of threads meet here. Step: `add_request`, `begin_step` .. `send_kv_cache`, `poll`, `abort`.
-Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the queue. Invariants: the lock is never held across
-`link`, `wake`, logging or a transport; nothing is written for a room that D did not announce; Success is sent when
-every byte landed; each event comes once.
+`PrefillSender` is the shell of `SenderMachine`, which decides what becomes of a room: it owns the lock and the outbox,
+turns what happens into events, and carries out the effects. Beside the machine: `ChunkFeed` (what was computed),
+`PageWriter` (the writes), `DecodePeers` (which D registered). Three kinds of threads meet here. Step: `add_request`,
+`begin_step` .. `send_kv_cache`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the
+queue. Invariant: the lock is never held across `link`, `wake`, logging or a transport.
 """
 
 from __future__ import annotations
@@ -15,14 +14,24 @@ import threading
 from collections.abc import Sequence
 
 from chitu.errors import BadFrame, ChituError, ProtocolError
-from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, RoleParts, TransferOutbox
+from chitu.kv_transfer.events import (
+    Aborted,
+    DropEvents,
+    KVChunk,
+    Send,
+    Tick,
+    TransferEvent,
+    TransferEventKind,
+    ViewChanged,
+)
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.sender.announcements import Announcements
+from chitu.kv_transfer.sender import events
 from chitu.kv_transfer.sender.chunk_feed import ChunkFeed
+from chitu.kv_transfer.sender.machine import SenderMachine
 from chitu.kv_transfer.sender.page_writer import PageWriter
 from chitu.kv_transfer.sender.registration import DecodePeer, DecodePeers
-from chitu.kv_transfer.sender.send_rooms import SendRooms
+from chitu.kv_transfer.sender.sender_trace import SenderTrace
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferQueue
 from chitu.kv_transfer.transport_messages import TransportMessages
 from chitu.net.threads import ServiceThread
@@ -36,7 +45,7 @@ from chitu.protocol import (
     TransportMessage,
     peer_codec,
 )
-from chitu.protocol.states import SenderEvent, SenderState
+from chitu.protocol.states import SenderState
 from chitu.types import REGISTRATION_ROOM, Ready, Role, room_text
 
 logger = logging.getLogger(__name__)
@@ -54,17 +63,16 @@ class PrefillSender:
         unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
         self._peers = DecodePeers(config, parts, self._view)
-        self._rooms = SendRooms(config, parts.clock, self._view, self._out, self.queue)
-        self._table = self._rooms.table
-        self._feed = ChunkFeed(config, parts.clock, self._rooms, self.queue)
-        self._announcements = Announcements(config, parts.clock, self._view, self._rooms, self._feed, self._out)
-        self._writer = PageWriter(config, parts, self._rooms, self._out)
+        self._machine = SenderMachine(config, self._view)
+        self._table = self._machine.table
+        self._feed = ChunkFeed(config, parts.clock, self.queue)
+        self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
+        self._writer = PageWriter(config, parts, self._trace)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Undecodable or misdirected frames so far."""
-        self.stale_frames = 0
-        """Frames of incarnations that are not (or no longer) registered, or that name another room's D."""
+        self._unregistered_frames = 0
 
     # ------------------------------------------------------------------------------------------------------ life, state
 
@@ -87,7 +95,12 @@ class PrefillSender:
 
     @property
     def bytes_moved(self) -> int:
-        return self._writer.bytes_moved
+        return self._machine.bytes_moved
+
+    @property
+    def stale_frames(self) -> int:
+        """Frames of incarnations that are not (or no longer) registered, or that name another room's D."""
+        return self._unregistered_frames + self._machine.stale_frames
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
@@ -104,9 +117,7 @@ class PrefillSender:
     def add_request(
         self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
     ) -> None:
-        with self._lock:
-            self._announcements.add_request(room, request_id, num_tokens, decode_rank, decode_incarnation)
-        self._empty_outbox()
+        self._handle(events.Requested(room, request_id, num_tokens, decode_rank, decode_incarnation))
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
         with self._lock:
@@ -115,12 +126,10 @@ class PrefillSender:
     def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
         with self._lock:
             self._feed.layer_done(layer, ready)
-        self._empty_outbox()
 
     def end_step(self) -> None:
         with self._lock:
             self._feed.end_step()
-        self._empty_outbox()
 
     def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         with self._lock:
@@ -135,13 +144,7 @@ class PrefillSender:
             return self._out.poll()
 
     def abort(self, room: bytes, error: ChituError) -> None:
-        with self._lock:
-            waiting = self._out.drop_events(room)
-            if TransferEventKind.SUCCESS in waiting:
-                self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
-            else:
-                self._rooms.fail(room, SenderEvent.ABORT, error)
-        self._empty_outbox()
+        self._handle(Aborted(room, error))
 
     # ------------------------------------------------------------------------------------------------------ comm thread
 
@@ -153,62 +156,38 @@ class PrefillSender:
                     raise BadFrame(f"a registration in room {room_text(room)}")
                 self._on_register(message)
             elif isinstance(message, TransportMessage):
-                self._on_transport_message(message)
+                if peer := self._registered(message.incarnation):
+                    self._messages.deliver(peer.info.engine_rank, message)
             elif len(room) != 16 or room == REGISTRATION_ROOM:
                 raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
-            elif isinstance(message, TransferInfo):
-                self._on_transfer_info(room, message)
-            elif isinstance(message, StatusAck):
-                self._on_status_ack(room, message)
-            elif isinstance(message, AbortTransfer):
-                self._on_abort(room, message)
+            elif isinstance(message, TransferInfo | StatusAck | AbortTransfer):
+                if peer := self._registered(message.incarnation):
+                    # It may connect: without the lock.
+                    unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
+                    self._handle(events.Heard(room, message, peer, unreachable))
             elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
                 raise BadFrame(f"a {type(message).__name__} sent to P")
         except ProtocolError as error:
             self.unknown_frames += 1
             logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
-        self._empty_outbox()
+
+    def _registered(self, incarnation: int) -> DecodePeer | None:
+        """None: D repeats its registration and its messages until they are answered."""
+        peer = self._peers.table.get(incarnation)
+        self._unregistered_frames += peer is None
+        return peer
 
     def _on_register(self, info: KVArgsRegisterInfo) -> None:
         answer = self._peers.answer(info)  # may connect: without the lock
         if answer is None:
-            self.stale_frames += 1
+            self._unregistered_frames += 1
             return
         reply, new_peer = answer
         with self._lock:
             if new_peer is not None:
                 self._peers.add(new_peer)
-                self._rooms.fail_lost()  # those of one that registered and never joined
             self._out.frame(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply)
-
-    def _on_transfer_info(self, room: bytes, info: TransferInfo) -> None:
-        peer = self._peers.table.get(info.incarnation)
-        if peer is None:
-            self.stale_frames += 1  # D repeats its registration and this message until both are answered
-            return
-        unreachable = self._peers.reconnect(peer)  # may connect: without the lock
-        with self._lock:
-            self._announcements.on_transfer_info(room, info, peer, unreachable)
-
-    def _on_status_ack(self, room: bytes, message: StatusAck) -> None:
-        with self._lock:
-            if not self._rooms.on_status_ack(room, message):
-                self.stale_frames += 1
-
-    def _on_abort(self, room: bytes, message: AbortTransfer) -> None:
-        peer = self._peers.table.get(message.incarnation)
-        if peer is None:
-            self.stale_frames += 1
-            return
-        with self._lock:
-            self._rooms.on_abort(room, message, peer)
-
-    def _on_transport_message(self, message: TransportMessage) -> None:
-        peer = self._peers.table.get(message.incarnation)
-        if peer is None:
-            self.stale_frames += 1
-            return
-        self._messages.deliver(peer.info.engine_rank, message)
+        self._handle(ViewChanged())  # rooms of one that registered and never joined are lost
 
     def _address_of(self, incarnation: int) -> tuple[str, int] | None:
         peer = self._peers.table.get(incarnation)
@@ -218,35 +197,66 @@ class PrefillSender:
         with self._lock:
             if not self._view.update(view):
                 return
-            self._rooms.fail_lost()
-        self._empty_outbox()
+        self._handle(ViewChanged())
 
     def tick(self, now_s: float) -> None:
         if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_INTERVAL_S
         with self._lock:
-            self._rooms.tick(now_s)
-            idle = self._peers.take_idle(entry.data.peer for _, entry in self._table.items())
-        self._empty_outbox()
+            has_seen_one_end = self._view.find_ended()
+            feared = [peer for peer in self._peers.table.values() if peer.is_suspended]
+            dead = [peer for peer in feared if self._view.is_dead(peer.info.engine_rank, peer.info.incarnation)]
+        if has_seen_one_end:
+            self._handle(ViewChanged())
+        for peer in dead:
+            self._handle(events.DecodeDead(peer))
+        self._handle(Tick())
+        with self._lock:
+            in_use = [entry.data.destination.peer for _, entry in self._table.items() if entry.data.destination]
+            idle = self._peers.take_idle(in_use)
         for writer in idle:
             writer.close()
 
     # ------------------------------------------------------------------------------------------------- transfer threads
 
-    def _work(self, batch: TransferJob) -> None:
+    def _work(self, job: TransferJob) -> None:
         """One write, or one attempt to settle, of one room."""
-        with self._lock:
-            visit = self._writer.begin(batch)
-        if visit is not None:
-            outcome = self._writer.run(visit)
-            with self._lock:
-                self._writer.end(visit, outcome)
-        self._empty_outbox()
+        for effect in self._handle(events.Visited(job)):
+            if isinstance(effect, events.SettleWrites):
+                self._handle(self._writer.settle(effect))
+            else:
+                self._handle(self._writer.write(effect))
+                if self._trace is not None and effect.record.landed_s:
+                    self._trace.note_sent(job.room, effect.record)
 
     # ------------------------------------------------------------------------------------------------------ any of them
 
-    def _empty_outbox(self) -> None:
+    def _handle(self, event: events.Event) -> list[events.Write | events.SettleWrites]:
+        """What is to be done without the lock, by the thread that asked."""
+        jobs: list[events.Write | events.SettleWrites] = []
         with self._lock:
+            for effect in self._machine.handle(event, self._parts.clock.monotonic()):
+                match effect:
+                    case events.Write() | events.SettleWrites():
+                        jobs.append(effect)
+                    case Send():
+                        self._out.frame(*effect)
+                    case TransferEvent():
+                        self._out.event(effect)
+                    case Line():
+                        self._out.line(effect)
+                    case DropEvents(room):
+                        if TransferEventKind.SUCCESS in self._out.drop_events(room):
+                            self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
+                    case events.Compute():
+                        self._feed.take(*effect)
+                    case events.LetGo():
+                        self._feed.let_go(*effect)
+                    case events.Stop(room):
+                        self._feed.stop(room)
+                    case events.AskToSettle(room):
+                        self.queue.put_settle(room)
             sendings = self._out.take()
         sendings.leave(self._parts.link, self._parts.wake, logger)
+        return jobs

@@ -9,6 +9,7 @@ inside their arena, the port for being one. One entry per incarnation; a message
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -19,7 +20,15 @@ from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, ShardWriter, open_shards
 from chitu.net.sockets import check_address
-from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, RegisterReply
+from chitu.protocol import (
+    PROTOCOL_VERSION,
+    KVArgsRegisterInfo,
+    KVLayout,
+    RankMemory,
+    RegisterReply,
+    TransferInfo,
+    unpack_i32,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +41,18 @@ class DecodePeer:
     memory: RankMemory
     """Of its main rank; the others have as many pages."""
     writer: DecodeWriter | None
-    is_suspended: bool = False
-    """A write to it failed and may still land: no new write before a settle succeeded."""
+    unsettled: set[bytes] = field(default_factory=set)
+    """Rooms with a write to it that failed and may still land: no new write before a settle succeeded."""
     settle_due_s: float = 0.0
-    """The next attempt, of whichever of its rooms is to be settled."""
-
+    """The next attempt, of whichever of these rooms."""
     page_rooms: dict[int, bytes] = field(default_factory=dict)
     """The last room that each page was announced for, over or not: no more than it has pages."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
     """The same of its aux slots."""
+
+    @property
+    def is_suspended(self) -> bool:
+        return bool(self.unsettled)
 
     @property
     def name(self) -> str:
@@ -98,7 +110,6 @@ class DecodePeers:
             peer.writer = self._open(peer.info)
         except ChituError as error:
             return error
-        peer.is_suspended = False
         return None
 
     def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
@@ -147,3 +158,21 @@ def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: Paged
     if len({rank.num_pages for rank in info.ranks}) > 1:
         raise BadFrame(f"the ranks have {sorted({rank.num_pages for rank in info.ranks})} pages, not as many each")
     return next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)
+
+
+def check_announcement(info: TransferInfo, memory: RankMemory, config: KVManagerConfig) -> array[int]:
+    """Destination pages, every one a page of D (`memory`), or none: D wants the logits row alone. BadFrame for anything
+    else."""
+    pages = unpack_i32(info.dst_kv_indices)
+    if info.num_tokens < 1 or len(pages) not in (0, config.num_pages(info.num_tokens)):
+        raise BadFrame(f"{len(pages)} pages announced for {info.num_tokens} tokens")
+    if pages and (min(pages) < 0 or max(pages) >= memory.num_pages):
+        raise BadFrame(f"pages {min(pages)} to {max(pages)} announced of {memory.num_pages}")
+    if len(set(pages)) != len(pages):
+        raise BadFrame("a page is announced twice")
+    if not 0 <= info.dst_aux_index < memory.num_aux_slots:
+        raise BadFrame(f"aux slot {info.dst_aux_index} announced of {memory.num_aux_slots}")
+    num_full = min(len(pages), info.num_tokens // config.layout.page_size)
+    if not 0 <= info.prefix_pages <= num_full:
+        raise BadFrame(f"{info.prefix_pages} prefix pages of {num_full} full ones")
+    return pages

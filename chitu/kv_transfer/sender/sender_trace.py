@@ -1,6 +1,7 @@
 """P's trace records of a transfer: before the first byte, of each submit, and when the last byte has landed.
 
-Owned by `PageWriter`, transfer threads. Of rooms that are not traced nothing is done here but `has`.
+Transfer threads: `PageWriter`, and `PrefillSender` for the last. Of rooms that are not traced nothing is done here but
+`has`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from chitu.kv_transfer.checksums import traced_sums
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.sender.send_rooms import SendRoom
+from chitu.kv_transfer.sender.events import SendRoom, Write
 from chitu.kv_transfer.sender.transfer_queue import TransferJob
 from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, PageMove
 from chitu.protocol import KVLayout
@@ -26,24 +27,25 @@ class SenderTrace:
     def has(self, room: bytes) -> bool:
         return room in self._tracer.rooms
 
-    def note_send(self, room: bytes, record: SendRoom) -> None:
+    def note_send(self, room: bytes, write: Write) -> None:
         """Before each write: the first one counts."""
         traced = self._tracer.rooms.get(room)
-        if traced is None or traced.num_pages or record.info is None or record.peer is None:
+        if traced is None or traced.num_pages:
             return
-        traced.num_pages = len(record.pages)
-        theirs, first = record.peer.info.layout, record.info.prefix_pages
-        layer_bytes = (len(record.dst_pages) - first) * theirs.regions_per_layer * theirs.page_bytes * theirs.tp_size
-        written_from = first * theirs.page_size if record.dst_pages else record.num_tokens
+        computed, destination = write.record.computed, write.destination
+        traced.num_pages = len(computed.pages)
+        theirs, first = destination.peer.info.layout, destination.info.prefix_pages
+        layer_bytes = (len(destination.pages) - first) * theirs.regions_per_layer * theirs.page_bytes * theirs.tp_size
+        written_from = first * theirs.page_size if destination.pages else computed.num_tokens
         self._tracer.add(
             room,
             TraceSend,
-            prompt_tokens=record.num_tokens,
-            cached_tokens=record.cached_tokens,
-            token_range=(written_from, record.num_tokens),
+            prompt_tokens=computed.num_tokens,
+            cached_tokens=computed.cached_tokens,
+            token_range=(written_from, computed.num_tokens),
             slot=traced.slot,
-            pages=TracedPages.of(record.pages),
-            peer_pages=TracedPages.of(record.dst_pages),
+            pages=TracedPages.of(computed.pages),
+            peer_pages=TracedPages.of(destination.pages),
             layout=self._tracer.layout,
             bytes_by_layer=(layer_bytes,) * theirs.num_layers,
             total_bytes=layer_bytes * theirs.num_layers + self._aux_row_bytes,

@@ -47,6 +47,11 @@ class TransferJob:
     chunks: tuple[TransferKVChunk, ...]
     is_settle: bool = False
 
+    @property
+    def num_units(self) -> int:
+        """Pages times layers; the row is one."""
+        return self.is_aux + sum(chunk.num_units for chunk in self.chunks)
+
 
 @dataclass(slots=True)
 class _Pending:

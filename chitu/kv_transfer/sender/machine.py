@@ -1,0 +1,408 @@
+"""P's half of the transfer protocol as one pure machine: events and the time in, effects out.
+
+Owned by `PrefillSender`, which guards it with its lock; no thread, socket, lock, clock or logger is in it. Of the view
+it only reads what was taken in; pids are its owner's. `_take` alone moves a room, by `SENDER_TRANSITIONS`, and `_enter`
+says what each state does when it is entered; a pair that the table does not have changes nothing. Invariants: a room
+goes on only if both halves name the same D and the same prompt length, and every page and slot that D names was checked
+against its registered memory; a TransferInfo that is not taken is answered with a Failed status, and D's repeats of it
+with another one; FAILED, SUCCESS and RELEASED come once per room; RELEASED comes only when no write of the room waits,
+runs or can still land; Success follows the last byte; a write that failed and may still land suspends its D until a
+settle succeeded, and of one D's rooms one at a time is SETTLING.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from chitu import log
+from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, TransferTimeout, from_code
+from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.parts import KVManagerConfig, Line
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.sender import events
+from chitu.kv_transfer.sender.registration import DecodePeer, check_announcement
+from chitu.kv_transfer.sender.transfer_queue import TransferJob
+from chitu.kv_transfer.transfer_table import Entry, Tombstone, TransferTable
+from chitu.kv_transfer.transports.transport import WriteError
+from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, TransferInfo, TransferStatus, Wire
+from chitu.protocol.states import (
+    SENDER_AWAITS,
+    SENDER_DEADLINES,
+    SENDER_NO_HEARERS,
+    SENDER_TRANSITIONS,
+    Deadline,
+    KVPoll,
+    SenderState,
+)
+from chitu.protocol.states import SenderEvent as E
+from chitu.types import Role, instance_name, room_text
+
+SendEntry = Entry[SenderState, events.SendRoom]
+
+OPEN_STATES = frozenset(
+    {
+        SenderState.REQUESTED,
+        SenderState.ANNOUNCED,
+        SenderState.WAITING,
+        SenderState.TRANSFERRING,
+        SenderState.WRITING,
+    }
+)
+"""It has neither failed nor succeeded."""
+WRITABLE_STATES = frozenset(
+    {
+        SenderState.WAITING,
+        SenderState.TRANSFERRING,
+        SenderState.WRITING,
+        SenderState.STOPPING,
+        SenderState.UNSETTLED,
+        SenderState.SETTLING,
+    }
+)
+"""A write to D's pages may run or come."""
+_TO_WRITE = frozenset({SenderState.WAITING, SenderState.TRANSFERRING})
+"""A write may begin."""
+_QUIET = frozenset({SenderState.WRITING, SenderState.TRANSFERRING})
+"""Nothing is to be done when they are entered."""
+_ACKNOWLEDGED = frozenset({(SenderState.SUCCEEDED, KVPoll.Success), (SenderState.RELEASED, KVPoll.Failed)})
+"""What D acknowledges, by state."""
+_TOLD_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
+"""Of the states of failed rooms, those that D hears of when an open room comes there; of RELEASED it hears always."""
+
+
+class SenderMachine:
+    def __init__(self, config: KVManagerConfig, view: PeerView) -> None:
+        self._config = config
+        self._view = view
+        self._name = instance_name(Role.PREFILL, config.engine_rank)
+        deadlines = config.deadlines
+        limits_s = {
+            Deadline.BOOTSTRAP: deadlines.queue_s + deadlines.bootstrap_s,
+            Deadline.TRANSFER: deadlines.transfer_s,
+            Deadline.REPEAT: deadlines.transfer_s,
+        }
+        self.table: TransferTable[SenderState, E, events.SendRoom] = TransferTable(
+            SENDER_TRANSITIONS, SENDER_DEADLINES, limits_s
+        )
+        self._now_s = 0.0
+        self._effects: list[events.Effect] = []
+        self.bytes_moved = 0
+        self.stale_frames = 0
+        """Acknowledgements of others than their room's D."""
+
+    def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
+        """What is to be done now, in this order."""
+        self._now_s, self._effects = now_s, []
+        match event:
+            case events.Visited(job):
+                self._visit(job)
+            case events.Written():
+                self._written(event)
+            case events.Requested():
+                self._request(event)
+            case events.Heard(room, TransferInfo() as info, peer, unreachable):
+                self._announce(room, info, peer, unreachable)
+            case events.Heard(room, StatusAck() as message):
+                self._acknowledge(room, message)
+            case events.Heard(room, AbortTransfer() as message, peer):
+                self._peer_abort(room, message, peer)
+            case Aborted(room, error):
+                self._effects.append(DropEvents(room))
+                self._take(room, E.ABORT, error)
+            case events.SettleTried():
+                self._settle_tried(event)
+            case events.DecodeDead(peer):
+                for room in tuple(peer.unsettled):
+                    self._take(room, E.SETTLED)
+            case ViewChanged():
+                self._fail_lost()
+            case Tick():
+                self._tick()
+        return self._effects
+
+    # ------------------------------------------------------------------------------------------------ a room's one road
+
+    def _take(self, room: bytes, event: E, error: ChituError | None = None, new: events.SendRoom | None = None) -> bool:
+        """The one way in which a room changes. `error`: why, if the event ends it. False: the event is absorbed."""
+        transition = self.table.apply(room, event, self._now_s, new)
+        if transition is None:
+            return False
+        before, state, record = transition.before, transition.entry.state, transition.entry.data
+        if state in _QUIET:
+            return True
+        if before in OPEN_STATES and state not in OPEN_STATES:
+            record.error = error
+            self._effects.append(events.Stop(room))
+            if error is not None and event is not E.ABORT and before is not SenderState.ANNOUNCED:
+                self._effects.append(TransferEvent(Kind.FAILED, room, error))
+        if record.destination is not None:
+            self._enter(room, transition.entry, record.destination, before, event)
+        if state is SenderState.FORGOTTEN:
+            if before in OPEN_STATES and before is not SenderState.ANNOUNCED:
+                self._effects.append(TransferEvent(Kind.RELEASED, room))
+            code, message = (record.error.code, record.error.message) if record.error is not None else ("", "")
+            self.table.bury(room, Tombstone(code, message))
+        return True
+
+    def _enter(
+        self, room: bytes, entry: SendEntry, destination: events.Destination, before: SenderState | None, event: E
+    ) -> None:
+        """What a state of an announced room does when it is entered."""
+        state, record, peer = entry.state, entry.data, destination.peer
+        if state is SenderState.WAITING:
+            self._effects.append(TransferEvent(Kind.ANNOUNCED, room))
+            self._effects.append(events.LetGo(room, destination.first_page))
+        elif state is SenderState.SUCCEEDED:
+            record.landed_s = self._now_s
+            self._log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
+            self._effects.append(TransferEvent(Kind.SUCCESS, room, kv_bytes=sum(record.bytes_per_rank)))
+            self._send_status(room, entry, peer)
+        elif state is SenderState.UNSETTLED:
+            if not peer.is_suspended:
+                self._log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
+            peer.unsettled.add(room)
+        elif state is SenderState.RELEASED:
+            peer.unsettled.discard(room)
+            self._effects.append(TransferEvent(Kind.RELEASED, room))
+            if self._view.is_lost(record.decode_rank, record.decode_incarnation):
+                self._take(room, E.PEER_LOST)
+            else:
+                self._send_status(room, entry, peer)
+        if before in OPEN_STATES and state in _TOLD_AT_ONCE and event not in SENDER_NO_HEARERS:
+            self._send_status(room, entry, peer)
+
+    # ------------------------------------------------------------------------------------------------ the router's half
+
+    def _request(self, event: events.Requested) -> None:
+        room, entry = event.room, self.table.get(event.room)
+        if entry is not None and entry.state is not SenderState.ANNOUNCED:
+            self._log(logging.WARNING, "room %s was added twice", room_text(room))
+            return
+        if entry is not None and entry.data.destination is not None:
+            info = entry.data.destination.info
+            if info.incarnation != event.decode_incarnation:
+                self._take(room, E.REFUSED, BadFrame("the room was announced by another D than its own"))
+            elif info.num_tokens != event.num_tokens:
+                self._take(room, E.REFUSED, _other_length(info.num_tokens, event.num_tokens))
+        tombstone = self.table.tombstone(room)
+        if tombstone is not None:
+            # D gave up before the router's half came (or the room is used twice): the step thread must not wait for it.
+            error = from_code(tombstone.code or "protocol", tombstone.message or "this room ended already")
+            self._effects.append(TransferEvent(Kind.FAILED, room, error))
+            self._effects.append(TransferEvent(Kind.RELEASED, room))
+            return
+        record = entry.data if entry is not None else events.SendRoom()
+        record.request_id, record.requested_s, record.computed.num_tokens = (
+            event.request_id,
+            self._now_s,
+            event.num_tokens,
+        )
+        record.decode_rank, record.decode_incarnation = event.decode_rank, event.decode_incarnation
+        self._effects.append(events.Compute(room, record.computed))
+        self._take(room, E.ADD_REQUEST, new=record)
+        if self._view.is_lost(record.decode_rank, record.decode_incarnation):
+            self._take(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
+
+    # --------------------------------------------------------------------------------------------------------- D's half
+
+    def _announce(self, room: bytes, info: TransferInfo, peer: DecodePeer, unreachable: ChituError | None) -> None:
+        entry, tombstone = self.table.get(room), self.table.tombstone(room)
+        if tombstone is not None:
+            self._refuse(room, peer, from_code(tombstone.code or "protocol", tombstone.message or "the room is over"))
+            return
+        record = entry.data if entry is not None else events.SendRoom()
+        if record.destination is not None:
+            self._announced_again(room, info, peer, record.destination)
+            return
+        if entry is not None and record.decode_incarnation != info.incarnation:
+            self._refuse(room, peer, BadFrame("the router gave this room to another D"))
+            return
+        try:
+            if self._view.is_lost(peer.info.engine_rank, info.incarnation):
+                raise DecodeLost(f"D{peer.info.engine_rank} is not in the cluster view")
+            if unreachable is not None:
+                raise unreachable
+            pages = check_announcement(info, peer.memory, self._config)
+            if entry is not None and info.num_tokens != record.computed.num_tokens:
+                raise _other_length(info.num_tokens, record.computed.num_tokens)
+            self._require_unclaimed(info, peer, pages)
+        except ChituError as error:
+            self._refuse(room, peer, error)
+            self._take(room, E.REFUSED, error)
+            return
+        peer.aux_rooms[info.dst_aux_index] = room
+        peer.page_rooms.update(dict.fromkeys(pages[info.prefix_pages :], room))
+        first_page = info.prefix_pages if pages else self._config.num_pages(info.num_tokens)
+        record.destination = events.Destination(info, peer, pages, first_page)
+        record.decode_rank, record.decode_incarnation = peer.info.engine_rank, info.incarnation
+        record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + 1
+        self._take(room, E.ANNOUNCE, new=record)
+
+    def _announced_again(
+        self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: events.Destination
+    ) -> None:
+        """The same again is D's repeat and changes nothing; another one is refused, whichever D sent it."""
+        if destination.info != info or destination.peer is not peer:
+            is_settled = destination.peer is not peer  # nothing was ever written to a D that this room is not for
+            self._refuse(room, peer, TransferFailed("this room was announced already"), is_settled)
+
+    def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, pages: Sequence[int]) -> None:
+        """BadFrame where something of this announcement may still be written for another room of the same D: it gives
+        nothing to a request, and keeps nothing for later ones, before it heard that we stopped."""
+        self._require_free("aux slot", info.dst_aux_index, peer.aux_rooms.get(info.dst_aux_index))
+        for page in pages:
+            self._require_free("page", page, peer.page_rooms.get(page))
+
+    def _require_free(self, what: str, number: int, room: bytes | None) -> None:
+        """BadFrame where `room`, the last one that this was announced for, may still be written to."""
+        entry = self.table.get(room) if room is not None else None
+        if room is not None and entry is not None and entry.state in WRITABLE_STATES:
+            raise BadFrame(f"{what} {number} is announced for room {room_text(room)}")
+
+    def _acknowledge(self, room: bytes, message: StatusAck) -> None:
+        """D knows how the room ended."""
+        entry = self.table.get(room)
+        if entry is None:
+            return
+        if entry.data.destination is None or entry.data.decode_incarnation != message.incarnation:
+            self.stale_frames += 1
+        elif (entry.state, message.poll) in _ACKNOWLEDGED:
+            self._take(room, E.ACKNOWLEDGED)
+
+    def _peer_abort(self, room: bytes, message: AbortTransfer, peer: DecodePeer) -> None:
+        """D gave the room up; it hears AbortAck once nothing writes to its pages."""
+        entry = self.table.get(room)
+        if entry is None:
+            if self.table.tombstone(room) is None:
+                self.table.bury(room, Tombstone(message.code, message.message))
+        elif entry.data.decode_incarnation == message.incarnation:  # else it is not the D that this room is written to
+            self._take(room, E.PEER_ABORT, from_code(message.code, message.message))
+            if self.table.get(room) is not None:
+                return
+        self._send(room, peer, AbortAck(self._config.incarnation))
+
+    # ---------------------------------------------------------------------------------------------------------- writing
+
+    def _visit(self, job: TransferJob) -> None:
+        entry = self.table.get(job.room)
+        if entry is None or entry.data.destination is None:
+            return
+        destination, peer = entry.data.destination, entry.data.destination.peer
+        if job.is_settle:
+            if entry.state is SenderState.SETTLING:
+                self._effects.append(events.SettleWrites(job.room, peer, tuple(peer.unsettled)))
+        elif peer.is_suspended and entry.state in _TO_WRITE:
+            self._take(job.room, E.WRITE_FAILED, TransferFailed(f"{peer.name} does not take writes"))
+        elif self._take(job.room, E.WRITE_BEGAN):
+            self._effects.append(events.Write(job, entry.data, destination))
+
+    def _written(self, event: events.Written) -> None:
+        """The logits row or the chunks of the job are in D's memory, or may be."""
+        room, job, entry = event.job.room, event.job, self.table.get(event.job.room)
+        if entry is None or entry.data.destination is None:
+            return
+        record, destination = entry.data, entry.data.destination
+        if event.error is not None:
+            self._write_failed(room, record.request_id, event.error)
+            return
+        totals = zip_longest(record.bytes_per_rank, event.bytes_per_rank, fillvalue=0)
+        record.bytes_per_rank = tuple(before + now for before, now in totals)
+        self.bytes_moved += sum(event.bytes_per_rank)
+        record.units_left -= job.num_units
+        if job.is_aux and entry.state is SenderState.WRITING:  # else it failed meanwhile
+            self._log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
+            self._send(room, destination.peer, AuxReady(self._config.incarnation))
+        self._take(room, E.WRITE_ENDED if record.units_left else E.LANDED)
+
+    def _write_failed(self, room: bytes, request_id: str, failure: ChituError) -> None:
+        may_land = isinstance(failure, WriteError) and not failure.settled
+        text = "transfer of %s failed: %s"
+        self._log(logging.WARNING, text, request_id, failure.message, request_id=request_id)
+        error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
+        self._take(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
+
+    def _settle_tried(self, event: events.SettleTried) -> None:
+        room, peer, rooms = event.settle
+        if event.error is not None:
+            self._log(logging.WARNING, "settling writes to %s: %s", peer.name, event.error.message)
+        if not event.is_settled:
+            self._take(room, E.SETTLE_FAILED)
+            return
+        for settled in rooms:
+            self._take(settled, E.SETTLED)
+        if not peer.is_suspended:
+            self._log(logging.INFO, "%s takes writes again", peer.name)
+
+    # --------------------------------------------------------------------------------------------- time; D that is gone
+
+    def _tick(self) -> None:
+        """Deadlines, due settle attempts and status repeats."""
+        for room in self.table.expired(self._now_s):
+            self._expire(room)
+        for room, entry in self.table.items():
+            if entry.data.destination is None:
+                continue
+            peer = entry.data.destination.peer
+            if entry.state is SenderState.UNSETTLED and peer.settle_due_s <= self._now_s:
+                self._ask_to_settle(room, peer)
+            if entry.data.repeat_due_s <= self._now_s:
+                self._send_status(room, entry, peer)
+
+    def _expire(self, room: bytes) -> None:
+        entry = self.table.get(room)
+        if entry is None:
+            return
+        peer = instance_name(Role.DECODE, entry.data.decode_rank)
+        text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS, self._now_s)
+        error = BootstrapTimeout(text) if entry.state is SenderState.REQUESTED else TransferTimeout(text)
+        self._take(room, E.DEADLINE, error)
+
+    def _ask_to_settle(self, room: bytes, peer: DecodePeer) -> None:
+        """One attempt for each D at a time."""
+        entries = (self.table.get(other) for other in peer.unsettled)
+        if not any(entry is not None and entry.state is SenderState.SETTLING for entry in entries):
+            peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
+            self._take(room, E.SETTLE_BEGAN)
+            self._effects.append(events.AskToSettle(room))
+
+    def _fail_lost(self) -> None:
+        """D left the cluster view or was replaced: its rooms fail, and nobody is left to hear how others ended."""
+        for room, entry in self.table.items():
+            rank, incarnation = entry.data.decode_rank, entry.data.decode_incarnation
+            if self._view.is_lost(rank, incarnation):
+                self._take(room, E.PEER_LOST, DecodeLost(f"D{rank} is gone"))
+
+    # -------------------------------------------------------------------------------------------------------------- out
+
+    def _send_status(self, room: bytes, entry: SendEntry, peer: DecodePeer) -> None:
+        record = entry.data
+        record.repeat_due_s = self._now_s + self._config.deadlines.retry_interval_s
+        if record.error is not None:
+            self._refuse(room, peer, record.error, entry.state in (SenderState.RELEASED, SenderState.FORGOTTEN))
+            return
+        status = TransferStatus(
+            self._config.incarnation,
+            KVPoll.Success,
+            bytes_per_rank=record.bytes_per_rank,
+            times=record.times,
+            kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
+            prompt_logprobs=record.computed.prompt_logprobs,
+        )
+        self._send(room, peer, status)
+
+    def _refuse(self, room: bytes, peer: DecodePeer, error: ChituError, is_settled: bool = True) -> None:
+        status = TransferStatus(self._config.incarnation, KVPoll.Failed, is_settled, error.code, error.message)
+        self._send(room, peer, status)
+
+    def _send(self, room: bytes, peer: DecodePeer, message: Wire) -> None:
+        self._effects.append(Send(peer.info.endpoint, peer.info.dst_port, room, message))
+
+    def _log(self, level: int, text: str, *values: object, request_id: str = "") -> None:
+        self._effects.append(Line(level, text, values, request_id))
+
+
+def _other_length(announced: int, mine: int) -> BadFrame:
+    return BadFrame(f"D announced {announced} prompt tokens, the router's half has {mine}")

@@ -1,0 +1,273 @@
+"""P's machine: every event in every state does what the table says, and where the table says nothing, nothing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from chitu.errors import TransferFailed
+from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.parts import KVManagerConfig
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.sender import events, machine
+from chitu.kv_transfer.sender.machine import OPEN_STATES, SenderMachine
+from chitu.kv_transfer.sender.registration import DecodePeer
+from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk
+from chitu.kv_transfer.transports.transport import WriteError
+from chitu.protocol import (
+    AbortAck,
+    AbortTransfer,
+    ClusterView,
+    InstanceInfo,
+    KVArgsRegisterInfo,
+    KVLayout,
+    RankMemory,
+    StatusAck,
+    TransferInfo,
+    TransferStatus,
+    pack_i32,
+)
+from chitu.protocol.states import SENDER_DEADLINES, SENDER_NO_HEARERS, SENDER_TRANSITIONS, Deadline, KVPoll
+from chitu.protocol.states import SenderEvent as E
+from chitu.protocol.states import SenderState as S
+from chitu.types import Role
+
+ROOM, OTHER_ROOM = b"r" * 16, b"s" * 16
+P, OTHER_D, D = 7, 8, 9
+"""Incarnations."""
+LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
+MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), 100, 50, 0, 64, 4)
+INFO = TransferInfo(D, pack_i32([3, 5]), 0, 8)
+PAGES, FIRST_PAGE = TransferKVChunk(0, 1, 0, 2), TransferKVChunk(0, 1, 0, 1)
+ROW_JOB, PAGES_JOB, SETTLE_JOB = (
+    TransferJob(ROOM, True, ()),
+    TransferJob(ROOM, False, (PAGES,)),
+    TransferJob(ROOM, False, (), is_settle=True),
+)
+VISITS = frozenset({S.WRITING, S.STOPPING})
+"""A thread is inside a write, which will end."""
+
+
+def peer_of(incarnation: int) -> DecodePeer:
+    return DecodePeer(KVArgsRegisterInfo(9, 0, incarnation, "d", 1, LAYOUT, (MEMORY,)), MEMORY, None)
+
+
+class World:
+    def __init__(self) -> None:
+        config = KVManagerConfig(0, P, "p", 1, LAYOUT)
+        deadlines = config.deadlines
+        self.limit_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s
+        self.view = PeerView(Role.DECODE, "p", lambda pid: True)
+        self.machine = SenderMachine(config, self.view)
+        self.peer, self.another = peer_of(D), peer_of(OTHER_D)
+        self.effects: list[events.Effect] = []
+        self.now_s = 100.0
+        self.view.update(ClusterView(1, 1, (InstanceInfo(Role.DECODE, 0, D, "d", 1, 2, LAYOUT, 100),)))
+        settle = events.SettleWrites(ROOM, self.peer, (ROOM,))
+        self.inputs: dict[str, tuple[events.Event, E | None]] = {
+            "requested": (events.Requested(ROOM, "r1", 8, 0, D), E.ADD_REQUEST),
+            "requested_otherwise": (events.Requested(ROOM, "r1", 9, 0, D), E.ADD_REQUEST),
+            "announced": (events.Heard(ROOM, INFO, self.peer), E.ANNOUNCE),
+            "announced_wrongly": (events.Heard(ROOM, TransferInfo(D, pack_i32([3, 50]), 0, 8), self.peer), E.REFUSED),
+            "announced_by_another": (
+                events.Heard(ROOM, TransferInfo(OTHER_D, INFO.dst_kv_indices, 0, 8), self.another),
+                None,
+            ),
+            "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
+            "abort_of_d": (events.Heard(ROOM, AbortTransfer(D), self.peer), E.PEER_ABORT),
+            "abort_of_another": (events.Heard(ROOM, AbortTransfer(OTHER_D), self.another), None),
+            "d_lost": (ViewChanged(), E.PEER_LOST),
+            "deadline": (Tick(), E.DEADLINE),
+            "time": (Tick(), None),
+            "visit": (events.Visited(PAGES_JOB), E.WRITE_BEGAN),
+            "visit_to_settle": (events.Visited(SETTLE_JOB), None),
+            "row_written": (events.Written(ROW_JOB, (10,)), E.WRITE_ENDED),
+            "page_written": (events.Written(TransferJob(ROOM, False, (FIRST_PAGE,)), (50,)), E.WRITE_ENDED),
+            "pages_written": (events.Written(PAGES_JOB, (100,)), E.LANDED),
+            "write_failed": (events.Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
+            "write_late": (events.Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),
+            "not_settled": (events.SettleTried(settle, False), E.SETTLE_FAILED),
+            "settled": (events.SettleTried(settle, True), E.SETTLED),
+            "d_dead": (events.DecodeDead(self.peer), E.SETTLED),
+            "another_d_dead": (events.DecodeDead(self.another), None),
+            "ack_of_success": (events.Heard(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
+            "ack_of_failed": (events.Heard(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
+            "ack_of_another": (events.Heard(ROOM, StatusAck(OTHER_D, KVPoll.Failed), self.another), None),
+        }
+
+    def give(self, name: str) -> list[events.Effect]:
+        if name == "d_lost":
+            self.view.update(ClusterView(1, 2, ()))
+        if name == "deadline":
+            self.now_s += self.limit_s
+        effects = self.machine.handle(self.inputs[name][0], self.now_s)
+        self.effects += effects
+        return effects
+
+    @property
+    def state(self) -> S | None:
+        entry = self.machine.table.get(ROOM)
+        return entry.state if entry is not None else None
+
+
+INPUTS = tuple(World().inputs)
+WAITING = ("requested", "announced")
+TRANSFERRING = (*WAITING, "visit", "row_written")
+WRITING = (*TRANSFERRING, "visit")
+ROAD: dict[S, tuple[str, ...]] = {
+    S.REQUESTED: ("requested",),
+    S.ANNOUNCED: ("announced",),
+    S.WAITING: WAITING,
+    S.TRANSFERRING: TRANSFERRING,
+    S.WRITING: WRITING,
+    S.SUCCEEDED: (*WRITING, "pages_written"),
+    S.STOPPING: (*WRITING, "abort"),
+    S.UNSETTLED: (*WRITING, "write_late"),
+    S.SETTLING: (*WRITING, "write_late", "time"),
+    S.RELEASED: (*WRITING, "write_failed"),
+}
+
+
+def in_state(state: S) -> World:
+    world = World()
+    for name in ROAD[state]:
+        world.give(name)
+    assert world.state is state
+    return world
+
+
+def kinds(effects: list[events.Effect]) -> list[Kind]:
+    return [effect.kind for effect in effects if isinstance(effect, TransferEvent)]
+
+
+def event_of(state: S, name: str) -> E | None:
+    """What an input means in a state, by the data that came with it."""
+    event = World().inputs[name][1]
+    if name in ("time", "deadline") and state is S.UNSETTLED:
+        return E.SETTLE_BEGAN
+    if name == "requested_otherwise" and state is S.ANNOUNCED:
+        return E.REFUSED
+    if name == "announced_wrongly" and state is not S.REQUESTED:
+        return None  # it was announced already
+    if name.startswith("ack_of_") and (state, name) not in (
+        (S.SUCCEEDED, "ack_of_success"),
+        (S.RELEASED, "ack_of_failed"),
+    ):
+        return None
+    return event
+
+
+PAIRS = [
+    (state, name)
+    for state in ROAD
+    for name in INPUTS
+    if state in VISITS or not isinstance(World().inputs[name][0], events.Written)
+]
+
+
+@pytest.mark.parametrize(("state", "name"), PAIRS)
+def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S, name: str) -> None:
+    world, event = in_state(state), event_of(state, name)
+    target = SENDER_TRANSITIONS.get((state, event)) if event is not None else None
+    effects = world.give(name)
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
+    statuses = [(m.poll, m.settled) for m in sent if isinstance(m, TransferStatus)]
+    acks = sum(isinstance(message, AbortAck) for message in sent)
+    if name == "deadline" and state in (S.STOPPING, S.UNSETTLED, S.SETTLING):
+        assert statuses == [(KVPoll.Failed, False)], "no clock ends these: what D was told is repeated"
+        statuses = []
+    if target is None:
+        is_refused = "announced_" in name
+        assert world.state is state and kinds(effects) == [] and bool(statuses) == is_refused
+        assert acks == (name == "abort_of_another")
+        return
+    assert world.state is (None if target is S.FORGOTTEN else target)
+    ends = state in OPEN_STATES and target not in OPEN_STATES
+    is_heard_of = state is not S.ANNOUNCED or name == "requested_otherwise"
+    told = [Kind.ANNOUNCED] if target is S.WAITING else [Kind.SUCCESS] if target is S.SUCCEEDED else []
+    told += [Kind.FAILED] if ends and target is not S.SUCCEEDED and event is not E.ABORT and is_heard_of else []
+    told += [Kind.RELEASED] if target is S.RELEASED or (ends and target is S.FORGOTTEN and is_heard_of) else []
+    assert kinds(effects) == told
+    stops = [effect for effect in effects if isinstance(effect, events.Stop)]
+    assert len(stops) == ends
+    is_told_early = ends and target in (S.STOPPING, S.UNSETTLED) and event not in SENDER_NO_HEARERS
+    is_known = state in (S.ANNOUNCED, S.WAITING) or name == "announced_wrongly"
+    is_told_once = target is S.FORGOTTEN and ends and is_known and event not in SENDER_NO_HEARERS
+    expected = [(KVPoll.Success, True)] if target is S.SUCCEEDED else []
+    expected += [(KVPoll.Failed, False)] if is_told_early else []
+    expected += [(KVPoll.Failed, True)] if target is S.RELEASED or is_told_once else []
+    assert statuses == expected
+    assert acks == (name == "abort_of_d" and target is S.FORGOTTEN)
+    assert any(isinstance(effect, events.Write) for effect in effects) == (event is E.WRITE_BEGAN)
+    assert any(isinstance(effect, events.AskToSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
+    assert world.peer.is_suspended == (target in (S.UNSETTLED, S.SETTLING))
+
+
+def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:
+    found = {(state, event_of(state, name)) for state, name in PAIRS} | {(None, E.ADD_REQUEST), (None, E.ANNOUNCE)}
+    suspended = {(state, E.WRITE_FAILED) for state in (S.WAITING, S.TRANSFERRING)}  # a visit: below
+    missing = {
+        (state, event)
+        for state, event in SENDER_TRANSITIONS.keys() - found - suspended
+        if state is None or event not in (E.REFUSED, E.WRITE_FAILED)  # of failures the table takes all of everywhere
+    }
+    assert not missing
+    assert set(ROAD) == {state for state in S if SENDER_DEADLINES[state] is not Deadline.TERMINAL}
+
+
+@pytest.mark.parametrize("name", [name for name in INPUTS if not name.startswith(("requested", "abort", "announced"))])
+@pytest.mark.parametrize("end", ["ack_of_success", "abort_of_d"])
+def test_a_room_that_is_over_stays_over(end: str, name: str) -> None:
+    world = in_state(S.SUCCEEDED if end == "ack_of_success" else S.WAITING)
+    world.give(end)
+    effects = world.give(name)
+    assert world.state is None and kinds(effects) == [] and not [e for e in effects if isinstance(e, Send)]
+    assert kinds(world.give("requested")) == [Kind.FAILED, Kind.RELEASED]
+    refused = [e.message for e in world.give("announced") if isinstance(e, Send)]
+    assert [type(message) for message in refused] == [TransferStatus] and world.state is None
+    acks = [e.message for e in world.give("abort_of_d") if isinstance(e, Send)]
+    assert [type(message) for message in acks] == [AbortAck]
+
+
+@pytest.mark.parametrize("state", [S.WAITING, S.TRANSFERRING])
+def test_a_d_that_is_suspended_is_not_written_to(state: S) -> None:
+    world = in_state(state)
+    world.peer.unsettled.add(OTHER_ROOM)
+    effects = world.give("visit")
+    assert not [effect for effect in effects if isinstance(effect, events.Write)]
+    assert kinds(effects) == [Kind.FAILED, Kind.RELEASED]
+
+
+@pytest.mark.parametrize("ending", ["pages_written", "write_failed"])
+def test_nobody_is_told_how_a_room_of_a_lost_d_ended(ending: str) -> None:
+    world = in_state(S.WRITING)
+    effects = world.give("d_lost") + world.give(ending)
+    assert kinds(effects) == [Kind.FAILED, Kind.RELEASED] and world.state is None
+    assert not [effect for effect in effects if isinstance(effect, Send)]
+
+
+def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> None:
+    world = in_state(S.UNSETTLED)
+    info = TransferInfo(D, pack_i32([5, 7]), 1, 8)
+    effects = world.machine.handle(events.Heard(OTHER_ROOM, info, world.peer), world.now_s)
+    assert world.machine.table.get(OTHER_ROOM) is None
+    (status,) = [effect.message for effect in effects if isinstance(effect, Send)]
+    assert isinstance(status, TransferStatus) and "page 5 is announced for room" in status.message
+    world.give("d_dead")
+    world.machine.handle(events.Heard(OTHER_ROOM, info, world.peer), world.now_s)
+    assert world.machine.table.get(OTHER_ROOM) is not None
+
+
+def test_the_machine_knows_no_thread_socket_clock_lock_or_log() -> None:
+    folder = Path(machine.__file__).parent
+    for name in ("machine.py", "events.py"):
+        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {m for m in imported if m.split(".")[0] in ("threading", "time", "queue", "zmq", "socket")}
+        assert not {m for m in imported if m.startswith(("chitu.net", "chitu.clock"))}
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not used & {"getLogger", "monotonic", "acquire", "release"}
