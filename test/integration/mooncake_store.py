@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,14 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from completions import wait_until
+from ports import free_ports
 
 PATIENCE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -68,7 +62,7 @@ def mooncake_store(folder: Path) -> Iterator[Store]:
     except (ImportError, OSError) as error:
         pytest.skip(f"mooncake does not import here: {error}")
     bin_folder = Path(sys.executable).parent
-    master_port, metrics_port = free_port(), free_port()
+    master_port, metrics_port, memory_port = free_ports(3)
     address = f"127.0.0.1:{master_port}"
     master = [
         str(bin_folder / "mooncake_master"),
@@ -78,7 +72,7 @@ def mooncake_store(folder: Path) -> Iterator[Store]:
     memory = [
         str(bin_folder / "mooncake_client"),
         *(f"--master_server_address={address}", "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1"),
-        *(f"--port={free_port()}", "--protocol=tcp", "--global_segment_size=64 MB"),
+        *(f"--port={memory_port}", "--protocol=tcp", "--global_segment_size=64 MB"),
     ]
     with running(master, folder, "master") as master_process:
         url = f"http://127.0.0.1:{metrics_port}/metrics"

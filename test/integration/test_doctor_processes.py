@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
 from chitu.launch.node_facts import NodeFacts
@@ -37,8 +38,7 @@ def test_this_machine_is_judged_by_the_exit_code(tmp_path: Path) -> None:
 
 
 def test_nodes_meet_try_each_others_ports_and_end_with_one_code() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe, socket.create_server(("127.0.0.1", 0)) as probe_2:
-        open_port, closed_port = probe.getsockname()[1], probe_2.getsockname()[1]
+    open_port, closed_port = free_ports(2)
     codes: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         leader = listener.getsockname()
@@ -63,11 +63,10 @@ def test_nodes_meet_try_each_others_ports_and_end_with_one_code() -> None:
 
 def test_a_node_without_its_router_says_so_and_one_without_the_others_goes_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = listener.getsockname()
         alone = Lead(listener, 0.1).gather(NodeFacts(host="a"), {"a": [], "b": []})
         assert [node.host for node in alone] == ["a"]
     with pytest.raises(NotMet, match="does not reach the router's node"):
-        follow(nobody, NodeFacts(host="b"), 0.0)
+        follow(("127.0.0.1", *free_ports(1)), NodeFacts(host="b"), 0.0)
 
 
 def test_strangers_at_the_meeting_are_passed_over() -> None:

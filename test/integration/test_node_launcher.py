@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from ports import free_ports
 from serve_process import ServeProcess, wait_until
 
 from chitu.net.curve import derive, make_context
@@ -35,12 +35,6 @@ options = NodeOptions(
 sys.exit(run_node("pd_disagg_1p1d_local", overrides, options))
 """
 Start = Callable[..., ServeProcess]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [opened.getsockname()[1] for opened in sockets]
 
 
 @pytest.fixture
