@@ -30,10 +30,11 @@ from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, R
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.instance.step_faults import Step, StepFaults
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
 from chitu.types import Ready, Role
 
 logger = logging.getLogger(__name__)
@@ -64,14 +65,15 @@ class PDScheduler:
         role = parts.role
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
         self._resources.sync_step = self._sync_step
-        self._decode = DecodeManager(parts.config, self._resources, parts.clock, parts.receiver)
+        self._sequences = Sequences(self._resources)
+        self._decode = DecodeManager(parts.config, self._sequences, parts.clock, parts.receiver)
         self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
         self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
         """Empty: nothing is traced."""
         admission = None if role is Role.PREFILL else self._open_admission
         self._prefill = PrefillManager(
             parts.config,
-            self._resources,
+            self._sequences,
             parts.clock,
             parts.sender,
             admission,
@@ -81,15 +83,15 @@ class PDScheduler:
         )
         rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
         self._ends = RequestEnds(
-            *(rules, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock),
+            *(rules, self._sequences, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock),
             parts.finished_pages,
             self._trace,
         )
-        self._faults = StepFaults(parts.name, parts.executor, self._resources, self._decode, self._ends)
+        self._faults = StepFaults(parts.name, parts.executor, self._sequences, self._decode, self._ends)
         sources = LoadSources(
-            role, self._prefill, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers
+            role, self._sequences, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers
         )
-        self._arrivals = RequestArrivals(parts, self._prefill, self._decode, self._ends, self._tell)
+        self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._tell)
         self._load = InstanceLoad(sources, parts.clock.monotonic())
         self._inbox = Inbox()
         self._pending: _LaunchedStep | None = None
@@ -169,7 +171,7 @@ class PDScheduler:
     @property
     def is_idle(self) -> bool:
         """No request is left, not even one that only waits for a peer to let go of its pages."""
-        is_empty = not (self._inbox or len(self._arrivals) or len(self._prefill) or len(self._decode))
+        is_empty = not (self._inbox or len(self._arrivals) or len(self._sequences))
         return is_empty and self._pending is None
 
     def _check_idle(self) -> None:
@@ -183,7 +185,7 @@ class PDScheduler:
     def _schedule(self) -> Step:
         plan = StepPlan()
         first_tokens, decoding = self._decode.schedule(plan)
-        chunks = self._prefill.schedule(plan)
+        chunks = self._prefill.schedule(plan) if self._parts.role is not Role.DECODE else []
         is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
         self._load.note_backlog(self._clock.monotonic(), is_full)
         plan.release.extend(self._resources.slots.take_releases())
@@ -191,9 +193,9 @@ class PDScheduler:
 
     def _open_admission(self) -> Callable[[Sequence], bool]:
         """A unified instance's: like D's, with the prompts that are being computed counted in."""
-        if self._decode.retracted:
+        if self._sequences.of(SequenceState.RETRACTED):
             return lambda sequence: False
-        may_start = self._decode.open_admission([*self._prefill.computing.values(), *self._prefill.inflight.values()])
+        may_start = self._decode.open_admission(self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT))
         aux = self._resources.aux
 
         def may_start_here(sequence: Sequence) -> bool:
@@ -226,7 +228,7 @@ class PDScheduler:
         self._decode.after_launch(step.first_tokens, step.decoding)
         for sequence in self._prefill.after_launch(chunks):
             sequence.launched += 1
-            self._decode.start(sequence)
+            self._sequences.take(sequence, SequenceEvent.START)
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):
@@ -267,7 +269,7 @@ class PDScheduler:
         self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
-            if sequence.state is SequenceState.CLOSING:
+            if sequence.state not in OPEN_STATES:
                 continue  # it ended after the launch: a surplus row
             if failures and step.slots[place] in failures:
                 self._ends.fail(sequence, InvalidRequest(failures[step.slots[place]]))
@@ -321,7 +323,10 @@ class PDScheduler:
     def _note_success(self, event: TransferEvent) -> None:
         """Of a room that may be traced; the managers have not heard of it yet."""
         assert self._trace is not None
-        if (sent := self._prefill.find(event.room)) is not None:
-            self._trace.note_end(sent, "sent")
-        elif (landed := self._decode.transfer.get(event.room)) is not None:
-            self._trace.note_restored(landed, event, self._clock.monotonic())
+        sequence = self._sequences.find(event.room)
+        if sequence is None:
+            return
+        if self._parts.sender is not None:
+            self._trace.note_end(sequence, "sent")
+        else:
+            self._trace.note_restored(sequence, event, self._clock.monotonic())

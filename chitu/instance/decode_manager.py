@@ -1,7 +1,7 @@
 """The token half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
 
-Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class moves sequences between its
-queues accordingly and writes the step plan. A unified instance uses it without a receiver: sequences enter by `start`.
+Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class has sequences go on accordingly
+(`scheduling/sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
 
 A plan may be made before the tokens of the newest launched step are read. So it rests on what was launched
 (`Sequence.kv_len`, `.launched`), not on what was emitted: a sequence of which one more token is in flight takes its
@@ -20,10 +20,20 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
-from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import AT_PEER_STATES, SequenceEvent, SequenceState
+
+_HOLDING = (
+    SequenceState.FORK_HELD,
+    SequenceState.TRANSFER,
+    SequenceState.LOGITS,
+    SequenceState.STARTED,
+    SequenceState.LANDED,
+    SequenceState.RUNNING,
+)
+"""It has pages, and decodes or will."""
 
 
 def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
@@ -44,67 +54,32 @@ class DecodeManager:
     def __init__(
         self,
         config: SchedulerConfig,
-        resources: Resources,
+        sequences: Sequences,
         clock: Clock,
         receiver: DecodeReceiverLike | None = None,
     ) -> None:
         self._config = config
-        self._resources = resources
-        self._cache = resources.cache
-        self._slots = resources.slots
+        self._sequences = sequences
+        self._resources = sequences.resources
+        self._cache = self._resources.cache
+        self._slots = self._resources.slots
         self._clock = clock
         self._receiver = receiver
         self._offload_keys = itertools.count()
-        self._dropped_keys: list[int] = []
         self.retractions = 0
         self.admissions = 0
         """Requests that D announced since the start."""
-        self.forks: dict[bytes, Sequence] = {}
-        """That wait for their prompt."""
-        self.waiting: dict[bytes, Sequence] = {}
-        self.transfer: dict[bytes, Sequence] = {}
-        self.running: dict[bytes, Sequence] = {}
-        self.retracted: dict[bytes, Sequence] = {}
-        self.closing: dict[bytes, Sequence] = {}
-
-    def __len__(self) -> int:
-        queues = (self.forks, self.waiting, self.transfer, self.running, self.retracted, self.closing)
-        return sum(map(len, queues))
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests, forks counted one by one."""
-        return sum(len(sequence.forks) or 1 for sequence in self.waiting.values())
-
-    def find(self, room: bytes) -> Sequence | None:
-        queues = (self.running, self.transfer, self.waiting, self.retracted, self.forks)
-        return next((queue[room] for queue in queues if room in queue), None)
-
-    def add(self, sequence: Sequence) -> None:
-        """D: wait for pages, an aux slot and an executor slot."""
-        self.waiting[sequence.room] = sequence
-        self.add_forks(sequence)
-
-    def add_forks(self, source: Sequence) -> None:
-        """They wait for this prompt, wherever it is."""
-        self.forks.update({fork.room: fork for fork in source.forks})
-
-    def start(self, sequence: Sequence) -> None:
-        """KV of the prompt is in the pages and token 1 is launched: decode from the next step on."""
-        sequence.state = SequenceState.RUNNING
-        self.running[sequence.room] = sequence
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
         """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
         self._grow(plan)
-        plan.drop.extend(self._dropped_keys)
-        self._dropped_keys = []
+        plan.drop.extend(self._sequences.take_dropped_keys())
         self._resume(plan)
         self._announce()
         first_tokens = self._sample_first_tokens(plan)
-        decoding = [s for s in self.running.values() if s.launched < s.max_new_tokens]
+        decoding = [s for s in self._sequences.queue(SequenceState.RUNNING) if s.launched < s.max_new_tokens]
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
 
@@ -116,8 +91,7 @@ class DecodeManager:
         reserve = GrowthReserve(
             self._cache.page_size, self._config.reserved_decode_tokens, self._cache.num_shared_pages
         )
-        held = [fork for fork in self.forks.values() if fork.state is SequenceState.TRANSFER]
-        for active in (*held, *self.transfer.values(), *self.running.values(), *others):
+        for active in (*self._sequences.queue(*_HOLDING), *others):
             reserve.add(active, len(self._cache.get_page_indices(active.room)))
 
         def may_start(sequence: Sequence, pages: int, num_shared: int) -> bool:
@@ -142,7 +116,8 @@ class DecodeManager:
             needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
             available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()
-            for victim in victims_for_growth(self.running.values(), needy, available, coming_back):
+            running = self._sequences.queue(SequenceState.RUNNING)
+            for victim in victims_for_growth(running, needy, available, coming_back):
                 self._retract(victim, plan)
                 needy.discard(victim)
         for sequence in needy:
@@ -152,12 +127,12 @@ class DecodeManager:
 
     def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
         """Of these saved copies, with the next plan."""
-        wanted = {sequence.offload_key for sequence in self.retracted.values()}
-        self._dropped_keys = [key for key in saved_keys if key not in wanted]
+        wanted = {sequence.offload_key for sequence in self._sequences.queue(SequenceState.RETRACTED)}
+        self._sequences.dropped_keys = [key for key in saved_keys if key not in wanted]
 
     def _needy(self) -> set[Sequence]:
         """Whose next step writes beyond its pages."""
-        running = self.running.values()
+        running = self._sequences.queue(SequenceState.RUNNING)
         return {s for s in running if s.kv_len >= s.capacity_tokens and s.launched < s.max_new_tokens}
 
     def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -165,50 +140,48 @@ class DecodeManager:
         sequence.offload_key = next(self._offload_keys)
         plan.offload.append(Offload(sequence.slot, sequence.offload_key))
         self._resources.vacate(sequence, is_offloaded=True)
-        del self.running[sequence.room]
-        sequence.state = SequenceState.RETRACTED
-        self.retracted[sequence.room] = sequence
+        self._sequences.take(sequence, SequenceEvent.RETRACT)
         self.retractions += 1
 
     def _resume(self, plan: StepPlan) -> None:
-        if not self.retracted:
+        retracted = self._sequences.queue(SequenceState.RETRACTED)
+        if not retracted:
             return
         may_start = self.open_admission()
-        for sequence in sorted(self.retracted.values(), key=lambda s: s.order):
+        for sequence in sorted(retracted, key=lambda s: s.order):
             if not may_start(sequence, self._cache.pages_for(sequence.kv_len + 1), 0):
                 return
-            del self.retracted[sequence.room]
             self._slots.take(sequence)
             self._reserve(sequence, sequence.kv_len + 1)
             self._admit(sequence, plan)
             plan.restore.append(Restore(sequence.slot, sequence.offload_key))
-            self.start(sequence)
+            self._sequences.take(sequence, SequenceEvent.RESUME)
 
     def _announce(self) -> None:
         """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
-        if self._receiver is None or self.retracted or not self.waiting or not self._slots.num_free:
+        waiting = self._sequences.queue(SequenceState.WAITING)
+        has_retracted = bool(self._sequences.of(SequenceState.RETRACTED))
+        if self._receiver is None or has_retracted or not waiting or not self._slots.num_free:
             return
         aux = self._resources.aux
         assert aux is not None
         may_start = self.open_admission()
-        for sequence in sorted(self.waiting.values(), key=lambda s: s.order):
+        for sequence in sorted(waiting, key=lambda s: s.order):
             if not sequence.needs_kv:
                 sequence.keys = None  # its pages come to hold nothing, so there is nothing to find or leave
             num_pages = self._cache.pages_for(sequence.prompt_len)
             num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
             if not aux.num_free or not may_start(sequence, num_pages, num_shared):
                 return
-            del self.waiting[sequence.room]
             if not sequence.forks:
                 self._slots.take(sequence)
             sequence.aux_slot = self._resources.take_aux()
             known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
             self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
-            self._resources.hold_forks(sequence)
+            self._sequences.hold_forks(sequence)
             sequence.capacity_tokens = num_pages * self._cache.page_size
-            sequence.state = SequenceState.TRANSFER
+            self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
             sequence.announced_s = self._clock.monotonic()
-            self.transfer[sequence.room] = sequence
             self.admissions += len(sequence.choices)
             self._receiver.announce(
                 sequence.room,
@@ -224,14 +197,9 @@ class DecodeManager:
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
         # Behind a logits row that comes alone follows Success at once, and P's times and bytes with it. Logprobs of the
         # prompt come with Success, and leave with the first token.
-        ready = [
-            s
-            for s in self.transfer.values()
-            if s.logits_ready
-            and not s.admitted
-            and not s.forks
-            and (s.kv_ready or (s.needs_kv and s.prompt_logprobs is None))
-        ]
+        early = self._sequences.queue(SequenceState.LOGITS)
+        ready = [s for s in early if s.needs_kv and s.prompt_logprobs is None and not s.forks]
+        ready += self._sequences.queue(SequenceState.LANDED)
         for sequence in ready:
             source = sequence.source or sequence
             sequence.kv_len = sequence.prompt_len
@@ -246,7 +214,7 @@ class DecodeManager:
     def fork(self, source: Sequence) -> None:
         """KV and logits of a prompt are here: its forks go on by themselves. What it holds stays until the step is read
         in which they begin."""
-        self._close(source)
+        self._sequences.close(source)
         for fork in source.forks:
             if fork.slot < 0:
                 self._slots.take(fork)
@@ -256,10 +224,7 @@ class DecodeManager:
             fork.cached_tokens, fork.prefill_times = source.cached_tokens, source.prefill_times
             fork.computing_since_s, fork.announced_s = source.computing_since_s, source.announced_s
             fork.kv_landed_s = source.kv_landed_s
-            fork.logits_ready = fork.kv_ready = True
-            fork.state = SequenceState.TRANSFER
-            del self.forks[fork.room]
-            self.transfer[fork.room] = fork
+            self._sequences.take(fork, SequenceEvent.KV_HERE)
         source.forks[0].kv_bytes = source.kv_bytes
 
     def _leave_source(self, fork: Sequence) -> None:
@@ -268,7 +233,7 @@ class DecodeManager:
         if source is not None and fork in source.forks:
             source.forks.remove(fork)
             if not source.forks and source.state is SequenceState.CLOSING:
-                self._free(source)
+                self._sequences.free(source)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         self._cache.reserve(sequence.room, num_tokens)
@@ -288,46 +253,47 @@ class DecodeManager:
             sequence.launched += 1
         for sequence in first_tokens:
             sequence.launched += 1
-            if sequence.kv_ready:
-                self._join(sequence)
+            self._go_on(sequence, SequenceEvent.START)
 
     def on_event(self, event: TransferEvent) -> None:
         """D: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
-        sequence = self.transfer.get(event.room) or self.closing.get(event.room)
+        sequence = self._sequences.get(event.room)
         if sequence is None:
             return
         if event.kind is TransferEventKind.LOGITS_READY:
-            sequence.logits_ready, sequence.cached_tokens = True, event.cached_tokens
+            sequence.cached_tokens = event.cached_tokens
+            self._sequences.take(sequence, SequenceEvent.ROW_HERE)
         elif event.kind is TransferEventKind.SUCCESS:
             self._landed(sequence, event)
         elif event.kind is TransferEventKind.FAILED:
             for fork in list(sequence.forks):
                 self._end_fork(fork)
-            self._close(sequence)
+            self._sequences.close(sequence)
             self._cache.quarantine(sequence.room)
         elif event.kind is TransferEventKind.RELEASED:
-            self._close(sequence)
-            self._free(sequence)
+            self._sequences.close(sequence)
+            self._sequences.free(sequence)
 
     def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
         sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
         sequence.kv_landed_s = self._clock.monotonic()
-        sequence.kv_ready, sequence.prompt_lines = True, event.prompt_logprobs
+        sequence.prompt_lines = event.prompt_logprobs
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
         self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)
         if sequence.state is SequenceState.CLOSING:
-            self._free(sequence)
+            self._sequences.free(sequence)
         elif sequence.forks:
             self.fork(sequence)
-        elif sequence.launched:
-            self._join(sequence)
+        else:
+            self._go_on(sequence, SequenceEvent.KV_HERE)
 
-    def _join(self, sequence: Sequence) -> None:
-        del self.transfer[sequence.room]
-        self._resources.free_aux(sequence)
-        self.start(sequence)
-        self._leave_source(sequence)
+    def _go_on(self, sequence: Sequence, event: SequenceEvent) -> None:
+        """It runs once KV is here and the first token is launched."""
+        self._sequences.take(sequence, event)
+        if sequence.state is SequenceState.RUNNING:
+            self._resources.free_aux(sequence)
+            self._leave_source(sequence)
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
@@ -341,19 +307,18 @@ class DecodeManager:
 
     def _end(self, sequence: Sequence) -> None:
         """The request is over for the client; what a peer may still write to stays until the peer is done."""
-        waits_for_peer = sequence.state is SequenceState.TRANSFER and not sequence.kv_ready
-        self._close(sequence)
+        waits_for_peer = sequence.state in AT_PEER_STATES
+        self._sequences.close(sequence)
         if not waits_for_peer:
-            self._free(sequence)
+            self._sequences.free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
         """It is over before its time; P is told to stop and the pages are quarantined until it has. With the last fork
         that waits for it a prompt is over, too, which is for the caller to say."""
         if sequence.source is not None and sequence in sequence.source.forks:
             self._end_fork(sequence)
-        elif sequence.state is SequenceState.TRANSFER and not sequence.kv_ready:
-            assert self._receiver is not None
-            self._close(sequence)
+        elif self._receiver is not None and sequence.state in AT_PEER_STATES:
+            self._sequences.close(sequence)
             self._cache.quarantine(sequence.room)
             self._receiver.abort(sequence.room, error)
         else:
@@ -361,20 +326,6 @@ class DecodeManager:
 
     def _end_fork(self, fork: Sequence) -> None:
         """One that has not begun: no peer knows of its page."""
-        self._close(fork)
-        self._free(fork)
+        self._sequences.close(fork)
+        self._sequences.free(fork)
         self._leave_source(fork)
-
-    def _close(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.CLOSING:
-            return
-        for queue in (self.forks, self.waiting, self.transfer, self.running, self.retracted):
-            queue.pop(sequence.room, None)
-        if sequence.state is SequenceState.RETRACTED:
-            self._dropped_keys.append(sequence.offload_key)
-        self._resources.free_slot(sequence)
-        sequence.state = SequenceState.CLOSING
-        self.closing[sequence.room] = sequence
-
-    def _free(self, sequence: Sequence) -> None:
-        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))

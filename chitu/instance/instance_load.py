@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduling.backlog import BacklogMeter
 from chitu.instance.scheduling.resources import AuxSlots
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.protocol import LoadReport
+from chitu.protocol.sequence_states import SequenceState as S
 from chitu.types import Role
 
 
@@ -25,7 +25,7 @@ class LoadSources:
     """`aux`: P's or D's; None on a unified instance."""
 
     role: Role
-    prefill: PrefillManager
+    sequences: Sequences
     decode: DecodeManager
     cache: PagedKVCacheManager
     tokens: TokenManager
@@ -48,10 +48,11 @@ class InstanceLoad:
         """Once a step, when it is planned. D's queue moves by admissions, the others' by prompt tokens; after a step
         that `is_full` more waits."""
         sources = self._sources
+        is_waiting = bool(sources.sequences.of(S.WAITING))
         if sources.role is Role.DECODE:
-            waits, work = bool(sources.decode.waiting), sources.decode.admissions
+            waits, work = is_waiting, sources.decode.admissions
         else:
-            waits, work = is_full or bool(sources.prefill.waiting), self.prompt_tokens
+            waits, work = is_full or is_waiting, self.prompt_tokens
         self._backlog.update(now_s, work, waits)
 
     def report(self) -> None:
@@ -60,18 +61,19 @@ class InstanceLoad:
 
     def _report(self) -> LoadReport:
         sources = self._sources
-        prefill, decode, cache, tokens = sources.prefill, sources.decode, sources.cache, sources.tokens
+        sequences, cache, tokens = sources.sequences, sources.cache, sources.tokens
         tiers = sources.tiers
+        to_compute = sequences.queue(S.WAITING, S.COMPUTING) if sources.role is not Role.DECODE else []
         hits = tiers.hit_tokens if tiers is not None else {}
         return LoadReport(
-            waiting=prefill.num_waiting + decode.num_waiting,
-            unannounced=sum(not s.announced for s in prefill.waiting.values()),
-            transferring=_choices(prefill.inflight) + _choices(decode.transfer),
-            landed=sum(s.kv_ready for s in decode.transfer.values()),
-            running=_choices(prefill.computing) + len(decode.running),
-            retracted=len(decode.retracted),
-            closing=len(prefill.closing) + len(decode.closing),
-            waiting_tokens=sum(s.remaining_prompt for q in (prefill.waiting, prefill.computing) for s in q.values()),
+            waiting=sequences.num_choices(S.WAITING),
+            unannounced=sum(s.state is S.WAITING and not s.announced for s in to_compute),
+            transferring=sequences.num_choices(S.INFLIGHT, S.TRANSFER, S.LOGITS, S.STARTED, S.LANDED),
+            landed=sequences.num_choices(S.LANDED),
+            running=sequences.num_choices(S.COMPUTING) + len(sequences.of(S.RUNNING)),
+            retracted=len(sequences.of(S.RETRACTED)),
+            closing=len(sequences.of(S.CLOSING)) + len(sequences.of(S.LEAVING)),
+            waiting_tokens=sum(s.remaining_prompt for s in to_compute),
             pages_total=cache.num_pages,
             pages_free=cache.num_free_pages,
             pages_used=cache.num_used_pages,
@@ -91,11 +93,7 @@ class InstanceLoad:
             tokens_dropped=tokens.tokens_dropped,
             bytes_moved=self.bytes_moved,
             bytes_saved=self.bytes_saved,
-            retractions=decode.retractions,
+            retractions=sources.decode.retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,
         )
-
-
-def _choices(queue: dict[bytes, Sequence]) -> int:
-    return sum(len(sequence.forks) or 1 for sequence in queue.values())

@@ -13,7 +13,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.kv_transfer.checksums import PageSums
 from chitu.protocol import KVLayout
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import SequenceState
 
 MAX_SUMMED_BYTES = 32 << 20
 """Of one request: some 10 ms of a core, in which no step is launched. Pages behind that are left out."""

@@ -19,11 +19,11 @@ from chitu.errors import ChituError
 from chitu.instance.decode_manager import admission
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
-from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
 
 
 class Tiers(Protocol):
@@ -41,7 +41,7 @@ class PrefillManager:
     def __init__(
         self,
         config: SchedulerConfig,
-        resources: Resources,
+        sequences: Sequences,
         clock: Clock,
         sender: PrefillSenderLike | None = None,
         open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
@@ -50,9 +50,10 @@ class PrefillManager:
         trace: SchedulerTrace | None = None,
     ) -> None:
         self._config = config
-        self._resources = resources
-        self._cache = resources.cache
-        self._slots = resources.slots
+        self._sequences = sequences
+        self._resources = sequences.resources
+        self._cache = self._resources.cache
+        self._slots = self._resources.slots
         self._clock = clock
         self._sender = sender
         self._on_prompt = on_prompt
@@ -62,26 +63,11 @@ class PrefillManager:
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
         """When the launched steps with chunks were planned that were not read yet."""
-        self.waiting: dict[bytes, Sequence] = {}
-        self.computing: dict[bytes, Sequence] = {}
-        self.inflight: dict[bytes, Sequence] = {}
-        self.closing: dict[bytes, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.computing) + len(self.inflight) + len(self.closing)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests, forks counted one by one."""
-        return sum(len(sequence.forks) or 1 for sequence in self.waiting.values())
-
-    def find(self, room: bytes) -> Sequence | None:
-        return self.waiting.get(room) or self.computing.get(room) or self.inflight.get(room)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.prompt_logprobs is not None:
             sequence.keys = None  # every position is computed, none is read from the cache
-        self.waiting[sequence.room] = sequence
+        self._sequences.add(sequence)
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -89,7 +75,9 @@ class PrefillManager:
         """Admit what fits and put the step's chunks into the plan."""
         self._admit(plan)  # first: what gives way to an announced request is in no plan yet
         self._take_loaded(plan)
-        chunks = select_chunks(self.computing.values(), self._config.max_batched_tokens, self._config.chunk_size)
+        chunks = select_chunks(
+            self._sequences.queue(SequenceState.COMPUTING), self._config.max_batched_tokens, self._config.chunk_size
+        )
         self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:
             if start == sequence.cached_tokens:
@@ -127,13 +115,11 @@ class PrefillManager:
             sequence.kv_len += chunk.length
             if sequence.remaining_prompt:
                 continue
-            del self.computing[sequence.room]
             if self._sender is None and not sequence.forks:
                 done.append(sequence)
             else:
                 self._resources.free_slot(sequence)
-                sequence.state = SequenceState.INFLIGHT
-                self.inflight[sequence.room] = sequence
+                self._sequences.take(sequence, SequenceEvent.COMPUTED)
         if self._sender is not None and chunks:
             self._sender.end_step()
         return done
@@ -147,7 +133,7 @@ class PrefillManager:
                 self._tiers.note_prefill(sum(chunk.length for chunk in chunks), seconds)
         for chunk, slot in zip(chunks, slots, strict=True):
             sequence = chunk.sequence
-            if sequence.state is SequenceState.CLOSING:
+            if sequence.state not in OPEN_STATES:
                 continue
             self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
             if sequence.prompt_logprobs is not None:
@@ -157,17 +143,16 @@ class PrefillManager:
             if self._sender is not None:
                 self._sender.send_kv_cache(sequence.room, sequence.aux_slot, sequence.prompt_lines)
             else:
-                del self.inflight[sequence.room]
                 self._on_prompt(sequence)
 
     def _admit(self, plan: StepPlan) -> None:
-        if not self.waiting:
+        waiting = self._sequences.queue(SequenceState.WAITING)
+        if not waiting:
             return
         may_start = self._open_admission()
-        for sequence in by_urgency(self.waiting.values()):
+        for sequence in by_urgency(waiting):
             if not may_start(sequence):
                 return  # strictly in order: a large request is not overtaken for ever by small ones
-            del self.waiting[sequence.room]
             self._slots.take(sequence)
             if self._trace is not None and self._trace.rooms:
                 self._trace.note_slot(sequence)
@@ -175,11 +160,10 @@ class PrefillManager:
                 sequence.aux_slot = self._resources.take_aux()
             sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
             self._cache.reserve(sequence.room, sequence.prompt_len)
-            self._resources.hold_forks(sequence)
+            self._sequences.hold_forks(sequence)
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
-            sequence.state = SequenceState.COMPUTING
-            self.computing[sequence.room] = sequence
+            self._sequences.take(sequence, SequenceEvent.ADMIT)
             sequence.load = self._load(sequence)
             if sequence.load is None:
                 self._begin(sequence, plan)
@@ -204,7 +188,7 @@ class PrefillManager:
         if self._tiers is None:
             return
         now_s = self._clock.monotonic()
-        for sequence in self.computing.values():
+        for sequence in self._sequences.queue(SequenceState.COMPUTING):
             if sequence.load is not None and (sequence.load.is_done or now_s >= sequence.load.end_s):
                 sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
                 sequence.kv_len, sequence.load = sequence.cached_tokens, None
@@ -216,7 +200,7 @@ class PrefillManager:
         if self._tiers is None:
             return
         self._tiers.flush()
-        for sequence in self.computing.values():
+        for sequence in self._sequences.queue(SequenceState.COMPUTING):
             if sequence.load is not None:
                 sequence.load.stop()
                 sequence.load = PageLoad.none()
@@ -243,56 +227,35 @@ class PrefillManager:
         for sequence in self._speculators(wanting):
             if not self._sender.reset_chunks(sequence.room):
                 continue  # announced in this very moment: it is urgent itself now
-            self.computing.pop(sequence.room, None)
-            self.inflight.pop(sequence.room, None)
-            self._stop_load(sequence)
+            sequence.stop_load()
             self._resources.vacate(sequence, is_offloaded=False)
             sequence.kv_len, sequence.prompt_lines = 0, None
-            sequence.state = SequenceState.WAITING
-            self.waiting[sequence.room] = sequence
+            self._sequences.take(sequence, SequenceEvent.GIVE_WAY)
 
     def _speculators(self, wanting: Sequence) -> list[Sequence]:
         """The sequences that must give way so that it fits."""
-        holders = [*self.computing.values(), *self.inflight.values()]
+        holders = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
         return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def on_event(self, event: TransferEvent) -> None:
         """P: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
-        sequence = self.find(event.room) or self.closing.get(event.room)
+        sequence = self._sequences.get(event.room)
         if sequence is None:
             return
         if event.kind is TransferEventKind.ANNOUNCED:
             sequence.announced = True
         elif event.kind is TransferEventKind.FAILED:
-            self._close(sequence)
+            self._sequences.close(sequence)
         elif event.kind in (TransferEventKind.SUCCESS, TransferEventKind.RELEASED):
-            self._close(sequence)
-            self._free(sequence)
+            self._sequences.close(sequence)
+            self._sequences.free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
         """The request is over. P keeps pages until the sender released the room; a unified instance gives them back."""
-        self._close(sequence)
+        self._sequences.close(sequence)
         if self._sender is not None:
             self._sender.abort(sequence.room, error)
         else:
-            self._free(sequence)
-
-    def _close(self, sequence: Sequence) -> None:
-        for queue in (self.waiting, self.computing, self.inflight):
-            queue.pop(sequence.room, None)
-        self._stop_load(sequence)
-        self._resources.free_slot(sequence)
-        if sequence.state is not SequenceState.CLOSING:
-            sequence.state = SequenceState.CLOSING
-            self.closing[sequence.room] = sequence
-
-    def _stop_load(self, sequence: Sequence) -> None:
-        """Its pages go to others."""
-        if sequence.load is not None:
-            sequence.load.stop()
-            sequence.load = None
-
-    def _free(self, sequence: Sequence) -> None:
-        self._resources.free_all(sequence, lambda: self.closing.pop(sequence.room, None))
+            self._sequences.free(sequence)

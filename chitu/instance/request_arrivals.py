@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from chitu import log
 from chitu.errors import Capacity, ChituError, InvalidRequest
 from chitu.grammars import CompiledGrammar
-from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
@@ -31,6 +30,7 @@ from chitu.instance.scheduling.inbox import (
     WorkerGone,
 )
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -46,6 +46,7 @@ from chitu.protocol import (
     SamplingParams,
     UnifiedRequest,
 )
+from chitu.protocol.sequence_states import SequenceState
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
@@ -62,13 +63,13 @@ class RequestArrivals:
         self,
         parts: PDSchedulerParts,
         prefill: PrefillManager,
-        decode: DecodeManager,
+        sequences: Sequences,
         ends: RequestEnds,
         tell: Callable[[Word], None],
     ) -> None:
         self._parts = parts
         self._prefill = prefill
-        self._decode = decode
+        self._sequences = sequences
         self._ends = ends
         self._max_model_len = parts.executor.info.max_model_len
         self._vocab_size = parts.executor.info.vocab_size
@@ -111,7 +112,7 @@ class RequestArrivals:
         if not isinstance(message, PrefillRequest):
             rooms += [fork.room for fork in message.forks]
         if len(set(rooms)) < len(rooms) or any(
-            room in self._uncompiled or self._ends.is_here(room) for room in rooms
+            room in self._uncompiled or room in self._sequences for room in rooms
         ):  # a refusal would end the first one at the router, which knows rooms only
             logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
@@ -190,14 +191,13 @@ class RequestArrivals:
             sequence.prefill_rank = message.prefill_rank
             sequence.prefill_incarnation = message.prefill_incarnation
             logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
-            self._decode.add(sequence)
+            self._sequences.add(sequence)
 
     def _process_unified_request(self, message: UnifiedRequest) -> None:
         sequence = self._arrive(message, Role.UNIFIED, "this instance serves half requests only")
         if sequence is not None:
             sequence.announced = True
             self._prefill.add(sequence)
-            self._decode.add_forks(sequence)
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
@@ -290,7 +290,7 @@ class RequestArrivals:
                     f"{choices} choices at once need {choices} slots and {num_pages} pages, this instance has "
                     f"{num_slots} and {cache.num_pages}"
                 )
-        num_waiting = self._prefill.num_waiting + self._decode.num_waiting
+        num_waiting = self._sequences.num_choices(SequenceState.WAITING)
         if num_waiting and num_waiting + choices > self._parts.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None

@@ -26,13 +26,19 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.events import TransferEvent
 from chitu.log import about
 from chitu.protocol import Finish
-from chitu.protocol.states import SEQUENCE_AWAITS, SequenceState, waited_text
+from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_AWAITS, SequenceState
+from chitu.protocol.states import waited_text
 
 logger = logging.getLogger(__name__)
+
+
+_PROMPT_STATES = frozenset({SequenceState.WAITING, SequenceState.COMPUTING, SequenceState.INFLIGHT})
+"""It is a prompt still: what it holds is the `PrefillManager`'s to give back, or nothing."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +55,7 @@ class RequestEnds:
     def __init__(
         self,
         rules: EndRules,
+        sequences: Sequences,
         prefill: PrefillManager,
         decode: DecodeManager,
         tokens: TokenManager,
@@ -60,24 +67,13 @@ class RequestEnds:
         self._rules = rules
         self._finished_pages = finished_pages
         self._trace = trace
+        self._sequences = sequences
         self._prefill = prefill
         self._decode = decode
         self._tokens = tokens
         self._report_failure = report_failure
         self._clock = clock
         self._next_expire_s = 0.0
-
-    def open(self) -> list[Sequence]:
-        """Every request that is not over for its client; of a prompt with forks these."""
-        prefill, decode = self._prefill, self._decode
-        queues = [prefill.waiting, prefill.computing, prefill.inflight, decode.forks]
-        queues += [decode.waiting, decode.transfer, decode.running, decode.retracted]
-        return [sequence for queue in queues for sequence in queue.values() if not sequence.forks]
-
-    def is_here(self, room: bytes) -> bool:
-        """Also where it is over, but a peer may still touch its pages."""
-        closing = room in self._prefill.closing or room in self._decode.closing
-        return closing or bool(self._prefill.find(room) or self._decode.find(room))
 
     # -------------------------------------------------------------------------------------------- what the router hears
 
@@ -99,13 +95,13 @@ class RequestEnds:
         """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
         assert event.error is not None
         if self._rules.is_prefill:
-            failed = self._prefill.find(event.room)
+            failed = self._sequences.find(event.room)
             if failed is not None:
                 self._note_end(failed, "error", event.error)
                 if not isinstance(event.error, RequestCancelled):
                     self._report_failure(event.room, event.error)
             return
-        sequence = self._decode.find(event.room)
+        sequence = self._sequences.find(event.room)
         if sequence is not None:
             logger.warning("request %s failed: %s", sequence.request_id, event.error, extra=about(sequence.request_id))
             for each in sequence.choices:
@@ -144,9 +140,12 @@ class RequestEnds:
 
     def _drop(self, sequence: Sequence, error: ChituError) -> None:
         """It ends, and with the last fork that waits for it a prompt."""
-        (self._prefill if self._prefill.find(sequence.room) else self._decode).cancel(sequence, error)
+        if sequence.state in _PROMPT_STATES:
+            self._prefill.cancel(sequence, error)
+        else:
+            self._decode.cancel(sequence, error)
         source = sequence.source
-        if source is not None and not source.forks and source.state is not SequenceState.CLOSING:
+        if source is not None and not source.forks and source.state in OPEN_STATES:
             self._drop(source, error)
 
     # ---------------------------------------------------------------------------------------------- ends by the router
@@ -154,18 +153,18 @@ class RequestEnds:
     def cancel(self, room: bytes) -> None:
         """Whoever asked knows: nothing is said."""
         gone = RequestCancelled("the router cancelled the request")
-        sequence = self._prefill.find(room) or self._decode.find(room)
+        sequence = self._sequences.find(room)
         for each in sequence.choices if sequence is not None else ():
             self._note_end(each, "cancelled", None)
             self._drop(each, gone)
 
     def cancel_all(self) -> None:
-        for sequence in self.open():
+        for sequence in self._sequences.open:
             self.cancel(sequence.room)
         self._tokens.restart()
 
     def cancel_worker(self, incarnation: int) -> None:
-        for sequence in self.open():
+        for sequence in self._sequences.open:
             if sequence.router_worker == incarnation:
                 self.cancel(sequence.room)
         self._tokens.forget(incarnation)
@@ -174,7 +173,7 @@ class RequestEnds:
         """The router may come back (a stopped process, a cut line), so each request ends with a word that reaches it
         then."""
         lost = PrefillLost if self._rules.is_prefill else DecodeLost
-        for sequence in self.open():
+        for sequence in self._sequences.open:
             self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
@@ -184,14 +183,14 @@ class RequestEnds:
         it before, unless that word is lost or the router is. The states between have the transfer layer's deadlines."""
         now_s = self._clock.monotonic()
         oldest_s = now_s - self._rules.queue_s
-        for queue in (self._prefill.waiting, self._decode.waiting):
-            for sequence in [s for s in queue.values() if s.arrival_s < oldest_s]:
+        for sequence in self._sequences.queue(SequenceState.WAITING):
+            if sequence.arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
                 self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
             oldest_s = now_s - self._rules.request_timeout_s
-            for sequence in [s for s in self.open() if s.arrival_s < oldest_s]:
+            for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
                 self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
 

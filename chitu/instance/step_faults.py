@@ -22,11 +22,11 @@ from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
 from chitu.instance.decode_manager import DecodeManager, admission
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduling.prefill import Chunk
-from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.log import about
 from chitu.protocol import SamplingParams, pack_i32
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import OPEN_STATES, SequenceState
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,12 @@ class _Outcome:
 
 class StepFaults:
     def __init__(
-        self, name: str, executor: Executor, resources: Resources, decode: DecodeManager, ends: RequestEnds
+        self, name: str, executor: Executor, sequences: Sequences, decode: DecodeManager, ends: RequestEnds
     ) -> None:
         self._name = name
         self._executor = executor
-        self._resources = resources
+        self._sequences = sequences
+        self._resources = sequences.resources
         self._decode = decode
         self._ends = ends
 
@@ -114,7 +115,7 @@ class StepFaults:
         """How many lost their KV, as it was not yet in host memory and its pages are in other hands. They can go on
         elsewhere."""
         lost = {offload.key for offload in plan.offload} - self._executor.saved_keys
-        candidates = [*self._decode.retracted.values(), *self._decode.running.values()]
+        candidates = self._sequences.queue(SequenceState.RETRACTED, SequenceState.RUNNING)
         sequences = [sequence for sequence in candidates if sequence.offload_key in lost]
         for sequence in sequences:
             self._ends.fail(sequence, DecodeLost(f"{self._name} could not save the KV of this request"))
@@ -127,7 +128,7 @@ class StepFaults:
 
         def part_of(slot: int) -> StepPlan:
             sequence = owner[slot]
-            if sequence is None or sequence.state is SequenceState.CLOSING:
+            if sequence is None or sequence.state not in OPEN_STATES:
                 return StepPlan()
             return parts.setdefault(slot, _Part(sequence)).plan
 

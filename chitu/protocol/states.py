@@ -1,13 +1,12 @@
-"""The states of a room on P and on D with their events, transitions and deadlines; those of a request on its instance.
-Those of a request on the router are in `generation_states.py`.
+"""The states of a room on P and on D with their events, transitions and deadlines.
 
-Pure tables. `kv_transfer/transfer_table.py` walks those of P and D, which are also the only writer of their states and
-deadlines; `pd_scheduler.py` keeps its
-by the queues that a request stands in. docs/protocol.md says what ends each of them. Invariants (checked over the
-tables by `test/unit/test_states.py`): a room that succeeded or failed never does the other thing; from every state a
-terminal one can be reached; every state of a room that is not terminal either has a deadline by the clock or waits for
-an event that the protocol repeats until it comes; what a state with a deadline waits for has words, which are the text
-of its error.
+Those of a request on the router are in `generation_states.py`, on its instance in `sequence_states.py`.
+
+Pure tables. `kv_transfer/transfer_table.py` walks them, and is the only writer of their states and deadlines;
+docs/protocol.md says what ends each of them. Invariants (checked over the tables by `test/unit/test_states.py`): a room
+that succeeded or failed never does the other thing; from every state a terminal one can be reached; every state of a
+room that is not terminal either has a deadline by the clock or waits for an event that the protocol repeats until it
+comes; what a state with a deadline waits for has words, which are the text of its error.
 """
 
 from __future__ import annotations
@@ -319,30 +318,4 @@ REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEve
     (RegistrationState.ASKED, RegistrationEvent.ACCEPT): RegistrationState.ACCEPTED,
     (RegistrationState.ASKED, RegistrationEvent.REFUSE): RegistrationState.REFUSED,
     (RegistrationState.ACCEPTED, RegistrationEvent.LOST): RegistrationState.ASKED,
-}
-
-
-# -------------------------------------------------- a request on its instance, as the step thread sees it
-
-
-class SequenceState(Enum):
-    """P: WAITING -> COMPUTING -> INFLIGHT. D: WAITING -> TRANSFER -> RUNNING <-> RETRACTED. Unified: WAITING ->
-    COMPUTING -> RUNNING <-> RETRACTED. CLOSING: over for the client, but a peer may still touch its pages."""
-
-    WAITING = auto()
-    COMPUTING = auto()
-    INFLIGHT = auto()
-    TRANSFER = auto()
-    RUNNING = auto()
-    RETRACTED = auto()
-    CLOSING = auto()
-
-
-SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
-    SequenceState.WAITING: "pages or a slot",
-    SequenceState.COMPUTING: "the end of its prompt",
-    SequenceState.INFLIGHT: "its KV to reach the other side",
-    SequenceState.TRANSFER: "its KV",
-    SequenceState.RUNNING: "its last token",
-    SequenceState.RETRACTED: "pages to come back to",
 }

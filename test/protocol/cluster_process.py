@@ -44,7 +44,8 @@ from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.protocol.states import ReceiverState, SenderState, SequenceState
+from chitu.protocol.sequence_states import AT_PEER_STATES, SequenceState
+from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.testing.fake_transport import FakeFabric, FakeTransport
@@ -345,13 +346,14 @@ class Process:
     # ------------------------------------------------------------------------------------------------------ invariants
 
     def sequences(self) -> dict[bytes, Sequence]:
-        prefill, decode = self.scheduler._prefill, self.scheduler._decode
-        queues = [prefill.waiting, prefill.computing, prefill.inflight, prefill.closing]
-        queues += [decode.forks, decode.waiting, decode.transfer, decode.running, decode.retracted, decode.closing]
+        sequences = self.scheduler._sequences
         found: dict[bytes, Sequence] = {}
-        for queue in queues:
+        for state in SequenceState:
+            queue = sequences.of(state)
             assert not found.keys() & queue.keys(), "a request stands in two queues"
+            assert all(sequence.state is state for sequence in queue.values())
             found.update(queue)
+        assert len(found) == len(sequences)
         return found
 
     def check(self) -> None:
@@ -388,7 +390,7 @@ class Process:
         assert not is_known, f"a write into pages that {self.name} has cached"
         assert aux_slots <= {sequence.aux_slot}, f"a write {side} an aux slot of another room of {self.name}"
         if not is_source:
-            assert sequence.state in (SequenceState.TRANSFER, SequenceState.CLOSING) and not sequence.kv_ready
+            assert sequence.state in AT_PEER_STATES | {SequenceState.CLOSING}
 
     def check_empty(self) -> None:
         assert self.scheduler.is_idle and not len(self.table)

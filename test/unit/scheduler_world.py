@@ -222,7 +222,7 @@ class Wire:
         prefill_incarnation: int,
         prefix_pages: int,
     ) -> None:
-        needs_kv = self.decode is None or self.decode.scheduler._decode.transfer[room].needs_kv
+        needs_kv = self.decode is None or self.decode.scheduler._sequences._all[room].needs_kv
         assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)
         assert prefix_pages <= (num_tokens // PAGE_SIZE if needs_kv else 0)
         self.announced[room], self.prefix_pages[room] = aux_slot, prefix_pages

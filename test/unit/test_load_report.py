@@ -96,15 +96,15 @@ def test_the_parts_of_the_queues_follow_a_request_through_p_and_d() -> None:
     decode.scheduler.submit(DecodeRequest(room, "first", prompt, SamplingParams(4), 0, 1))
     load = d()
     assert (load.transferring, load.landed, load.waiting) == (1, 0, 0)
-    # The KV comes first and the logits later, so the request waits for its first token alone.
+    # The logits come first and the KV later, so the request has its first token and waits for its KV.
     rng = random.Random(3)
     while room in wire.computed:
         wire.deliver(rng)
-    logits = [event for event in wire.events_d if event.kind.name == "LOGITS_READY"]
-    wire.events_d[:] = [event for event in wire.events_d if event not in logits]
+    rest = [event for event in wire.events_d if event.kind.name != "LOGITS_READY"]
+    wire.events_d[:] = [event for event in wire.events_d if event not in rest]
     load = d()
-    assert (load.transferring, load.landed, load.running) == (1, 1, 0)
-    wire.events_d.extend(logits)
+    assert (load.transferring, load.landed, load.running, load.tokens) == (1, 0, 0, 1)
+    wire.events_d.extend(rest)
     load = d()
     assert (load.transferring, load.landed, load.running) == (0, 0, 1)
     assert p().closing == 0

@@ -16,7 +16,7 @@ from chitu.client.verify.report import FORCED, Judged, wrong_pages
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import SequenceState
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 4, "float32", 500)
 ROOM = b"r" * 16

@@ -16,6 +16,7 @@ from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResul
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_transfer.events import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 GREEDY = SamplingParams(6, temperature=0.0)
@@ -192,7 +193,7 @@ def test_of_a_transfer_that_does_not_end_well_d_keeps_nothing(fate: str) -> None
     if fate == "fails":
         pair.wire.failing.add(room_of(0))
     pair.submit(0, prompt)
-    while not pair.decode.scheduler._decode.transfer:
+    while not pair.decode.scheduler._sequences.of(SequenceState.TRANSFER):
         pair.turn()
     if fate == "is cancelled":
         for instance in (pair.prefill, pair.decode):

@@ -20,6 +20,7 @@ from chitu.protocol import (
     PrefillRequest,
     pack_i32,
 )
+from chitu.protocol.sequence_states import SequenceState
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -240,7 +241,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     instance.evict()
     ask(1, prompt)
     instance.step()
-    speculating = instance.scheduler._prefill.computing[room_of(1)]
+    speculating = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
     load = speculating.load
     assert load is not None
     if is_loaded:
@@ -252,7 +253,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     instance.step()
     wire.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room_of(2)))
     instance.step()
-    assert room_of(2) in instance.scheduler._prefill.computing and load.is_stopped
+    assert room_of(2) in instance.scheduler._sequences.of(SequenceState.COMPUTING) and load.is_stopped
     while room_of(2) not in wire.computed:
         instance.pump()
         instance.step()

@@ -13,7 +13,9 @@ from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_f
 from chitu.instance.scheduling.prefill import select_chunks, speculation_to_undo
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import SamplingParams, pack_i32
+from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.clock import FakeClock
 
 
@@ -114,13 +116,14 @@ def test_the_admissions_of_a_turn_look_at_each_request_a_few_times_however_many_
     count = 400
     cache = CountedCache(8 * count, 4)
     resources = Resources(cache, 2 * count, Aux())  # type: ignore[arg-type]
-    manager = DecodeManager(SchedulerConfig(), resources, FakeClock(), Announced())  # type: ignore[arg-type]
+    sequences = Sequences(resources)
+    manager = DecodeManager(SchedulerConfig(), sequences, FakeClock(), Announced())  # type: ignore[arg-type]
     for turn in range(2):
         for index in range(count):
-            manager.add(sequence(turn * count + index, 10, 2))
+            sequences.add(sequence(turn * count + index, 10, 2))
         cache.looks = 0
         manager.schedule(StepPlan())
-        assert len(manager.transfer) == (turn + 1) * count
+        assert len(sequences.of(SequenceState.TRANSFER)) == (turn + 1) * count
         assert cache.looks < 5 * count, "for every admission, each that runs is looked at again"
 
 

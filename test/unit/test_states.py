@@ -11,6 +11,7 @@ import pytest
 
 from chitu.protocol import states
 from chitu.protocol.generation_states import GENERATION_AWAITS, RUNNING, GenerationState
+from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_AWAITS
 from chitu.protocol.states import Deadline, KVPoll
 
 ROLES = {
@@ -130,7 +131,7 @@ def test_every_state_has_a_deadline_and_what_a_clock_ends_has_words(
 
 
 def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or_it_is_over() -> None:
-    assert set(states.SEQUENCE_AWAITS) == set(states.SequenceState) - {states.SequenceState.CLOSING}
+    assert set(SEQUENCE_AWAITS) == OPEN_STATES
     assert set(GENERATION_AWAITS) == {*RUNNING, GenerationState.RETRYING}
 
 

@@ -18,7 +18,7 @@ from chitu.instance.silence_watch import SilenceWatch
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 from chitu.testing.late_executor import LateExecutor
@@ -377,7 +377,7 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
     assert handed == step
     prefill.scheduler.step()
     assert handed == [*step, "begin", "layer 0", "logits of 1", "layer 1", "end"]
-    sequence = prefill.scheduler._prefill.inflight[room_of(2)]
+    sequence = prefill.scheduler._sequences.of(SequenceState.INFLIGHT)[room_of(2)]
     assert sequence.state is SequenceState.INFLIGHT and sequence.slot >= 0, "its step is not read yet"
     prefill.scheduler.step()
     assert handed[-1] == "logits of 2" and sequence.slot < 0

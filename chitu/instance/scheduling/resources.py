@@ -17,7 +17,6 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.slots import SlotPool
-from chitu.protocol.states import SequenceState
 
 
 class AuxSlots(Protocol):
@@ -70,7 +69,6 @@ class Resources:
         """A slot for each fork (the first one gets that of the prompt, where it has one) and the page in which the
         prompt ends. The caller has just seen that they are free."""
         for fork in source.forks:
-            fork.state = SequenceState.TRANSFER
             self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
         for fork in source.forks[source.slot >= 0 :]:
             self.slots.take(fork)
@@ -85,10 +83,8 @@ class Resources:
             self._when_read(partial(self._free_aux, sequence))
 
     def free_all(self, sequence: Sequence, then: Callable[[], object]) -> None:
-        """The request is over and no peer touches its pages. `then` follows; once, however often this is called."""
-        if not sequence.is_leaving:
-            sequence.is_leaving = True
-            self._when_read(partial(self._free_all, sequence, then))
+        """The request is over and no peer touches its pages. `then` follows."""
+        self._when_read(partial(self._free_all, sequence, then))
 
     def vacate(self, sequence: Sequence, is_offloaded: bool) -> None:
         """Free all at once of a sequence that comes back later; nothing may be in flight. `is_offloaded`: the executor

@@ -9,7 +9,7 @@ from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
-from chitu.protocol.states import SequenceState
+from chitu.protocol.sequence_states import SequenceState
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +61,6 @@ class Sequence:
     load: PageLoad | None = None
     """Pages of its prompt that come from the tiers. Until that is over it computes nothing, and the executor has not
     been told of it."""
-    logits_ready: bool = False
-    """D: the aux row is complete."""
-    kv_ready: bool = False
-    """D: all KV is in the pages and the writer is done."""
     offload_key: int = -1
     kv_bytes: int = 0
     """Moved for it by P; 0 until the KV is here."""
@@ -79,8 +75,6 @@ class Sequence:
     in the list any more."""
     source: Sequence | None = None
     """The prompt that this one is, or was, a fork of."""
-    is_leaving: bool = False
-    """All that it holds is given back, or is as soon as a step in flight has been read."""
 
     def __post_init__(self) -> None:
         self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
@@ -114,6 +108,12 @@ class Sequence:
     @property
     def remaining_prompt(self) -> int:
         return self.prompt_len - self.kv_len
+
+    def stop_load(self) -> None:
+        """Its pages go to others."""
+        if self.load is not None:
+            self.load.stop()
+            self.load = None
 
     def token_ids(self) -> bytes:
         """Prompt and output so far, int32 LE."""
