@@ -31,6 +31,7 @@ from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.scheduling.speculation import SpeculativeAdmission
 from chitu.instance.step_faults import Step, StepFaults
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
@@ -70,13 +71,15 @@ class PDScheduler:
         self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
         self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
         """Empty: nothing is traced."""
-        admission = None if role is Role.PREFILL else self._open_admission
+        sender, open_admission = parts.sender, self._open_admission
+        if sender is not None:
+            open_admission = SpeculativeAdmission(self._sequences, sender).open
         self._prefill = PrefillManager(
             parts.config,
             self._sequences,
             parts.clock,
-            parts.sender,
-            admission,
+            open_admission,
+            sender,
             parts.tiers,
             self._decode.fork,
             self._trace,
@@ -199,7 +202,7 @@ class PDScheduler:
         aux = self._resources.aux
 
         def may_start_here(sequence: Sequence) -> bool:
-            if sequence.forks and (aux is None or not aux.num_free):
+            if sequence.forks and not aux.num_free:
                 return False
             pages = self._cache.pages_for(sequence.prompt_len)
             return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
@@ -313,8 +316,8 @@ class PDScheduler:
                 self._decode.on_event(event)
 
     def _take_transfer_event(self, event: TransferEvent) -> None:
-        if event.kind is TransferEventKind.FAILED:
-            self._ends.transfer_failed(event)
+        if event.error is not None:
+            self._ends.transfer_failed(event.room, event.error)
         if self._traced and event.kind is TransferEventKind.SUCCESS:
             self._note_success(event)
         self._load.bytes_moved += event.kv_bytes

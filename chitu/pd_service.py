@@ -307,7 +307,7 @@ class PDSchedulerService:
             on_worker_gone=self._on_worker_gone,
             on_missing=self._beat_wake.wake,
         )
-        kv = self._engine.kv.comm_side if self._engine.kv is not None else None
+        kv = self._engine.kv.side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s, self._deadlines.lease_s)
 
     def _on_request(self, message: SchedulerMessage) -> None:

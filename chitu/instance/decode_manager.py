@@ -1,7 +1,7 @@
 """The token half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
 
-Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class has sequences go on accordingly
-(`scheduling/sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
+Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class has sequences go on
+accordingly (`scheduling/sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
 
 A plan may be made before the tokens of the newest launched step are read. So it rests on what was launched
 (`Sequence.kv_len`, `.launched`), not on what was emitted: a sequence of which one more token is in flight takes its
@@ -163,15 +163,13 @@ class DecodeManager:
         has_retracted = bool(self._sequences.of(SequenceState.RETRACTED))
         if self._receiver is None or has_retracted or not waiting or not self._slots.num_free:
             return
-        aux = self._resources.aux
-        assert aux is not None
         may_start = self.open_admission()
         for sequence in sorted(waiting, key=lambda s: s.order):
             if not sequence.needs_kv:
                 sequence.keys = None  # its pages come to hold nothing, so there is nothing to find or leave
             num_pages = self._cache.pages_for(sequence.prompt_len)
             num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
-            if not aux.num_free or not may_start(sequence, num_pages, num_shared):
+            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared):
                 return
             if not sequence.forks:
                 self._slots.take(sequence)

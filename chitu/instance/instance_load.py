@@ -22,14 +22,12 @@ from chitu.types import Role
 
 @dataclass(slots=True, frozen=True)
 class LoadSources:
-    """`aux`: P's or D's; None on a unified instance."""
-
     role: Role
     sequences: Sequences
     decode: DecodeManager
     cache: PagedKVCacheManager
     tokens: TokenManager
-    aux: AuxSlots | None
+    aux: AuxSlots
     num_aux_slots: int
     tiers: PrefixTiers | None = None
 
@@ -87,7 +85,7 @@ class InstanceLoad:
             host_evictions=tiers.host_evictions if tiers is not None else 0,
             bad_pages=tiers.bad_pages if tiers is not None else 0,
             aux_total=sources.num_aux_slots,
-            aux_free=sources.aux.num_free if sources.aux is not None else 0,
+            aux_free=sources.aux.num_free,
             steps=self.steps,
             tokens=self.prompt_tokens if sources.role is Role.PREFILL else tokens.tokens_sent,
             tokens_dropped=tokens.tokens_dropped,

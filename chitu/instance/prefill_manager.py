@@ -18,7 +18,7 @@ from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.decode_manager import admission
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks, speculation_to_undo
+from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.kv_cache.tiers.page_load import PageLoad
@@ -35,16 +35,16 @@ class Tiers(Protocol):
 
 
 class PrefillManager:
-    """`sender` is P's; None on a unified instance, for which `open_admission` gives each turn's rule: whether a
-    sequence may start now; the one that may does. `on_prompt` is told there that a prompt with forks is computed."""
+    """`sender` is P's; None on a unified instance. `open_admission` gives each turn's rule: whether a sequence may
+    start now; the one that may does. `on_prompt` is told on a unified instance that a prompt with forks is computed."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         sequences: Sequences,
         clock: Clock,
+        open_admission: Callable[[], Callable[[Sequence], bool]],
         sender: PrefillSenderLike | None = None,
-        open_admission: Callable[[], Callable[[Sequence], bool]] | None = None,
         tiers: Tiers | None = None,
         on_prompt: Callable[[Sequence], None] = lambda sequence: None,
         trace: SchedulerTrace | None = None,
@@ -58,7 +58,7 @@ class PrefillManager:
         self._sender = sender
         self._on_prompt = on_prompt
         self._trace = trace
-        self._open_admission = open_admission or (lambda: self._fits)
+        self._open_admission = open_admission
         self._tiers = tiers
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
@@ -204,38 +204,6 @@ class PrefillManager:
             if sequence.load is not None:
                 sequence.load.stop()
                 sequence.load = PageLoad.none()
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """P's admission: pages, an aux slot and an executor slot; announced requests may take speculative ones."""
-        pages, aux = self._missing(sequence)
-        if (pages > 0 or aux > 0) and sequence.announced:
-            self._undo_speculation(sequence)
-            pages, aux = self._missing(sequence)
-        return pages <= 0 and aux <= 0 and self._slots.num_free > 0
-
-    def _missing(self, sequence: Sequence) -> tuple[int, int]:
-        """Pages and aux slots that it lacks."""
-        assert self._resources.aux is not None
-        pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
-        return pages, 1 - self._resources.aux.num_free
-
-    def _undo_speculation(self, wanting: Sequence) -> None:
-        assert self._sender is not None
-        if not self._speculators(wanting):
-            return
-        self._resources.sync_step()  # a step in flight may compute for those that give way
-        for sequence in self._speculators(wanting):
-            if not self._sender.reset_chunks(sequence.room):
-                continue  # announced in this very moment: it is urgent itself now
-            sequence.stop_load()
-            self._resources.vacate(sequence, is_offloaded=False)
-            sequence.kv_len, sequence.prompt_lines = 0, None
-            self._sequences.take(sequence, SequenceEvent.GIVE_WAY)
-
-    def _speculators(self, wanting: Sequence) -> list[Sequence]:
-        """The sequences that must give way so that it fits."""
-        holders = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
-        return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
 
     # ----------------------------------------------------------------------------------------------------------- ends
 

@@ -172,12 +172,12 @@ class RequestArrivals:
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
         sequence = self._arrive(message, Role.PREFILL, "this instance does not prefill for others")
-        if sequence is None:
+        sender = self._parts.sender
+        if sequence is None or sender is None:
             return
         logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
-        assert self._parts.sender is not None
         self._prefill.add(sequence)
-        self._parts.sender.add_request(
+        sender.add_request(
             message.room,
             message.request_id,
             sequence.prompt_len,

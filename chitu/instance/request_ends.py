@@ -28,7 +28,6 @@ from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_transfer.events import TransferEvent
 from chitu.log import about
 from chitu.protocol import Finish
 from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_AWAITS, SequenceState
@@ -91,21 +90,20 @@ class RequestEnds:
         for each in sequence.choices:
             self._tell(each, "error", error)
 
-    def transfer_failed(self, event: TransferEvent) -> None:
+    def transfer_failed(self, room: bytes, error: ChituError) -> None:
         """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
-        assert event.error is not None
         if self._rules.is_prefill:
-            failed = self._sequences.find(event.room)
+            failed = self._sequences.find(room)
             if failed is not None:
-                self._note_end(failed, "error", event.error)
-                if not isinstance(event.error, RequestCancelled):
-                    self._report_failure(event.room, event.error)
+                self._note_end(failed, "error", error)
+                if not isinstance(error, RequestCancelled):
+                    self._report_failure(room, error)
             return
-        sequence = self._sequences.find(event.room)
+        sequence = self._sequences.find(room)
         if sequence is not None:
-            logger.warning("request %s failed: %s", sequence.request_id, event.error, extra=about(sequence.request_id))
+            logger.warning("request %s failed: %s", sequence.request_id, error, extra=about(sequence.request_id))
             for each in sequence.choices:
-                self._tell(each, "error", event.error)
+                self._tell(each, "error", error)
 
     def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
         self._tokens.finish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
@@ -13,7 +13,7 @@ from chitu.engine.executor import Executor
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
 from chitu.instance.page_sums import FinishedPages
-from chitu.instance.scheduling.resources import AuxSlots
+from chitu.instance.scheduling.resources import AuxSlots, NoAuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
@@ -36,7 +36,7 @@ class PDSchedulerParts:
     name: str = "this instance"
     """As its errors call it."""
     request_timeout_s: float = math.inf
-    aux: AuxSlots | None = None
+    aux: AuxSlots = field(default_factory=NoAuxSlots)
     num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
     receiver: DecodeReceiverLike | None = None

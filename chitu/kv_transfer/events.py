@@ -34,6 +34,7 @@ class TransferEvent:
     kind: TransferEventKind
     room: bytes
     error: ChituError | None = None
+    """With FAILED, and only there."""
     kv_bytes: int = 0
     """With SUCCESS: bytes moved (KV and logits)."""
     saved_bytes: int = 0

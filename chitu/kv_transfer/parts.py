@@ -66,13 +66,15 @@ class RoleParts:
     """Injected: memory, transports and the ways out."""
 
     memory: PagedMemory
-    sessions: Sequence[TransportSession]
     aux: AuxRows
-    transports: Sequence[Transport]
+    transports: list[Transport]
+    """In order of preference."""
     link: PeerLink
     wake: Wake
     clock: Clock
     is_pid_alive: PidAlive = pid_alive
+    sessions: Sequence[TransportSession] = ()
+    """Of the transports that could register the memory; `KVManager` registers it."""
     follower_memories: Sequence[RankMemory] = ()
     """D of several TP ranks: the memory of ranks 1, 2, ..."""
     fan_out: FanOut | None = None

@@ -40,6 +40,7 @@ from chitu.kv_cache.tiers.page_copies import shared_file
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
@@ -305,9 +306,7 @@ def _build_transfer(
         transfer_threads=pd.transfer_threads,
         verify_kv=pd.verify_kv,
     )
-    return KVManager(
-        identity.role,
-        config,
+    parts = RoleParts(
         memory=pool,
         aux=aux,
         transports=transports,
@@ -320,6 +319,7 @@ def _build_transfer(
         page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if _can_sum_up(pd.verify_kv, pool) else None,
         tracer=tracer,
     )
+    return KVManager(identity.role, config, parts)
 
 
 def _can_sum_up(verify_kv: VerifyKV, pool: RankPool) -> bool:

@@ -38,6 +38,7 @@ from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.sender.transfer_queue import TransferJob
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import Transport
@@ -193,8 +194,7 @@ class Process:
         self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
         self.kv = self._kv_manager()
-        self.transfer = self.kv.sender or self.kv.receiver
-        assert self.transfer is not None
+        self.transfer = self.kv.side
         self.table = self.transfer._table
         self.events = EventLog()
         self._tap()
@@ -244,9 +244,7 @@ class Process:
             max_batch_bytes=writes.max_batch_bytes,
             verify_kv=writes.verify_kv,
         )
-        return KVManager(
-            self.role,
-            config,
+        parts = RoleParts(
             memory=memory,
             aux=memory.aux,
             transports=[self.transport],
@@ -256,6 +254,7 @@ class Process:
             is_pid_alive=world.is_pid_alive,
             page_sums=HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes),
         )
+        return KVManager(self.role, config, parts)
 
     def _tap(self) -> None:
         """Look at what passes between the parts, without changing it."""
@@ -322,7 +321,7 @@ class Process:
             self._is_writing = False
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
-        self.kv.comm_side.on_frame(room, payload)
+        self.kv.side.on_frame(room, payload)
 
     def on_view(self, view: ClusterView) -> None:
         """As `CommLoop._drain_views`."""
@@ -335,10 +334,10 @@ class Process:
             self.routers.add(self.router)
         if self.first_view == (0, 0) and any(own.incarnation == self.incarnation for own in view.instances):
             self.first_view = (view.router_incarnation, view.version)
-        self.kv.comm_side.on_view(view)
+        self.kv.side.on_view(view)
 
     def tick(self, now_s: float) -> None:
-        self.kv.comm_side.tick(now_s)
+        self.kv.side.tick(now_s)
         if now_s - self.heard_s >= DEADLINES.router_s and not self._is_router_silent:
             self._is_router_silent = True
             self.scheduler.end_all(now_s - self.heard_s)

@@ -25,6 +25,7 @@ from chitu.kv_transfer.checksums import PageSums
 from chitu.kv_transfer.events import KVChunk, TransferEventKind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
@@ -271,9 +272,7 @@ class Node:
             fake.gathers = world.gathers
             of = self.transport, memory, world.way, self.copier, role, rank, world.num_prefill
             self.transport = staged(*of, lambda: world.wait_turn())
-        self.kv = KVManager(
-            role,
-            replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv),
+        parts = RoleParts(
             memory=self.memory,
             aux=self.memory.aux,
             transports=[self.transport],
@@ -283,6 +282,8 @@ class Node:
             is_pid_alive=world.is_pid_alive,
             page_sums=self.page_sums,
         )
+        config = replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv)
+        self.kv = KVManager(role, config, parts)
 
     @property
     def sender(self) -> PrefillSender:
@@ -310,7 +311,7 @@ class Node:
     # ------------------------------------------------------------------------------------------- scheduler, both roles
 
     def poll(self) -> None:
-        for event in self.kv.poll():
+        for event in self.kv.side.poll():
             request = self.requests.get(event.room)
             assert request is not None, f"{event.kind} for a room that {self.session} does not have"
             self._check_order(request, event.kind)
@@ -359,8 +360,7 @@ class Node:
         request = self.requests[room]
         if not request.is_over and not request.is_aborted:
             request.is_aborted = True
-            role = self.kv.sender or self.kv.receiver
-            assert role is not None
+            role = self.kv.side
             role.abort(room, RequestCancelled("the client is gone"))
 
     # ------------------------------------------------------------------------------------------------------ scheduler D

@@ -119,7 +119,7 @@ class World:
                 if node.is_frozen:
                     self.frames.append(frame)
                 else:
-                    node.kv.comm_side.on_frame(frame.room, frame.payload)
+                    node.kv.side.on_frame(frame.room, frame.payload)
 
     def publish_view(self) -> None:
         self._view_version += 1
@@ -127,13 +127,13 @@ class World:
         view = ClusterView(1, self._view_version, members)
         for node in self.nodes:
             if not node.is_frozen:
-                node.kv.comm_side.on_view(view)
+                node.kv.side.on_view(view)
 
     def advance(self, seconds: float) -> None:
         self.clock.advance(seconds)
         for node in self.nodes:
             if not node.is_frozen:
-                node.kv.comm_side.tick(self.clock.monotonic())
+                node.kv.side.tick(self.clock.monotonic())
                 node.poll()
 
     def restart(self, node: Node) -> Node:
@@ -184,8 +184,7 @@ class World:
     def leftovers(self) -> list[str]:
         left = []
         for node in self.nodes:
-            role = node.kv.sender or node.kv.receiver
-            assert role is not None
+            role = node.kv.side
             left += [f"{node.session} {r.room.hex()[:6]} {r.seen}" for r in node.requests.values() if not r.is_over]
             if role.num_rooms:
                 left.append(f"{node.session} keeps {[entry.state for _, entry in role._table.items()]}")

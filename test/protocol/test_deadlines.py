@@ -215,7 +215,7 @@ def side(pair: Pair, state: Enum) -> Node:
 def tick(pair: Pair, node: Node, seconds: float) -> None:
     """Time passes; only this side's clock looks, and nothing reaches anybody."""
     pair.world.clock.advance(seconds)
-    node.kv.comm_side.tick(pair.world.clock.monotonic())
+    node.kv.side.tick(pair.world.clock.monotonic())
 
 
 def limit_s(state: Enum) -> float:

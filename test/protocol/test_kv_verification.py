@@ -118,7 +118,7 @@ def test_a_success_that_p_repeats_is_acknowledged_and_verified_once() -> None:
     compute(pair)
     (success,) = [frame for frame in pair.world.frames if b"kv_sums" in frame.payload]
     for _ in range(3):
-        pair.d.kv.comm_side.on_frame(success.room, success.payload)
+        pair.d.kv.side.on_frame(success.room, success.payload)
     acks = [frame for frame in pair.world.frames if b"status_ack" in frame.payload]
     assert len(acks) == 3
     assert pair.d.verify_one() and not pair.d.verify_one()
@@ -198,7 +198,7 @@ def test_verification_on_its_own_thread_does_not_hold_up_the_comm_thread() -> No
             pair.world.deliver_one()
         assert begun.wait(10)
         pair.d.receiver.tick(pair.world.clock.monotonic())
-        pair.d.kv.comm_side.on_frame(pair.room, b"nonsense")
+        pair.d.kv.side.on_frame(pair.room, b"nonsense")
         assert pair.d.receiver.unknown_frames == 1
         pair.d.poll()
         assert pair.seen(pair.d) == [Kind.LOGITS_READY]

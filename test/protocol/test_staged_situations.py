@@ -195,7 +195,7 @@ def test_a_d_that_does_not_scatter_in_time_is_suspended_and_gives_its_pages_back
         message = peer_codec.decode(frame.payload)
         if not isinstance(message, TransportMessage):
             node = pair.p if frame.port == pair.p.port else pair.d
-            node.kv.comm_side.on_frame(frame.room, frame.payload)
+            node.kv.side.on_frame(frame.room, frame.payload)
     pair.d.poll()
     assert pair.seen(pair.d) == [Kind.FAILED], "the group may still be scattered"
     pair.world.advance(DEADLINES.retry_interval_s)
@@ -446,7 +446,7 @@ def test_garbage_between_transports_is_counted_and_costs_nothing() -> None:
         for node, other in ((pair.p, pair.d), (pair.d, pair.p)):
             for name in ("fake", "other"):
                 message = TransportMessage(other.incarnation, name, payload)
-                node.kv.comm_side.on_frame(bytes(16), encode_frame(message))
+                node.kv.side.on_frame(bytes(16), encode_frame(message))
     pair.both_halves()
     pair.compute_all()
     assert pair.seen(pair.d)[-1] is Kind.SUCCESS

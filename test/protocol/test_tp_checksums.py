@@ -13,6 +13,7 @@ from chitu.errors import ConfigError, Integrity, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
 from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
@@ -134,11 +135,13 @@ def test_a_manager_that_must_verify_but_cannot_says_so_at_once() -> None:
         KVManager(
             Role.DECODE,
             KVManagerConfig(0, 1, "h", 1, ranks.layout, verify_kv="all"),
-            memory=pool,
-            aux=None,  # type: ignore[arg-type]
-            transports=ranks.transports,
-            link=lambda *frame: None,
-            wake=lambda: None,
-            clock=None,  # type: ignore[arg-type]
+            RoleParts(
+                memory=pool,
+                aux=None,  # type: ignore[arg-type]
+                transports=list(ranks.transports),
+                link=lambda *frame: None,
+                wake=lambda: None,
+                clock=None,  # type: ignore[arg-type]
+            ),
         )
     assert np.all(pool.kv == -1)

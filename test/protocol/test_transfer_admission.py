@@ -14,6 +14,7 @@ from chitu.errors import (
 )
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.parts import RoleParts
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
 from chitu.protocol.states import KVPoll, SenderState
 from chitu.types import Role
@@ -169,16 +170,7 @@ def test_a_manager_without_a_usable_transport_or_with_several_ranks_says_so_at_o
     def build(role: Role, tp_size: int) -> KVManager:
         layout = msgspec.structs.replace(LAYOUT, tp_size=tp_size)
         config = KVManagerConfig(0, 1, "h", 1, layout)
-        return KVManager(
-            role,
-            config,
-            memory=node.memory,
-            aux=node.memory.aux,
-            transports=[],
-            link=world.link,
-            wake=lambda: None,
-            clock=world.clock,
-        )
+        return KVManager(role, config, RoleParts(node.memory, node.memory.aux, [], world.link, bool, world.clock))
 
     with pytest.raises(TransferFailed, match="none was given"):
         build(Role.PREFILL, 1)

@@ -14,6 +14,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.grammars import GrammarStore
+from chitu.instance.scheduling.resources import NoAuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
@@ -99,7 +100,7 @@ class Instance:
                 tokens=TokenManager(1, self._take, self._open_port),
                 report_failure=self.failures.__setitem__,
                 clock=self.clock,
-                aux=self.aux if sender or receiver or with_aux else None,
+                aux=self.aux if sender or receiver or with_aux else NoAuxSlots(),
                 num_aux_slots=aux_slots,
                 sender=sender,
                 receiver=receiver,

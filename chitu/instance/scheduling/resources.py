@@ -30,11 +30,23 @@ class AuxSlots(Protocol):
     def free(self, slot: int) -> None: ...
 
 
+class NoAuxSlots:
+    """Of an instance that hands no logits over."""
+
+    num_free = 0
+
+    def allocate(self) -> int | None:
+        return None
+
+    def free(self, slot: int) -> None:
+        raise Internal(f"aux slot {slot} came back to an instance that has none")
+
+
 class Resources:
-    """`aux`: None where the tests do without. `sync_step` reads what is in flight, so that nothing is: requests may
+    """`sync_step` reads what is in flight, so that nothing is: requests may
     end in it, and what they held comes back. The scheduler sets it."""
 
-    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots | None) -> None:
+    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots) -> None:
         self.cache = cache
         self.slots = SlotPool(num_slots)
         self.aux = aux
@@ -60,7 +72,7 @@ class Resources:
 
     def take_aux(self) -> int:
         """A slot, where the caller has just seen that one is free."""
-        slot = self.aux.allocate() if self.aux is not None else None
+        slot = self.aux.allocate()
         if slot is None:
             raise Internal("an aux slot was counted as free but none is")
         return slot
@@ -108,7 +120,7 @@ class Resources:
             self.slots.free(sequence, admitted=sequence.admitted)
 
     def _free_aux(self, sequence: Sequence) -> None:
-        if sequence.aux_slot >= 0 and self.aux is not None:
+        if sequence.aux_slot >= 0:
             self.aux.free(sequence.aux_slot)
             sequence.aux_slot = -1
 
