@@ -3,7 +3,8 @@
 `Nursery` starts `python nursery.py` and asks it for processes. Each is real except for that: it has its own pid,
 session, descriptors and environment (also in /proc, by which launchers find their processes), runs a module as
 `python -m` does, and is killed, waited for and ends as any other. `popen` stands in for `subprocess.Popen` where a
-launcher starts processes. A test of imports, of interpreters or of `torchrun` cannot use it.
+launcher starts processes. torchrun is such a process, too, and so are the ranks that it starts, as its children. A test
+of imports, of interpreters or of how torchrun itself starts cannot use it.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ PRELOAD = "LD_PRELOAD"
 SPACE = "CHITU_TEST_SPACE"
 """Room in the nursery's own environment, over which that of a child is written for readers of /proc/PID/environ."""
 SPACE_BYTES = 1 << 16
+TORCHRUN = "torch.distributed.run"
 IMPORTED = (
     "torch",
     "chitu.serve.scheduler",
     "chitu.engine.build",
     "chitu.serve.api_server",
     "chitu.testing.checksum_scheduler",
+    TORCHRUN,
 )
 
 
@@ -191,8 +194,59 @@ def next_child() -> _Request:
         os._exit(0)
     die_with_parent()
     os.close(status)
+    if request.module == TORCHRUN:
+        return _torchrun_or_rank(request, given)
     _become(request, given)
     return request
+
+
+def _torchrun_or_rank(torchrun: _Request, given: Sequence[int]) -> _Request:
+    """Forks the ranks while this process has one thread; each waits until torchrun starts it, and is its child.
+
+    Until then it has not torchrun's environment, so a launcher does not take it for a process of its tree.
+    """
+    assert max(torchrun.numbers) <= 2, "descriptors beside those that every process has"
+    (number,) = (word.partition("=")[2] for word in torchrun.arguments if word.startswith("--nproc-per-node="))
+    waiting: list[tuple[int, socket.socket]] = []
+    parent = os.getpid()
+    for _ in range(int(number)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
+        child = os.fork()
+        if child == 0:
+            die_with_parent(parent)
+            for opened in (ours, *(other for _, other in waiting)):
+                opened.close()
+            rank = msgspec.msgpack.decode(theirs.recv(MAX_REQUEST_BYTES), type=_Request)
+            _become(rank, given)
+            theirs.send(b"it is a process of its own")
+            theirs.close()
+            return rank
+        theirs.close()
+        waiting.append((child, ours))
+
+    class Rank(subprocess.Popen[bytes]):
+        """Which was forked already, for torchrun to look after."""
+
+        def __init__(self, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, **_: bool) -> None:
+            assert tuple(args[1:3]) == ("-u", "-m") and stdout is None and stderr is None
+            request = msgspec.structs.replace(
+                torchrun, module=args[3], arguments=list(args[4:]), env=env, is_session=True
+            )
+            self._packet = msgspec.msgpack.encode(request)
+            super().__init__(args)
+
+        def _execute_child(self, *_: object) -> None:
+            self.pid, rank = waiting.pop(0)
+            rank.send(self._packet)
+            rank.recv(MAX_REQUEST_BYTES)
+            rank.close()
+            self._child_created = True
+
+    handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+    handler.Popen = Rank
+    _become(torchrun, given)
+    return torchrun
 
 
 def _become(request: _Request, given: Sequence[int]) -> None:
