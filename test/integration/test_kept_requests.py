@@ -172,7 +172,7 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3")
+    return make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3", heads=4, kv_heads=2)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ NOTICED_S = 15.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3", heads=4, kv_heads=2)
 
 
 @pytest.fixture(scope="module")
