@@ -108,7 +108,6 @@ class CommLoop:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write to it after that
         self._stopping = False
-        self._instance: InstanceInfo | None = None
         self._router_incarnation = 0
         self._view_version = -1
         self._workers: set[int] = set()
@@ -171,7 +170,6 @@ class CommLoop:
         it up, and its word of it be lost on a connection that has only this end: then views come by a new one. Their
         word is waited for: a router that is joined before its first view would lose what it sent ahead of that, as the
         requests of its predecessor."""
-        self._instance = instance
         silence = Silence(join_interval_s)
         poller = zmq.Poller()
         for socket in (self._requests, self._control, self._coordination, self._view):
@@ -185,7 +183,7 @@ class CommLoop:
                     silence = Silence(join_interval_s)
                     self._renew_view(poller)
                 if not self._joined:
-                    self._join()
+                    self._join(instance)
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -195,9 +193,9 @@ class CommLoop:
             if self._control in ready:
                 self._drain_control(kv)
             if self._coordination in ready:
-                self._drain_coordination(callbacks)
+                instance = self._drain_coordination(instance, callbacks)
             if self._view in ready:
-                self._drain_views(kv, callbacks)
+                instance = self._drain_views(instance, kv, callbacks)
             if kv is not None:
                 kv.tick(self._clock.monotonic())
                 self._flush_outbox()
@@ -219,10 +217,9 @@ class CommLoop:
         self._view = socket
         poller.register(socket, zmq.POLLIN)
 
-    def _join(self) -> None:
-        assert self._instance is not None
+    def _join(self, instance: InstanceInfo) -> None:
         with contextlib.suppress(zmq.Again):  # there is no connection; it is sent again
-            self._coordination.send(encode(Join(PROTOCOL_VERSION, self._instance)), zmq.NOBLOCK)
+            self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
 
     def _flush_outbox(self) -> None:
         while self._outbox:
@@ -297,8 +294,8 @@ class CommLoop:
                 self.tracer.frame(frame[0], "received", "control", frame[1])
             kv.on_frame(frame[0], frame[1])
 
-    def _drain_coordination(self, callbacks: CommCallbacks) -> None:
-        assert self._instance is not None
+    def _drain_coordination(self, instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
+        """Returns what this instance says of itself from now on; so does `_drain_views`."""
         for frame in _received(self._coordination):
             try:
                 reply = coordination_reply_codec.decode(frame[-1])
@@ -306,19 +303,13 @@ class CommLoop:
                 self.bad_frames += 1
                 logger.warning("coordination: bad frame: %s", error)
                 continue
-            if isinstance(reply, JoinReply) and reply.code and reply.incarnation == self._instance.incarnation:
+            if isinstance(reply, JoinReply) and reply.code and reply.incarnation == instance.incarnation:
                 callbacks.on_refused(reply.code, reply.message)
-            elif isinstance(reply, Drain) and reply.incarnation == self._instance.incarnation:
-                self._start_draining(callbacks)
+            elif isinstance(reply, Drain) and reply.incarnation == instance.incarnation:
+                instance = _draining(instance, callbacks)
+        return instance
 
-    def _start_draining(self, callbacks: CommCallbacks) -> None:
-        assert self._instance is not None
-        if not self._instance.draining:
-            # A router that starts anew meanwhile learns it from the Join.
-            self._instance = msgspec.structs.replace(self._instance, draining=True)
-            callbacks.on_drain()
-
-    def _drain_views(self, kv: CommSide | None, callbacks: CommCallbacks) -> None:
+    def _drain_views(self, instance: InstanceInfo, kv: CommSide | None, callbacks: CommCallbacks) -> InstanceInfo:
         view: ClusterView | None = None
         for frame in _received(self._view):
             try:
@@ -327,19 +318,16 @@ class CommLoop:
                 self.bad_frames += 1
                 logger.warning("view: bad frame: %s", error)
         if view is None:
-            return
+            return instance
         self.num_views += 1
-        assert self._instance is not None
-        incarnation = self._instance.incarnation
-        own = next((member for member in view.instances if member.incarnation == incarnation), None)
+        own = next((member for member in view.instances if member.incarnation == instance.incarnation), None)
         if self._joined and own is None:
             self._next_join_s = 0.0
         self._joined = own is not None
-        if own is not None and not self._instance.returns:
-            first_view = (view.router_incarnation, view.version)
-            self._instance = msgspec.structs.replace(self._instance, first_view=first_view)
+        if own is not None and not instance.returns:
+            instance = msgspec.structs.replace(instance, first_view=(view.router_incarnation, view.version))
         if own is not None and own.draining:
-            self._start_draining(callbacks)
+            instance = _draining(instance, callbacks)
         if view.router_incarnation != self._router_incarnation:
             if self._router_incarnation:
                 logger.warning("a new router took over")
@@ -347,7 +335,7 @@ class CommLoop:
             self._router_incarnation = view.router_incarnation
             self._view_version = -1
         if view.version == self._view_version:
-            return
+            return instance
         self._view_version = view.version
         workers = {process.incarnation for process in view.workers}
         for worker in self._workers - workers:
@@ -358,6 +346,7 @@ class CommLoop:
         if kv is not None:
             kv.on_view(view)
         callbacks.on_view(view)
+        return instance
 
     def _forget_peers(self, view: ClusterView) -> None:
         """Close sockets to control ports that no member has any more."""
@@ -371,6 +360,13 @@ class CommLoop:
             socket.close(0)
         for socket in (self._stats, self._coordination):
             socket.close(200)
+
+
+def _draining(instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
+    """It leaves; `on_drain` is called once. A router that starts anew meanwhile learns it from the Join."""
+    if not instance.draining:
+        callbacks.on_drain()
+    return msgspec.structs.replace(instance, draining=True)
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:

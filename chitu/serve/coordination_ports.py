@@ -47,7 +47,7 @@ class CoordinationPorts:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        core: PDCoordination,
         context: zmq.Context[zmq.Socket[bytes]],
         host: str,
         ports: tuple[int, int, int],
@@ -55,21 +55,23 @@ class CoordinationPorts:
         on_replica: Callable[[ReplicaHeartbeat], None] | None,
         on_trace: Callable[[TraceLines], None],
     ) -> None:
-        """`ports`: coordination, metadata sync, stats. `on_replica`: None where the router is one process."""
+        """On the running loop. `ports`: coordination, metadata sync, stats. `on_replica`: None where the router is one
+        process."""
         self._on_request_failed = on_request_failed
         self._on_replica = on_replica
         self._on_trace = on_trace
-        self._core: PDCoordination | None = None
-        self._loop = loop
+        self._core = core
+        self._loop = asyncio.get_running_loop()
         self._router, self.coordination_port = bind(context, zmq.ROUTER, host, ports[0], MAX_SMALL_FRAME_BYTES)
         self._pub, self.metadata_sync_port = bind(context, zmq.PUB, host, ports[1], MAX_SMALL_FRAME_BYTES)
         self._stats, self.stats_port = bind(context, zmq.PULL, host, ports[2], MAX_SMALL_FRAME_BYTES)
         self._readers: list[FrameReader] = []
-        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(loop, self._on_death)
+        self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(
+            self._loop, lambda instance: core.on_death(*instance)
+        )
 
-    def start(self, core: PDCoordination) -> None:
+    def start(self) -> None:
         """From now on messages reach `core`."""
-        self._core = core
         self._readers = [
             FrameReader(self._loop, self._router, self._on_coordination),
             FrameReader(self._loop, self._stats, self._on_stats),
@@ -88,7 +90,7 @@ class CoordinationPorts:
 
         The message is only faster than the view, which says the same until the instance has left.
         """
-        found = self._core.drain(role, engine_rank) if self._core else None
+        found = self._core.drain(role, engine_rank)
         if found is None:
             return False
         identity, info = found
@@ -98,7 +100,6 @@ class CoordinationPorts:
 
     def metrics(self) -> CoordinationMetrics:
         """The core's, and which messages could not be read."""
-        assert self._core is not None
         bad_frames = {name: r.bad_messages for name, r in zip(("coordination", "stats"), self._readers, strict=True)}
         return msgspec.structs.replace(self._core.metrics(), bad_frames=bad_frames)
 
@@ -109,14 +110,9 @@ class CoordinationPorts:
         for socket in (self._router, self._pub, self._stats):
             socket.close(linger=0)
 
-    def _on_death(self, instance: tuple[Role, int, int]) -> None:
-        if self._core is not None:
-            self._core.on_death(*instance)
-
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
             raise BadFrame(f"a coordination message of {len(frames)} frames; two are expected (identity, payload)")
-        assert self._core is not None
         reply = self._core.on_message(coordination_codec.decode(frames[1]), frames[0])
         if reply is not None:
             self._send(frames[0], reply)
@@ -130,7 +126,6 @@ class CoordinationPorts:
     def _on_stats(self, frames: list[bytes]) -> None:
         if len(frames) != 1:
             raise BadFrame(f"a stats message of {len(frames)} frames; one is expected")
-        assert self._core is not None
         message = stats_codec.decode(frames[0])
         if isinstance(message, ReplicaHeartbeat):
             if self._on_replica is not None:

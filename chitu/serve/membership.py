@@ -7,7 +7,6 @@ metadata port. No HTTP API and no requests here.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -60,9 +59,16 @@ class Membership:
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock
         self._listener = listener
+        events = CoordinationEvents(
+            on_joined=listener.on_joined,
+            on_lost=listener.on_lost,
+            on_change=self._on_view,
+            on_heartbeat=listener.on_heartbeat,
+        )
+        self.coordination = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
         try:
             self.ports = CoordinationPorts(
-                asyncio.get_running_loop(),
+                self.coordination,
                 context,
                 config.host,
                 (pd.coordination_port, pd.metadata_sync_port, config.stats_port),
@@ -72,13 +78,6 @@ class Membership:
             )
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
-        events = CoordinationEvents(
-            on_joined=listener.on_joined,
-            on_lost=listener.on_lost,
-            on_change=self._on_view,
-            on_heartbeat=listener.on_heartbeat,
-        )
-        self.coordination = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
         self._bootstrap_http = HTTPServer(
             BootstrapServer(lambda: self.coordination.view, secrets).app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
@@ -87,7 +86,7 @@ class Membership:
 
     async def start(self) -> None:
         """Returns once every port takes connections."""
-        self.ports.start(self.coordination)
+        self.ports.start()
         await self._bootstrap_http.start()
 
     def port_table(self) -> dict[str, int]:
