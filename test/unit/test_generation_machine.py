@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from chitu.protocol import Finish, InstanceInfo, SamplingParams, StageTimes, pac
 from chitu.protocol.generation_states import GENERATION_TRANSITIONS, RUNNING, GenerationEvent, GenerationState
 from chitu.protocol.snapshot import RequestState
 from chitu.router import generation_events as events
-from chitu.router import generation_machine, retry
 from chitu.router.generation import GenerateRequest, Generation, PromptGroup
 from chitu.router.generation_machine import GenerationMachine
 from chitu.router.retry import MAX_DEATHS, Failure
@@ -324,15 +321,3 @@ def test_the_end_says_whose_stages_and_whether_the_reader_knows() -> None:
         world = in_state(S.DECODE)
         *_, ended = world.give(events.ReaderGone(is_complete))
         assert isinstance(ended, events.Ended) and not ended.is_news
-
-
-def test_the_machine_knows_no_thread_socket_clock_lock_or_log() -> None:
-    for module in (generation_machine, events, retry):
-        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        roots = {name.split(".")[0] for name in imported}
-        assert not roots & {"threading", "time", "asyncio", "logging", "random", "secrets", "socket", "zmq"}
-        assert not {name for name in imported if name.startswith(("chitu.net", "chitu.clock", "chitu.log"))}
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert not used & {"log", "new_room"}

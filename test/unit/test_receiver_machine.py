@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewCha
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.receiver import events, machine
+from chitu.kv_transfer.receiver import events
 from chitu.kv_transfer.receiver.machine import ReceiverMachine
 from chitu.kv_transfer.receiver.prefill_directory import PrefillPeer
 from chitu.protocol import (
@@ -211,15 +209,3 @@ def test_a_registration_moves_by_its_table_alone(state: RegistrationState, event
     peer = PrefillPeer(P, "p", 2, state)
     target = REGISTRATION_TRANSITIONS.get((state, event))
     assert peer.take(event) is (target is not None) and peer.state is (target or state)
-
-
-def test_the_machine_knows_no_thread_socket_clock_lock_or_log() -> None:
-    folder = Path(machine.__file__).parent
-    for name in ("machine.py", "prefill_directory.py", "events.py"):
-        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not {m for m in imported if m.split(".")[0] in ("threading", "time", "queue", "zmq", "socket")}
-        assert not {m for m in imported if m.startswith(("chitu.net", "chitu.clock"))}
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not used & {"getLogger", "monotonic", "acquire", "release"}

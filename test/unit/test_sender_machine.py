@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from chitu.errors import TransferFailed
@@ -12,7 +9,7 @@ from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewCha
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.sender import events, machine
+from chitu.kv_transfer.sender import events
 from chitu.kv_transfer.sender.machine import OPEN_STATES, SenderMachine
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk
@@ -259,15 +256,3 @@ def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> N
     world.give("d_dead")
     world.machine.handle(events.Heard(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is not None
-
-
-def test_the_machine_knows_no_thread_socket_clock_lock_or_log() -> None:
-    folder = Path(machine.__file__).parent
-    for name in ("machine.py", "events.py"):
-        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not {m for m in imported if m.split(".")[0] in ("threading", "time", "queue", "zmq", "socket")}
-        assert not {m for m in imported if m.startswith(("chitu.net", "chitu.clock"))}
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not used & {"getLogger", "monotonic", "acquire", "release"}
