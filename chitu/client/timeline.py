@@ -313,19 +313,20 @@ def _put_in_order(sides: Sequence[_Side]) -> None:
 
 def _page_checks(sides: Sequence[_Side]) -> list[PageCheck]:
     """Both sides hash the same positions; D's ranks may hold a KV head several times."""
-    prefill = next((side for side in sides if side.sent is not None and side.sent.hashes is not None), None)
-    decode = next((side for side in sides if side.restored is not None and side.restored.hashes is not None), None)
-    if prefill is None or decode is None or prefill.sent is None or decode.restored is None:
+    sent = next(((side, side.sent.hashes) for side in sides if side.sent and side.sent.hashes), None)
+    landed = next(
+        ((side, side.restored, side.restored.hashes) for side in sides if side.restored and side.restored.hashes), None
+    )
+    if sent is None or landed is None:
         return []
-    theirs, mine = prefill.sent.hashes, decode.restored.hashes
-    assert theirs is not None and mine is not None
+    (prefill, theirs), (decode, restored, mine) = sent, landed
     found = dict(zip(mine.positions, mine.sums, strict=True))
     sources = prefill.send.pages.numbers if prefill.send is not None else ()
     checks = []
     for position, written in zip(theirs.positions, theirs.sums, strict=True):
         if position in found:
             expected = int(written, 16) * mine.head_copies % (1 << 64)
-            page = (_at(sources, position), _at(decode.restored.pages.numbers, position))
+            page = (_at(sources, position), _at(restored.pages.numbers, position))
             is_same = int(found[position], 16) == expected
             names = prefill.instance, decode.instance
             checks.append(PageCheck(prefill.room, position, names[0], page[0], names[1], page[1], is_same))

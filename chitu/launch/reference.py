@@ -22,7 +22,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 from chitu.models.config import count_weights
 from chitu.protocol import KVLayout
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot
 
 READY_TIMEOUT_S = 1800.0
 """For the engine: a large model is read from disk first."""
@@ -72,22 +72,22 @@ class EngineShape(NamedTuple):
 
 
 @contextlib.contextmanager
-def reference(options: ReferenceOptions, cluster: ClusterSnapshot, say: Callable[[str], None]) -> Iterator[Reference]:
-    """Of the model, the context and the dtype of the cluster, which has a layout. Impossible where there is none;
-    ConfigError and StartFailed as of `LocalCluster`."""
+def reference(
+    options: ReferenceOptions, like: KVLayout, max_model_len: int, say: Callable[[str], None]
+) -> Iterator[Reference]:
+    """Of the model, the context and the dtype of the cluster. Impossible where there is none; ConfigError and
+    StartFailed as of `LocalCluster`."""
     if options.url is not None:
-        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), api_key(), cluster, say)
+        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), api_key(), like, say)
         return
     if options.folder is None:
         raise Impossible(
             "the model's folder is not known, or not on this machine: name it with --model DIR, or an undivided engine "
             "that runs already with --reference URL"
         )
-    like = instance_of(cluster)
-    assert like is not None and like.layout is not None and cluster.max_model_len is not None
-    shape = EngineShape(like.layout.dtype, cluster.max_model_len, like.layout.page_size)
+    shape = EngineShape(like.dtype, max_model_len, like.page_size)
     with engine(options.folder, options.device, shape, options.entries, say) as (client, key):
-        yield _reference(options, client, key, cluster, say)
+        yield _reference(options, client, key, like, say)
 
 
 @contextlib.contextmanager
@@ -105,9 +105,9 @@ def engine(
     own.remove_logs()
 
 
-def instance_of(cluster: ClusterSnapshot) -> InstanceSnapshot | None:
-    """Any that is up."""
-    return next((instance for instance in cluster.instances if instance.layout is not None), None)
+def layout_of(cluster: ClusterSnapshot) -> KVLayout | None:
+    """Of any instance that is up."""
+    return next((instance.layout for instance in cluster.instances if instance.layout is not None), None)
 
 
 def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
@@ -129,21 +129,20 @@ def _reference(
     options: ReferenceOptions,
     client: RouterClient,
     key: str | None,
-    cluster: ClusterSnapshot,
+    like: KVLayout,
     say: Callable[[str], None],
 ) -> Reference:
-    like, own = instance_of(cluster), instance_of(snapshot := client.cluster())
-    assert like is not None and like.layout is not None
-    if own is None or own.layout is None or any(instance.role != "unified" for instance in snapshot.instances):
+    own = layout_of(snapshot := client.cluster())
+    if own is None or any(instance.role != "unified" for instance in snapshot.instances):
         raise Impossible(f"{client.url} is no undivided engine that serves")
-    if own.layout.model_hash != like.layout.model_hash:
+    if own.model_hash != like.model_hash:
         raise Impossible("the reference has another model than the cluster: config.json or the weight files differ")
     engine = Prober(client, key, client.model_name(), options.max_tokens, options.timeout_s)
-    scorers: dict[str, Scorer] = {f"one engine ({own.layout.dtype})": engine}
+    scorers: dict[str, Scorer] = {f"one engine ({own.dtype})": engine}
     if options.folder is not None and options.has_transformers:
         twin = find_transformers(options.folder, say)
         scorers |= {"transformers (float32)": twin} if twin is not None else {}
-    return Reference(engine, own.layout, scorers)
+    return Reference(engine, own, scorers)
 
 
 def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:

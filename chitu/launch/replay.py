@@ -16,7 +16,7 @@ from chitu.client.verify.asking import Impossible, Prober
 from chitu.client.verify.receipts import Replayed, replay
 from chitu.config.load import api_key
 from chitu.launch.plan import Entries
-from chitu.launch.reference import EngineShape, engine, instance_of
+from chitu.launch.reference import EngineShape, engine, layout_of
 from chitu.models.config import read_model_spec
 from chitu.protocol.receipt import Receipt
 
@@ -54,10 +54,9 @@ def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Ca
             shape = EngineShape(receipts[0].dtype, min(longest + 1, most), PAGE_SIZE)
             client, key = stack.enter_context(engine(options.model, options.device, shape, options.entries, say))
         cluster = client.cluster()
-        like = instance_of(cluster)
-        if like is None or like.layout is None:
+        layout = layout_of(cluster)
+        if layout is None:
             raise Impossible(f"nothing serves at {client.url}")
-        layout = like.layout
         prober = Prober(client, key, cluster.model, 1, options.timeout_s)
         say(f"replaying {len(receipts)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:

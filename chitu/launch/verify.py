@@ -29,7 +29,7 @@ from chitu.config.load import api_key
 from chitu.errors import ChituError
 from chitu.launch.drain import credential
 from chitu.launch.plan import Entries
-from chitu.launch.reference import Reference, ReferenceOptions, instance_of, reference
+from chitu.launch.reference import Reference, ReferenceOptions, layout_of, reference
 from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.snapshot import ClusterSnapshot
 
@@ -70,11 +70,11 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     """Impossible where nothing can be compared; what `RouterClient` raises where no router answers."""
     client = RouterClient(options.url, api_key(), flag="URL")
     before = client.cluster()
-    like = instance_of(before)
-    if like is None or like.layout is None or before.max_model_len is None:
+    layout, max_model_len = layout_of(before), before.max_model_len
+    if layout is None or max_model_len is None:
         names = ", ".join(instance.name for instance in before.instances)
         raise Impossible(f"nothing serves at {client.url}: {names or 'nobody'} is down")
-    dtype = like.layout.dtype
+    dtype = layout.dtype
     folder = options.model if options.model is not None else _served_folder(options.url)
     wanted = ReferenceOptions(
         options.reference,
@@ -86,11 +86,11 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
         options.entries,
     )
     prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
-    with reference(wanted, before, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
+    with reference(wanted, layout, max_model_len, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
-        asking, ways = _Asking(prober, right, LOGPROB_TOLERANCES[dtype], like.layout.page_size), _ways(before)
+        asking, ways = _Asking(prober, right, LOGPROB_TOLERANCES[dtype], layout.page_size), _ways(before)
         for number in range(max(MIN_ROUNDS, options.max_rounds)):
-            asking.round(number, before.max_model_len, max(2, len(ways)), pool)
+            asking.round(number, max_model_len, max(2, len(ways)), pool)
             if number + 1 >= MIN_ROUNDS and ways <= asking.seen:
                 break
     after = client.cluster()

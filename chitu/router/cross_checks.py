@@ -33,6 +33,7 @@ ANSWER_S = 60.0
 
 Start = Callable[[GenerateRequest, Set[InstanceKey]], Generation]
 """Send a request to others than these, where there are others; a ChituError where it cannot be sent."""
+Steps = Generator[Recompute, Computed | None, CheckResult]
 
 
 class CrossChecks:
@@ -52,10 +53,9 @@ class CrossChecks:
         self._counters = counters
         self._on_wrong = on_wrong
         self._ended: deque[Generation] = deque(maxlen=WAITING)
-        self._steps: Generator[Recompute, Computed | None, CheckResult] | None = None
         self._checked_id = ""
-        self._asked: Generation | None = None
-        """The computation that the running check waits for."""
+        self._running: tuple[Steps, Generation] | None = None
+        """The check, and the computation that it waits for."""
 
     def sampled(self, request: GenerateRequest) -> GenerateRequest | None:
         """The request as it is to be sent, if it is to be checked. Those that ask for logprobs themselves are not."""
@@ -72,31 +72,29 @@ class CrossChecks:
             self._ended.append(generation)
 
     def tick(self) -> None:
-        if self._asked is not None and self._asked.done:
-            asked, self._asked = self._asked, None
-            self._go_on(_computed(asked))
-        if self._steps is None and self._ended:
+        if self._running is not None and self._running[1].done:
+            (steps, asked), self._running = self._running, None
+            self._go_on(steps, _computed(asked))
+        if self._running is None and self._ended:
             served = self._ended.popleft()
             computed = _computed(served)
             layouts = [instance.layout for instance in self._candidates().prefill]
             if computed is not None and layouts:
                 self._checked_id = served.request.request_id
                 tolerance = LOGPROB_TOLERANCES[layouts[0].dtype]
-                self._steps = cross_check(served.request.token_ids, computed, tolerance)
-                self._go_on(None)
+                self._go_on(cross_check(served.request.token_ids, computed, tolerance), None)
 
-    def _go_on(self, computed: Computed | None) -> None:
-        assert self._steps is not None
+    def _go_on(self, steps: Steps, computed: Computed | None) -> None:
         try:
-            ask = self._steps.send(computed)
-            while not self._send(ask):
-                ask = self._steps.send(None)
+            ask = steps.send(computed)
+            while (asked := self._send(ask)) is None:
+                ask = steps.send(None)
+            self._running = steps, asked
         except StopIteration as end:
-            self._steps = None
             self._judge(end.value)
 
-    def _send(self, ask: Recompute) -> bool:
-        """False where no P that may be asked is there, or takes requests."""
+    def _send(self, ask: Recompute) -> Generation | None:
+        """None where no P that may be asked is there, or takes requests."""
         others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
         sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
         request = GenerateRequest(
@@ -110,10 +108,9 @@ class CrossChecks:
             priority=MAX_PRIORITY,
         )
         try:
-            self._asked = self._start(request, {ask.prefill} if ask.by_another else others)
+            return self._start(request, {ask.prefill} if ask.by_another else others)
         except ChituError:
-            return False
-        return True
+            return None
 
     def _judge(self, result: CheckResult) -> None:
         self._counters.count(self._counters.cross_checks, result.outcome)

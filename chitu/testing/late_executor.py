@@ -52,15 +52,18 @@ class LateStep:
         return self.tokens is not None
 
     def result(self) -> StepResult:
-        self.synchronize()
-        assert self.tokens is not None
+        tokens = self._wait()
         self.executor.take(self)
-        return self.tokens
+        return tokens
 
-    def synchronize(self) -> None:
+    def _wait(self) -> StepResult:
         while self.tokens is None:
             if not self.executor.run_next():
                 raise InvariantViolation("a step is waited for in the middle of itself")
+        return self.tokens
+
+    def synchronize(self) -> None:
+        self._wait()
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()

@@ -38,8 +38,8 @@ class ResponsesFormat:
             "usage": None,
         }
         self._output: list[dict[str, Any]] = []
-        """The last one is open where `_text` is a list."""
-        self._text: list[str] | None = None
+        """The last one is open where `_kind` is not empty."""
+        self._text: list[str] = []
         """Of the open item."""
         self._kind = ""
         """`message`, `reasoning`, or of a call its place."""
@@ -127,9 +127,8 @@ class ResponsesFormat:
 
     def _add(self, kind: str, text: str, call: CallDelta | None = None) -> bytes:
         events = b""
-        if kind != self._kind or self._text is None:
+        if kind != self._kind:
             events = self._close("completed") + self._open(kind, call)
-        assert self._text is not None
         if not text:
             return events
         self._text.append(text)
@@ -158,11 +157,11 @@ class ResponsesFormat:
 
     def _close(self, status: str) -> bytes:
         """The open item, if there is one."""
-        if self._text is None:
+        if not self._kind:
             return b""
         item, kind, text = self._output[-1], self._kind, "".join(self._text)
         place = self._place(kind)
-        self._text = None
+        self._kind = ""
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
