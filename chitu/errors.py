@@ -256,7 +256,8 @@ class StepFailed(ServiceError):
 
 
 class PoisonRequest(ServiceError):
-    """Instances died under it, one after the other: another one shall not. Not for the client to send again either."""
+    """Instances, or processes that worked on its body, died under it, one after the other: another one shall not. Not
+    for the client to send again either."""
 
     code = "poison_request"
     http_status = 500

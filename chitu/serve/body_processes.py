@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from chitu.config.load import child_environment
 from chitu.config.schema import ModelConfig
-from chitu.errors import Capacity, Internal
+from chitu.errors import Capacity, Internal, PoisonRequest
 from chitu.http.body_work import BODY_S, BodyTask, JudgeGrammar, too_costly
 from chitu.launch.process import MARK, describe_exit
 from chitu.serve.body_process import ANSWER, HEAD, TASK, UNWANTED
@@ -182,7 +182,7 @@ class BodyProcesses:
                 self._busy.discard(process)
                 if process.exit_code is None:
                     self._idle.append(process)
-        raise Internal(f"the process that worked on this request ended {TRIES} times ({describe_exit(code)})")
+        raise PoisonRequest(f"the process that worked on this request ended {TRIES} times ({describe_exit(code)})")
 
     def close(self) -> None:
         for process in (*self._idle, *self._busy):
