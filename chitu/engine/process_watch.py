@@ -10,11 +10,16 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from chitu.net.threads import EXIT_DEAD_THREAD, ServiceThread
 
 logger = logging.getLogger(__name__)
+
+NOTICE_S = 0.5
+"""A connection of a rank that dies can break before its process is gone."""
 
 
 class ProcessWatch:
@@ -28,6 +33,16 @@ class ProcessWatch:
     def disarm(self) -> None:
         """The others are about to end because they were told to."""
         self._disarmed.set()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """If what raises in this block is the death of another rank, the watch has the time to say so, and to end this
+        process; else the error goes on."""
+        try:
+            yield
+        except Exception:
+            time.sleep(NOTICE_S)
+            raise
 
     def _run(self) -> None:
         poll = select.poll()

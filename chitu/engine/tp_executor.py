@@ -77,7 +77,8 @@ class TensorParallelExecutor:
         return self._last
 
     def forget(self, slots: Collection[int]) -> None:
-        raise Internal("a step raised on the main rank, and the other ranks are in the middle of it")
+        with self._watch.explaining():
+            raise Internal("a step raised on the main rank, and the other ranks are in the middle of it")
 
     @property
     def saved_keys(self) -> frozenset[int]:

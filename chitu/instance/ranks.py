@@ -84,7 +84,8 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     writer = _start_writer(topology, engine, tp_rank, transports, greetings[0])
     logger.info("follows rank 0 (pid %d)", greetings[0].pid)
-    run_follower(engine.runner, engine.group, watch)
+    with watch.explaining():
+        run_follower(engine.runner, engine.group, watch)
     if writer is not None:
         writer.close()
     # Transports and pool go with the process, which ends now: closing a Mooncake engine would take a second more.

@@ -94,7 +94,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
             if number + 1 >= MIN_ROUNDS and ways <= asking.seen:
                 break
     after = client.cluster()
-    past_cache = [one.asked for one in asking.judged if one.kind != CACHED and one.asked.pair not in _alone(before)]
+    past_cache = [one.asked for one in asking.judged if one.kind != CACHED and one.pair not in _alone(before)]
     verdict = judge(before, after, [*past_cache, *asking.failed], compares_tokens=False)
     alone = [instance for instance in after.instances if instance.role == "unified"]
     missing = [f"{instance.name} is {instance.status}" for instance in alone if instance.status != "up"]
@@ -143,10 +143,10 @@ class _Asking:
     """What other runs have left in the caches is not asked for."""
 
     @property
-    def seen(self) -> set[Pair | None]:
+    def seen(self) -> set[Pair]:
         """Over which some went past the cache, and some tell of their pages."""
-        forced = {one.asked.pair for one in self.judged if one.kind == FORCED}
-        return forced & {one.asked.pair for one in self.judged if one.kind not in (CACHED, FORCED)}
+        forced = {one.pair for one in self.judged if one.kind == FORCED}
+        return forced & {one.pair for one in self.judged if one.kind not in (CACHED, FORCED)}
 
     def round(self, number: int, max_model_len: int, copies: int, pool: ThreadPoolExecutor) -> None:
         """One prompt, in each kind `copies` times. Through the cache twice that: each of as many salts finds nothing at
@@ -167,10 +167,10 @@ class _Asking:
                 if kind == FORCED:
                     wait(asked)  # one after the other, on an idle cluster, they go over one pair after the other
             for answer in [future.result() for future in asked]:
-                if answer.error:
+                if answer.error or answer.served is None:
                     self.failed.append(answer)
                 else:
-                    self.judged.append(Judged(answer, kind, self._judge(prompt, answer, drawn)))
+                    self.judged.append(Judged(answer, answer.served, kind, self._judge(prompt, answer, drawn)))
 
     def _drawn(self, number: int, prompt: Sequence[int], options: dict[str, Any]) -> tuple[int, ...]:
         alone = self.right.engine.ask(number, prompt, False, **options)

@@ -53,16 +53,12 @@ def _stacked(
     if inner < size:
         raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
     own = share_of(inner, size, rank)
-    gate_up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
     for index, name in enumerate(names):
         rows = [Rows(f"{name}.{part}_proj.weight", inner, own) for part in ("gate", "up")]
         gate_up_GD = weights.take_rows(rows, hidden)
         down_DI = weights.take(f"{name}.down_proj.weight", hidden, inner, columns=own)
-        if gate_up is None or down is None:
+        if index == 0:
             gate_up = gate_up_GD.new_empty(len(names), *gate_up_GD.shape)
             down = down_DI.new_empty(len(names), *down_DI.shape)
         gate_up[index], down[index] = gate_up_GD, down_DI
-    assert gate_up is not None
-    assert down is not None
     return gate_up, down

@@ -73,9 +73,8 @@ class BodyProcess(asyncio.Protocol):
             theirs.close()
         mine.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, process = await loop.create_unix_connection(lambda: cls(popen), sock=mine)
-        assert process._transport is not None
-        process._transport.writelines((ANSWER.pack(len(setup)), setup))
+        transport, process = await loop.create_unix_connection(lambda: cls(popen), sock=mine)
+        transport.writelines((ANSWER.pack(len(setup)), setup))
         log.info("large bodies and grammars: started pid %d", popen.pid)
         return process
 

@@ -189,9 +189,11 @@ class ReplicaSet:
         if is_ready and (silent_s > SILENT_S) != replica.is_silent:
             replica.is_silent = silent_s > SILENT_S
             if replica.is_silent:
-                log.warning("%s (pid %d) said nothing for %g s; others serve new connections", *_of(replica), SILENT_S)
+                log.warning(
+                    "%s (pid %d) said nothing for %g s; others serve new connections", replica.name, child.pid, SILENT_S
+                )
         if silent_s > (HUNG_S if is_ready else START_S):
-            log.error("%s (pid %d) hangs: it said nothing for %.0f s and is killed", *_of(replica), silent_s)
+            log.error("%s (pid %d) hangs: it said nothing for %.0f s and is killed", replica.name, child.pid, silent_s)
             child.kill_tree()
 
     def _tell(self) -> None:
@@ -210,8 +212,3 @@ class ReplicaSet:
         file = self._supervisor.run_dir.path / "topology.yaml"
         argv = (sys.executable, "-m", "chitu.serve.replica", str(file), *map(str, numbers))
         return ProcessSpec(name, self.topology.dp_config.router.host, argv, descriptors=(replica.socket.fileno(),))
-
-
-def _of(replica: _Replica) -> tuple[str, int]:
-    assert replica.child is not None
-    return replica.name, replica.child.pid

@@ -284,6 +284,9 @@ def test_followers_that_die_or_stop_end_their_instances_which_come_back_and_read
             cluster.wait_exit(name, timeout_s=15.0)
         answers = load.result(timeout=120)
     assert not any(rank.is_running() for name in ranks for rank in ranks[name]), "nothing of the instances is left"
+    for name in (name for name, blow in BLOWS[tier.transport] if blow == signal.SIGKILL):
+        log = cluster.logs(name)
+        assert "another rank of this instance" in log and "a step raised" not in log, log[-8000:]
     for answer in answers:
         assert answer.token_ids == expected[-1] or answer.error in TYPED, answer
     for name in ranks:

@@ -94,8 +94,8 @@ def test_where_the_right_ones_differ_a_sum_tells_nothing() -> None:
 
 
 def judged(pair: tuple[str, str], sums: str, kind: str = FORCED, wrong: bool = False) -> Judged:
-    asked = Asked(0, served=Served(*pair, 9, 3, 0, 0, 1, 0.1, sums))
-    return Judged(asked, kind, Judgement("wrong" if wrong else "same"))
+    served = Served(*pair, 9, 3, 0, 0, 1, 0.1, sums)
+    return Judged(Asked(0, served=served), served, kind, Judgement("wrong" if wrong else "same"))
 
 
 def test_a_wrong_pair_is_compared_with_right_ones_of_its_layout_else_with_the_engine() -> None:

@@ -98,25 +98,30 @@ def test_the_deltas_of_a_stream_are_the_whole_text() -> None:
     assert "'ab', 'a'" in reason
 
 
-def report(judged: list[Judged], reasons: list[str] | None = None, moved: int = 100) -> Report:
+def judged(answer: Asked, kind: str, judgement: Judgement) -> Judged:
+    assert answer.served is not None
+    return Judged(answer, answer.served, kind, judgement)
+
+
+def report(found: list[Judged], reasons: list[str] | None = None, moved: int = 100) -> Report:
     pairs = [PairReport("P0", "D0", 1, 20, moved, 100, True, 1.0)]
     verdict = TopologyVerdict(not reasons, reasons or [], "m", 1, 1, {}, pairs)
-    return report_of(verdict, judged, [], "float32", 0.01, ["one engine"], [])
+    return report_of(verdict, found, [], "float32", 0.01, ["one engine"], [])
 
 
 def test_what_a_cache_had_wrong_is_blamed_on_whom_it_came_from() -> None:
     """P1-D0 is wrong by itself; P0-D0 only with pages that P1 left on D0."""
     wrong = Judgement("wrong", 1, "token 1 is 4")
-    found = [Judged(asked(4, 5, pair=(name, "D0")), "greedy", Judgement("same")) for name in ("P0", "P1")]
-    stale = Judged(asked(4, 5, pair=("P0", "D0")), "cached", wrong)
+    found = [judged(asked(4, 5, pair=(name, "D0")), "greedy", Judgement("same")) for name in ("P0", "P1")]
+    stale = judged(asked(4, 5, pair=("P0", "D0")), "cached", wrong)
     assert report([*found, stale]).guilty == ["P0-D0"], "nothing else explains it"
-    harmed = Judged(asked(4, 5, pair=("P1", "D0")), "greedy", wrong)
+    harmed = judged(asked(4, 5, pair=("P1", "D0")), "greedy", wrong)
     assert report([*found, stale, harmed]).guilty == ["P1-D0"]
 
 
 def test_what_is_wrong_outweighs_what_could_not_be_judged() -> None:
-    right = Judged(asked(4, text="a"), "greedy", Judgement("same"))
-    wrong = Judged(asked(4, text="a"), "stream", Judgement("wrong", 0, "token 0 is 4"))
+    right = judged(asked(4, text="a"), "greedy", Judgement("same"))
+    wrong = judged(asked(4, text="a"), "stream", Judgement("wrong", 0, "token 0 is 4"))
     assert report([right]).verdict == "right"
     assert report([right], ["D1 is down"]).verdict == "unjudged"
     assert report([]).verdict == "unjudged"

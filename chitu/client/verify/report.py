@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from chitu.client.verify.asking import Asked, Pair
+from chitu.client.verify.asking import Asked, Pair, Served
 from chitu.client.verify.pages import Place, first_unlike
 from chitu.client.verify.parity import Judgement, blame, pair_name, unlike_texts
 from chitu.client.verify.topology import TopologyVerdict
@@ -27,8 +27,14 @@ MAX_REASONS = 20
 
 class Judged(msgspec.Struct, frozen=True):
     asked: Asked
+    served: Served
+    """By whom, as the router proves it."""
     kind: str
     judgement: Judgement
+
+    @property
+    def pair(self) -> Pair:
+        return self.served.prefill, self.served.decode
 
 
 class PairParity(msgspec.Struct, frozen=True):
@@ -74,20 +80,19 @@ def wrong_pages(
 ) -> list[WrongPage]:
     """Of pairs with wrong answers the first place in the first prompt that shows one. `layouts`: by name of D. `alone`:
     sums of the undivided engine, by prompt, which stand in where no other pair is right."""
-    wrong = {one.asked.pair for one in judged if one.judgement.outcome == "wrong"}
-    forced = [one.asked for one in judged if one.kind == FORCED]
+    wrong = {one.pair for one in judged if one.judgement.outcome == "wrong"}
+    forced = [one for one in judged if one.kind == FORCED]
     found: dict[Pair, Place] = {}
     for one in forced:
-        assert one.pair is not None and one.served is not None
         layout = layouts[one.served.decode]
         right = [
             other.served.page_sums
             for other in forced
-            if other.prompt == one.prompt and other.pair not in wrong and other.served is not None
+            if other.asked.prompt == one.asked.prompt and other.pair not in wrong
             if layouts[other.served.decode] == layout
         ]
-        if not right and layout == alone_layout and one.prompt in alone:
-            right = [alone[one.prompt]]
+        if not right and layout == alone_layout and one.asked.prompt in alone:
+            right = [alone[one.asked.prompt]]
         place = first_unlike(one.served.page_sums, right, layout.num_layers) if one.pair in wrong else None
         if place is not None:
             found.setdefault(one.pair, place)
@@ -108,15 +113,13 @@ def report_of(
     wrong: dict[Pair, list[Judged]] = defaultdict(list)
     by_pair: dict[Pair, list[Judged]] = defaultdict(list)
     for one in judged:
-        assert one.asked.pair is not None
-        by_pair[one.asked.pair].append(one)
+        by_pair[one.pair].append(one)
         if one.judgement.outcome == "wrong":
-            wrong[one.asked.pair].append(one)
+            wrong[one.pair].append(one)
     places: dict[Pair, set[int]] = defaultdict(set)
     computed = [one for found in wrong.values() for one in found if one.kind != CACHED]
     for one in computed or [one for found in wrong.values() for one in found]:
-        assert one.asked.pair is not None
-        places[one.asked.pair].add(one.judgement.place)
+        places[one.pair].add(one.judgement.place)
     guilty = blame(places, by_pair.keys())
     reasons = [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
     moved = {(pair.prefill, pair.decode): (pair.kv_bytes, pair.expected_bytes) for pair in verdict.pairs}
@@ -153,8 +156,7 @@ def _texts(judged: Sequence[Judged], number: int) -> list[str]:
 
 
 def _reason(pair: Pair, one: Judged) -> str:
-    served = one.asked.served
-    assert served is not None
+    served = one.served
     cached = f", {served.cached_tokens} tokens cached" if served.cached_tokens else ""
     return f"{pair_name(pair)}: {one.kind}, prompt of {served.prompt_tokens} tokens{cached}: {one.judgement.says}"
 
@@ -166,7 +168,7 @@ def _row(pair: Pair, found: Sequence[Judged], kv_bytes: int, expected_bytes: int
         same=outcomes.count("same"),
         near_ties=outcomes.count("near-tie"),
         wrong=outcomes.count("wrong"),
-        cached=sum(one.asked.served is not None and one.asked.served.cached_tokens > 0 for one in found),
+        cached=sum(one.served.cached_tokens > 0 for one in found),
         kv_bytes=kv_bytes,
         expected_bytes=expected_bytes,
         largest_difference=round(max(one.judgement.difference for one in found), 6),

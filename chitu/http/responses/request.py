@@ -80,31 +80,23 @@ def chat_body(body: ResponsesBody) -> ChatBody:
 
 def _messages(items: list[InputItem]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
-    own: ChatMessage | None = None
-    """The model's, to which more of its items may come."""
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.type or "message"
         if kind not in ITEM_TYPES:
             raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
-        is_own = kind in ("function_call", "reasoning") or (kind == "message" and item.role == "assistant")
-        if not is_own:
-            own = None
-        elif own is None or (kind == "message" and own.content is not None) or (kind == "reasoning" and own.tool_calls):
-            own = ChatMessage("assistant")
-            messages.append(own)
         if kind == "message":
             if item.role is None or item.content is None:
                 raise InvalidRequest(f"{where}: a message has a role and content", where)
             text = _text(item.content, f"{where}.content")
-            if own is not None:
-                own.content = text
+            if item.role == "assistant":
+                _of_model(messages, kind).content = text
             else:
                 messages.append(ChatMessage(item.role, text))
         elif kind == "function_call":
             if item.name is None or item.call_id is None:
                 raise InvalidRequest(f"{where}: a function_call has a name and a call_id", where)
-            assert own is not None
+            own = _of_model(messages, kind)
             call = MessageToolCall(CalledFunction(item.name, item.arguments), item.call_id)
             own.tool_calls = [*(own.tool_calls or ()), call]
         elif kind == "function_call_output":
@@ -113,10 +105,23 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
             text = _text(item.output, f"{where}.output")
             messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
         else:
-            assert own is not None
-            own.reasoning_content = _text(item.content or "", f"{where}.content")
+            _of_model(messages, kind).reasoning_content = _text(item.content or "", f"{where}.content")
     # Reasoning alone is no message that a template knows.
     return [message for message in messages if message.content is not None or message.tool_calls]
+
+
+def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
+    """The model's message that an item of this kind belongs to: the last one, or a new one."""
+    last = messages[-1] if messages else None
+    if (
+        last is None
+        or last.role != "assistant"
+        or (kind == "message" and last.content is not None)
+        or (kind == "reasoning" and last.tool_calls)
+    ):
+        last = ChatMessage("assistant")
+        messages.append(last)
+    return last
 
 
 def _text(given: str | list[InputPart], where: str) -> str:
