@@ -79,6 +79,12 @@ def newest_request(cluster: LocalCluster) -> RequestSnapshot | None:
     return max(requests, key=lambda request: request.created_at_s, default=None)
 
 
+def is_idle(cluster: LocalCluster) -> bool:
+    """As heartbeats say, which come a second behind the end of an answer."""
+    loads = [instance.load for instance in RouterClient(cluster.url, KEY).cluster().instances]
+    return all(load and load.waiting + load.transferring + load.running == 0 for load in loads)
+
+
 def take_ctrl_c() -> None:
     """In the child: a shell that runs tests in the background makes its offspring deaf to SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -228,6 +234,7 @@ def test_ctrl_c_on_one_question_keeps_what_came(cluster: LocalCluster) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_its_request_and_two_leave(cluster: LocalCluster) -> None:
+    wait_until(lambda: is_idle(cluster), 10, RouterClient(cluster.url, KEY).cluster)
     with Tty([*CHITU, "chat", "--url", cluster.url]) as tty:
         tty.wait(r"m at http://127\.0\.0\.1:\d+; /help shows")
         tty.wait(r"P0 up idle")
