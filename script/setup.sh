@@ -149,6 +149,10 @@ EOF
 }
 
 # --------------------------------------------------------------------------------------------------------------- .venv
+compile_sources() { # as pip does with what it copies; else each process of a first start does it beside the others
+    .venv/bin/python -m compileall -q -j 0 chitu || true
+}
+
 if [ -x .venv/bin/python ] && .venv/bin/python -c 'import pip' 2>/dev/null && python_ok .venv/bin/python; then
     python=.venv/bin/python
 else
@@ -167,6 +171,7 @@ if [ "$python" = .venv/bin/python ]; then
     [ "$old_level" != dev ] || level=dev # what is there stays
     if [ "$old_hash $old_level" = "$hash $level" ]; then
         [ $level != dev ] || { install_clients; install_promtool; }
+        compile_sources
         say ".venv is up to date"
         exit 0
     fi
@@ -215,5 +220,6 @@ extras=""
 say "installing chitu${extras:+ with $extras}"
 pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}"
 wait "$clients"
+compile_sources
 echo "$hash $level" >.venv/chitu-setup.stamp
 say "done: .venv/bin/chitu"
