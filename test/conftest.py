@@ -1,9 +1,12 @@
 """Settings of every test process, set before torch is imported anywhere; and what a failed test leaves to the next."""
 
 import contextlib
+import gc
 import os
 import signal
+import tempfile
 from collections.abc import Generator
+from pathlib import Path
 
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,12 +19,35 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import certifi
 import pytest
 from hypothesis import settings
 
 # No timed tests: a loaded machine is no failure. In CI the same examples every time; by hand new ones.
 settings.register_profile("chitu", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("chitu")
+
+ROOT_END = "-----END CERTIFICATE-----\n"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An HTTP client reads all roots that `certifi` knows when it is made, 20 ms of a core, and tests make a thousand
+    to talk to this machine without TLS: here it knows one."""
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    root = Path(folder.name) / "one.pem"
+    root.write_text(Path(certifi.where()).read_text().partition(ROOT_END)[0] + ROOT_END)
+    certifi.where = lambda: str(root)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules live to the end: the collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries name as leaks what the collector did not look at
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
