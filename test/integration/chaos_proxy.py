@@ -2,7 +2,7 @@
 
 Each process publishes another loopback address than the one it listens at (all of 127.0.0.0/8 is this machine), and at
 that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
-view, which the router publishes. Who connects is found in /proc by both ends of the connection (two connections of
+view, which the router publishes. Who connects is found by both ends of the connection (two connections of
 different processes to different ports may have the same local port), so a cut can take exactly one process off: its
 connections break, and new ones are taken and dropped, until it is healed. A frozen one keeps its connections, but
 nothing passes. Instead of a process, `router>D0` names the connections from the one to the other. No root needed.
@@ -19,9 +19,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -37,11 +36,16 @@ FROZEN_POLL_S = 0.02
 FIND_TRIES = 5
 """Looks at /proc for who has connected, while somebody is cut off."""
 END_S = 2.0
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
+ALL_STATES = 0xFFFFFFFF
+ANY_SOCKET = bytes(4) + b"\xff" * 8
+"""Any interface, no cookie."""
 
 
 class Connection(NamedTuple):
-    """Port of the client's end, address and port of the other."""
+    """The client's end, and the other."""
 
+    client_host: str
     client_port: int
     host: str
     port: int
@@ -173,7 +177,7 @@ class Wires:
             self._servers[where] = await asyncio.start_server(accept, *where)
 
     async def _connect(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(writer.get_extra_info("peername")[1], *writer.get_extra_info("sockname"))
+        connection = Connection(*writer.get_extra_info("peername"), *writer.get_extra_info("sockname"))
         wire = Wire(name, connection)
         self._wires.add(wire)
         try:
@@ -211,16 +215,9 @@ class Wires:
                 wire.client = owners.get(wire.connection)
 
 
-def owners_of(connections: Container[Connection], pids: Mapping[str, int]) -> dict[Connection, str]:
+def owners_of(connections: Iterable[Connection], pids: Mapping[str, int]) -> dict[Connection, str]:
     """Which of these processes has the client's end of which of these connections."""
-    inodes: dict[str, Connection] = {}
-    for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
-        _, local, remote, *fields = line.split()
-        host, port = remote.split(":")
-        address = socket.inet_ntoa(struct.pack("=I", int(host, 16)))
-        connection = Connection(int(local.split(":")[1], 16), address, int(port, 16))
-        if connection in connections and fields[6] != "0":
-            inodes[f"socket:[{fields[6]}]"] = connection
+    inodes = {f"socket:[{inode}]": connection for connection in connections if (inode := inode_of(connection))}
     owners = {}
     for name, pid in pids.items():
         with contextlib.suppress(OSError):
@@ -230,3 +227,15 @@ def owners_of(connections: Container[Connection], pids: Mapping[str, int]) -> di
                     if connection is not None:
                         owners[connection] = name
     return owners
+
+
+def inode_of(connection: Connection) -> int:
+    """Of the client's end, by sock_diag(7): /proc/net/tcp takes long, with its thousands of closed ones. 0: none."""
+    ports = struct.pack("!HH", connection.client_port, connection.port)
+    hosts = struct.pack("4s12x4s12x", *(socket.inet_aton(host) for host in (connection.client_host, connection.host)))
+    wanted = struct.pack("=BBxxI", socket.AF_INET, socket.IPPROTO_TCP, ALL_STATES) + ports + hosts + ANY_SOCKET
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as diag:
+        diag.send(struct.pack("=IHHII", 16 + len(wanted), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 0, 0) + wanted)
+        answer = diag.recv(1 << 12)
+    kind: int = struct.unpack_from("=H", answer, 4)[0]
+    return struct.unpack_from("=I", answer, 84)[0] if kind == SOCK_DIAG_BY_FAMILY else 0

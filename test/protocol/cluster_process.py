@@ -62,6 +62,7 @@ NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
 FAILED = {SenderState.STOPPING, SenderState.UNSETTLED, SenderState.SETTLING, SenderState.RELEASED}
 FAILED |= {ReceiverState.QUARANTINED, ReceiverState.RELEASED}
+SEQUENCE_STATES = tuple(SequenceState)
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
 
 
@@ -347,11 +348,12 @@ class Process:
     def sequences(self) -> dict[bytes, Sequence]:
         sequences = self.scheduler._sequences
         found: dict[bytes, Sequence] = {}
-        for state in SequenceState:
+        for state in SEQUENCE_STATES:
             queue = sequences.of(state)
-            assert not found.keys() & queue.keys(), "a request stands in two queues"
-            assert all(sequence.state is state for sequence in queue.values())
-            found.update(queue)
+            if queue:
+                assert not found.keys() & queue.keys(), "a request stands in two queues"
+                assert {sequence.state for sequence in queue.values()} == {state}
+                found.update(queue)
         assert len(found) == len(sequences)
         return found
 

@@ -103,14 +103,16 @@ def _check(process: Process, room: bytes, addresses: object, lengths: object, is
 def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[int], set[int]]:
     """The pages and aux slots of the process that these bytes are in."""
     memory = process.memory
-    at, length = np.asarray(addresses, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    offsets = np.asarray(addresses, dtype=np.int64) - memory.arena_base
+    aux_offset = memory.aux_base - memory.arena_base
+    area_offset = None if memory.area is None else memory.area.base - memory.arena_base
     region_bytes = NUM_PAGES * PAGE_BYTES
     pages: set[int] = set()
     slots: set[int] = set()
-    for start, count in zip(at - memory.arena_base, length, strict=True):
-        if start < memory.aux_base - memory.arena_base:
-            first = int(start % region_bytes) // PAGE_BYTES
-            pages |= set(range(first, first + -(-int(count) // PAGE_BYTES)))
-        elif memory.area is None or start < memory.area.base - memory.arena_base:
-            slots.add(int(start - memory.aux_base + memory.arena_base) // memory.aux_row_bytes)
+    for start, count in zip(offsets.tolist(), np.asarray(lengths).tolist(), strict=True):
+        if start < aux_offset:
+            first = start % region_bytes // PAGE_BYTES
+            pages.update(range(first, first + -(-count // PAGE_BYTES)))
+        elif area_offset is None or start < area_offset:
+            slots.add((start - aux_offset) // memory.aux_row_bytes)
     return pages, slots
