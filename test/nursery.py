@@ -30,6 +30,7 @@ import msgspec
 
 from chitu.launch.plan import Entries
 from chitu.launch.process import die_with_parent
+from chitu.testing.router_process import RouterUnderTest
 
 CLONE_NEWNET = 0x40000000
 NAMESPACE = -1
@@ -46,6 +47,7 @@ IMPORTED = (
     "chitu.engine.build",
     "chitu.serve.api_server",
     "chitu.testing.checksum_scheduler",
+    "chitu.testing.fake_worker",
     TORCHRUN,
 )
 
@@ -101,15 +103,16 @@ class Nursery:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        stdin: int,
-        stdout: IO[bytes] | None,
-        stderr: IO[bytes] | None,
-        pass_fds: Sequence[int],
-        start_new_session: bool,
-        umask: int,
-        preexec_fn: object,
+        stdin: int = subprocess.DEVNULL,
+        stdout: IO[bytes] | None = None,
+        stderr: IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+        umask: int = 0o022,
+        preexec_fn: object = die_with_parent,
     ) -> Any:
-        """For `subprocess.Popen` as `ChildProcess` calls it: this interpreter runs a module."""
+        """For `subprocess.Popen` as `ChildProcess` and `RouterUnderTest` call it: this interpreter runs a module, and
+        nothing outlives it."""
         assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
         with open(os.devnull, "rb") as nothing:
             output = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
@@ -136,6 +139,11 @@ FORKED = forked(Entries(torchrun=False))
 """Of clusters whose tests are about something else than how processes start: 1P1D takes a tenth of the CPU time."""
 
 
+def forked_router(*arguments: Any, **options: Any) -> RouterUnderTest:
+    """Its processes are from the nursery, except replicas and body processes, which it starts itself."""
+    return RouterUnderTest(*arguments, **options, popen=nursery().popen)
+
+
 class Child:
     """A process of the nursery, with the face of a `subprocess.Popen`."""
 
@@ -150,6 +158,12 @@ class Child:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
         """Exit code; negative: the signal that ended it; None while it runs."""
@@ -280,7 +294,7 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     wanted = next_child()
-    sys.path[:] = wanted.path
+    sys.path[:] = [*filter(None, wanted.env.get("PYTHONPATH", "").split(os.pathsep)), *wanted.path]
     sys.modules.pop(wanted.module, None)  # it runs as `__main__`
     sys.argv = [wanted.module, *wanted.arguments]
     runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,7 @@ class RouterUnderTest:
     overrides: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     """Over this process's, for the router and the workers: keys, which no command line takes."""
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -85,7 +86,7 @@ class RouterUnderTest:
         argv = [sys.executable, "-m", "chitu.serve.api_server", "--ready-file", str(ready), *self._port_overrides()]
         argv += [f"model.path={self.model}", *self.overrides]
         with (self.folder / "router.log").open("ab") as log:
-            self.process = subprocess.Popen(argv, stderr=log, env=self._environment())
+            self.process = self.popen(argv, stderr=log, env=self._environment())
         process = self.process
         wait_until(lambda: ready.exists() or process.poll() is not None, START_S, "the router's ready file")
         if not ready.exists():
@@ -105,7 +106,7 @@ class RouterUnderTest:
         for name in names:
             argv += ["--" + name.replace("_", "-"), str(self.ports[name])]
         with (self.folder / "worker.log").open("ab") as log:
-            worker = subprocess.Popen([*argv, *options], stderr=log, env=self._environment())
+            worker = self.popen([*argv, *options], stderr=log, env=self._environment())
         self.workers.append(worker)
         if wait:
             wanted = set(instances.split(","))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from nursery import forked_router
 
 from chitu.client.client import RouterClient
 from chitu.config.topology import with_router_ports
@@ -31,7 +32,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., RouterUnderTest
     started: list[RouterUnderTest] = []
 
     def start(instances: str, *options: str) -> RouterUnderTest:
-        router = RouterUnderTest(tmp_path, model, ["model.served_name=m"], {"CHITU_API_KEYS": "other, secret"})
+        router = forked_router(tmp_path, model, ["model.served_name=m"], {"CHITU_API_KEYS": "other, secret"})
         started.append(router)
         router.start()
         router.start_worker(instances, "--vocab-size", "100000", *options)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from nursery import forked_router
 from test_body_costs import costly_bodies
 
 from chitu.assets import TINY_MODEL_DIR
@@ -155,7 +156,7 @@ def large(word: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     overrides = ("model.served_name=m",)
-    with RouterUnderTest(tmp_path_factory.mktemp("router"), TINY_MODEL_DIR, overrides) as router:
+    with forked_router(tmp_path_factory.mktemp("router"), TINY_MODEL_DIR, overrides) as router:
         router.start_worker("P0,D0", "--max-model-len", "131072", "--vocab-size", "100000", "--step-s", "0.002")
         yield World(router)
 
@@ -235,7 +236,7 @@ def test_a_grammar_that_compiles_for_minutes_costs_its_client_an_error_and_nobod
 
 
 def test_a_router_that_is_killed_leaves_no_process_not_even_one_that_is_stopped(tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, TINY_MODEL_DIR, ("model.served_name=m",)) as router:
+    with forked_router(tmp_path, TINY_MODEL_DIR, ("model.served_name=m",)) as router:
         router.start_worker("P0,D0", "--max-model-len", "131072", "--vocab-size", "100000")
         helper = World(router).helper()
         helper.suspend()  # it reads no end of its connection any more, and uses up no processor time

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from nursery import forked_router
 
 from chitu.client.client import RouterClient
 from chitu.launch.make_model import make_model
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def router(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest]:
     folder = tmp_path_factory.mktemp("router")
-    with RouterUnderTest(folder, model, ("model.served_name=tiny",)) as router:
+    with forked_router(folder, model, ("model.served_name=tiny",)) as router:
         router.start_worker("P0,D0", "--vocab-size", "100000", "--max-model-len", "512", "--step-s", "0.002")
         yield router
 
@@ -207,7 +208,7 @@ def test_head_is_get_without_its_body(router: RouterUnderTest) -> None:
 
 
 def test_a_client_may_have_a_time_out_of_its_own(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("U0", "--step-s", "0.05")
         url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 3000}
         for wrong in ("0", "-1", "soon", "nan", "inf", "1_0", ""):
@@ -255,7 +256,7 @@ def test_pages_of_configured_origins_alone_may_use_the_api(
     assert plain.status_code == 405 and allow not in plain.headers
     assert allow not in httpx.get(router.url + "/v1/models", headers={"origin": page}).headers
     settings = [f'dp_config.router.cors_origins=["{page}"]', "model.served_name=tiny"]
-    with RouterUnderTest(tmp_path, model, settings, API_KEYS) as router:
+    with forked_router(tmp_path, model, settings, API_KEYS) as router:
         url = router.url + "/v1/chat/completions"
         preflight = httpx.options(url, headers={"origin": page, **asking})
         assert (preflight.status_code, preflight.headers[allow]) == (200, page)
@@ -275,7 +276,7 @@ def test_pages_of_configured_origins_alone_may_use_the_api(
 
 def test_a_lenient_router_warns_of_fields_that_nobody_knows(model: Path, tmp_path: Path) -> None:
     lenient = ("model.served_name=tiny", "dp_config.router.unknown_fields=warn")
-    with RouterUnderTest(tmp_path, model, lenient) as router:
+    with forked_router(tmp_path, model, lenient) as router:
         router.start_worker("U0")
         bodies: list[tuple[str, dict[str, object]]] = [
             ("/v1/completions", {"prompt": "hi", "max_tokens": 2}),
@@ -302,7 +303,7 @@ def test_limits_keys_and_no_instance(model: Path, tmp_path: Path) -> None:
         "dp_config.router.max_in_flight=2",
         "model.served_name=tiny",
     )
-    with RouterUnderTest(tmp_path, model, limits, API_KEYS) as router:
+    with forked_router(tmp_path, model, limits, API_KEYS) as router:
         auth = {"Authorization": "Bearer secret"}
         url = router.url + "/v1/completions"
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
@@ -327,7 +328,7 @@ def _events(response: httpx.Response) -> Iterator[ClusterSnapshot]:
 
 
 def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ["model.served_name=tiny"], API_KEYS) as router:
+    with forked_router(tmp_path, model, ["model.served_name=tiny"], API_KEYS) as router:
         auth = {"Authorization": "Bearer secret"}
         for path in ("/cluster", "/cluster/events"):
             assert httpx.get(router.url + path).status_code == 401
@@ -350,7 +351,7 @@ def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Pa
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_needs_no_key(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, env=API_KEYS) as router:
+    with forked_router(tmp_path, model, env=API_KEYS) as router:
         page = httpx.get(router.url + "/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
@@ -370,7 +371,7 @@ def _traced(trace: Path, kind: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_both_halves(model: Path, tmp_path: Path, stream: bool) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         trace = tmp_path / "trace.jsonl"
         router.start_worker("P0,D0", "--step-s", "0.05", "--trace", str(trace))
         raw = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 4000, "stream": stream}).encode()
@@ -386,7 +387,7 @@ def test_a_client_that_leaves_cancels_both_halves(model: Path, tmp_path: Path, s
 
 
 def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
         router.start_worker("P0")
         decode = router.start_worker("D0", "--step-s", "0.05")
@@ -410,7 +411,7 @@ def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: 
 
 
 def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("P0,D0")
         router.signal(signal.SIGKILL)
         assert router.process is not None
@@ -423,7 +424,7 @@ def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -
 
 def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model: Path, tmp_path: Path) -> None:
     lease = "dp_config.router.pd_disaggregation.deadlines.lease_s=60"
-    with RouterUnderTest(tmp_path, model, (lease,)) as router:
+    with forked_router(tmp_path, model, (lease,)) as router:
         worker = router.start_worker("P0,D0")
         directory = f"http://127.0.0.1:{router.ports['bootstrap_port']}/route"
         assert len(httpx.get(directory).json()) == 1
@@ -432,7 +433,7 @@ def test_a_prefill_that_left_is_gone_from_the_bootstrap_directory_at_once(model:
 
 
 def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
-    with RouterUnderTest(tmp_path, model, ("model.served_name=tiny",)) as router:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("P0,D0", "--step-s", "0.02")
         client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
         stream = iter(client.completions.create(model="tiny", prompt="hi", max_tokens=50, stream=True))

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from nursery import forked_router
 
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.launch.make_model import make_model
@@ -42,7 +43,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterUnderTest
     (model / "chat_template.jinja").write_text(SCRIPT, encoding="utf-8")
     tokenizer = Tokenizer.load(model)
     stop = str(tokenizer.encode(tokenizer.special_tokens["eos_token"], add_special_tokens=False)[0])
-    with RouterUnderTest(folder, model, ("model.served_name=tiny",)) as router:
+    with forked_router(folder, model, ("model.served_name=tiny",)) as router:
         router.start_worker("P0,D0", "--vocab-size", "100000", "--stop-token", stop, "--step-s", "0.001")
         yield router
     shutil.rmtree(model)

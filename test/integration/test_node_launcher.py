@@ -27,10 +27,10 @@ import sys
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
 
-timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]
+torchrun, timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]
 options = NodeOptions(
     None, 0, ready_timeout_s=float(timeout_s), log_dir=log_dir, on_failure=on_failure,
-    entries=Entries("standin_router", "standin_scheduler"),
+    entries=Entries("standin_router", "standin_scheduler", torchrun=bool(torchrun)),
 )
 sys.exit(run_node("pd_disagg_1p1d_local", overrides, options))
 """
@@ -46,11 +46,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     overrides = [f"dp_config.router.{name}={port}" for name, port in zip(names, free_ports(6), strict=True)]
     with ExitStack() as stack:
 
-        def start(behaviour: str = "good", timeout_s: float = 90.0, *more: str) -> ServeProcess:
+        def start(behaviour: str = "good", timeout_s: float = 90.0, *more: str, torchrun: bool = False) -> ServeProcess:
             told = f"touch {tmp_path / 'told'}"
-            argv = [sys.executable, "-c", START, str(timeout_s), str(tmp_path / "logs"), told, f"model.path={tmp_path}"]
+            words = ["torchrun" if torchrun else "", str(timeout_s), str(tmp_path / "logs"), told]
+            more = (f"model.path={tmp_path}", f"model.served_name={behaviour}", *overrides, *more)
             process = ServeProcess(
-                [*argv, f"model.served_name={behaviour}", *overrides, *more],
+                [sys.executable, "-c", START, *words, *more],
                 {"PYTHONPATH": str(STANDINS), "CHITU_CLUSTER_KEY": KEY},
             )
             return stack.enter_context(process)
@@ -59,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_a_signal_ends_everything_with_0(start: Start, tmp_path: Path) -> None:
-    node = start()
+    node = start(torchrun=True)
     node.wait_line("chitu serves 'good' with P0, D0 at http://127.0.0.1:")
     node.wait_line("Ctrl-C ends it")
     assert len(node.offspring()) == 5  # router, two torchruns, two schedulers
@@ -69,7 +70,7 @@ def test_a_signal_ends_everything_with_0(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start: Start, tmp_path: Path) -> None:
-    node = start()
+    node = start(torchrun=True)
     node.wait_line("Ctrl-C ends it")
     (decode,) = node.pids_of("decode")
     os.kill(decode, signal.SIGKILL)
@@ -83,7 +84,7 @@ def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start:
 def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp_path: Path) -> None:
     context = make_context(derive(KEY))
     (port,) = free_ports(1)
-    node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}")
+    node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}", torchrun=True)
     node.wait_line("Ctrl-C ends it")
     coordination, _ = bind(context, zmq.ROUTER, "127.0.0.1", port)  # which the stand-in of the router leaves free
     (decode,) = node.pids_of("decode")
@@ -99,7 +100,7 @@ def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp
 
 
 def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: Start, tmp_path: Path) -> None:
-    node = start("die_at_start")
+    node = start("die_at_start", torchrun=True)
     node.wait_line(r"ended \(exit code 3\)")
     node.wait_line("the reason why it ends")
     assert node.process.wait(10) == 1
@@ -118,7 +119,7 @@ def test_one_that_the_router_does_not_take_ends_the_start_at_once(start: Start, 
 
 
 def test_a_start_that_takes_too_long_names_what_is_missing(start: Start, tmp_path: Path) -> None:
-    node = start(timeout_s=0.1)
+    node = start(timeout_s=0.1, torchrun=True)
     node.wait_line("not ready after 0.1 s: .*P0 is starting; D0 is starting")  # the router may or may not answer yet
     assert node.process.wait(10) == 1
     wait_until(lambda: node.offspring() == {}, 5, f"nobody left, but {node.offspring()}")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from nursery import forked_router
 
 from chitu.launch.make_model import make_model
 from chitu.net.process_deaths import ProcessDeaths, ProcessName, pid_namespace, start_ticks
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.testing.router_process import wait_until
 
 PATIENCE_S = 20.0
 
@@ -104,7 +105,7 @@ def test_a_pid_that_another_process_has_by_now_is_a_death_and_one_of_elsewhere_t
 
 def test_the_router_knows_of_a_killed_instance_though_its_lease_goes_on(tmp_path: Path) -> None:
     lease = "dp_config.router.pd_disaggregation.deadlines.lease_s=600"
-    with RouterUnderTest(tmp_path, make_model(tmp_path / "tiny"), [lease]) as router:
+    with forked_router(tmp_path, make_model(tmp_path / "tiny"), [lease]) as router:
         router.start_worker("P0,D0")
         second = router.start_worker("D1")
         assert router.members() == {"P0", "D0", "D1"}

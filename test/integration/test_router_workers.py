@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 from completions import complete_all, instance_loads, is_whole, wait_until
-from nursery import FORKED
+from nursery import FORKED, forked_router
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def router(model: Path, tmp_path: Path) -> Iterator[RouterUnderTest]:
     """With made-up instances: the text of an answer is its prompt, over and over."""
-    router = RouterUnderTest(tmp_path, model, ("model.served_name=m", f"dp_config.router.workers={WORKERS}"))
+    router = forked_router(tmp_path, model, ("model.served_name=m", f"dp_config.router.workers={WORKERS}"))
     try:
         router.start()
         yield router
@@ -353,7 +353,7 @@ def test_replicas_end_with_the_process_that_started_them(router: RouterUnderTest
 
 
 def test_a_port_that_another_router_shares_among_its_own_is_taken(router: RouterUnderTest, tmp_path: Path) -> None:
-    other = RouterUnderTest(tmp_path / "other", router.model, router.overrides, ports={"port": router.ports["port"]})
+    other = forked_router(tmp_path / "other", router.model, router.overrides, ports={"port": router.ports["port"]})
     other.folder.mkdir()
     with pytest.raises(RuntimeError, match="ended with 2") as caught:
         other.start()
@@ -367,7 +367,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_model_that_is_not_there_ends_the_start_with_a_reason(tmp_path: Path) -> None:
-    router = RouterUnderTest(tmp_path, tmp_path / "nothing", (f"dp_config.router.workers={WORKERS}",))
+    router = forked_router(tmp_path, tmp_path / "nothing", (f"dp_config.router.workers={WORKERS}",))
     with pytest.raises(RuntimeError, match="ended with 2") as caught:
         router.start()
     assert f"error: model.path: {tmp_path}/nothing" in str(caught.value)

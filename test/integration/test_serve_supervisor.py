@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from nursery import forked
 from serve_process import ServeProcess, wait_until
 
 from chitu.config.load import load_topology
@@ -23,7 +24,8 @@ from chitu.launch.process import processes_marked
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
-WITHOUT_TORCHRUN = replace(ENTRIES, torchrun=False)
+FORKED = forked(ENTRIES)
+WITHOUT_TORCHRUN = replace(FORKED, torchrun=False)
 ENVIRONMENT = {"PYTHONPATH": str(STANDINS)}
 
 
@@ -43,7 +45,7 @@ def cluster(
     behaviour: str = "good",
     events: list[str] | None = None,
     restart: bool = False,
-    entries: Entries = ENTRIES,
+    entries: Entries = FORKED,
 ) -> LocalCluster:
     overrides = [f"model.path={model}", f"model.served_name={behaviour}"]
     if behaviour != "stubborn":
@@ -92,7 +94,7 @@ def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess
 
 
 def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None:
-    with cluster(model) as started:
+    with cluster(model, entries=ENTRIES) as started:
         started.wait_ready(60)
         assert started.url == f"http://127.0.0.1:{started.ports['port']}"
         for name in ("P0", "D0"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from nursery import forked_router
 
 from chitu.launch.make_model import make_model
 from chitu.testing.router_process import RouterUnderTest, wait_until
@@ -48,7 +49,7 @@ def test_leases_and_time_outs_end_though_the_log_cannot_be_written(
     model: Path, broken: tuple[Path, Break], num_workers: int
 ) -> None:
     folder, break_log = broken
-    with RouterUnderTest(folder, model, [LEASE, f"dp_config.router.workers={num_workers}"]) as router:
+    with forked_router(folder, model, [LEASE, f"dp_config.router.workers={num_workers}"]) as router:
         worker = router.start_worker("P0,D0", "--step-s", "3600")
         break_log(router, folder)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
