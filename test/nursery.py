@@ -34,7 +34,8 @@ from chitu.testing.router_process import RouterUnderTest
 
 CLONE_NEWNET = 0x40000000
 NAMESPACE = -1
-"""For a number: the network namespace in which the child shall be."""
+"""For a number: the network namespace in which the child shall be; without it, that of the thread that asks."""
+OWN_NAMESPACE = "/proc/thread-self/ns/net"
 MAX_REQUEST_BYTES = 1 << 17
 PRELOAD = "LD_PRELOAD"
 SPACE = "CHITU_TEST_SPACE"
@@ -66,16 +67,18 @@ class _Request(msgspec.Struct):
 class Nursery:
     """A process that has imported everything and forks the processes that the tests want."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: str) -> None:
+        """`preload`: of it and all its children; empty for nothing."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
         parent = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=theirs,
-            env={**os.environ, SPACE: " " * SPACE_BYTES},
+            env={**os.environ, SPACE: " " * SPACE_BYTES, PRELOAD: preload},
             preexec_fn=lambda: die_with_parent(parent),
         )
+        self._namespace = os.stat(OWN_NAMESPACE).st_ino
         theirs.close()
 
     def fork(
@@ -90,12 +93,16 @@ class Nursery:
     ) -> Child:
         """`python -m module arguments`. `descriptors`: the child's number of each of ours, which stay open here."""
         status, theirs = os.pipe()
-        given = {**descriptors}
+        given, opened = {**descriptors}, [theirs]
+        if NAMESPACE not in given and os.stat(OWN_NAMESPACE).st_ino != self._namespace:
+            given[NAMESPACE] = os.open(OWN_NAMESPACE, os.O_RDONLY)
+            opened.append(given[NAMESPACE])
         request = _Request(module, list(arguments), sys.path, dict(env), list(given), is_session, umask)
         packet = msgspec.msgpack.encode(request)
         assert len(packet) <= MAX_REQUEST_BYTES, "an environment of this size"
         socket.send_fds(self._requests, [packet], [theirs, *given.values()])
-        os.close(theirs)
+        for descriptor in opened:
+            os.close(descriptor)
         return Child(status)
 
     def popen(
@@ -111,27 +118,32 @@ class Nursery:
         umask: int = 0o022,
         preexec_fn: object = die_with_parent,
     ) -> Any:
-        """For `subprocess.Popen` as `ChildProcess` and `RouterUnderTest` call it: this interpreter runs a module, and
-        nothing outlives it."""
-        assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
-        with open(os.devnull, "rb") as nothing:
+        """For `subprocess.Popen` as `ChildProcess` and `RouterUnderTest` call it: this interpreter runs a module, maybe
+        on another host of a `Network`, and nothing outlives it."""
+        with contextlib.ExitStack() as stack:
+            nothing = stack.enter_context(open(os.devnull, "rb"))
             output = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
             given = {0: nothing.fileno(), 1: output[0], 2: output[1], **{number: number for number in pass_fds}}
+            if argv[0] == "nsenter":
+                namespace = stack.enter_context(open(argv[1].removeprefix("--net="), "rb"))
+                given[NAMESPACE], argv = namespace.fileno(), argv[2:]
+            assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
             return self.fork(argv[2], argv[3:], given, env, is_session=start_new_session, umask=umask)
 
 
 @functools.cache
-def nursery() -> Nursery:
-    """The one of this process; it ends with it."""
-    return Nursery()
+def nursery(preload: str = "") -> Nursery:
+    """The one of this process; it ends with it. A library in front of libc needs one of its own."""
+    return Nursery(preload)
+
+
+def popen(argv: Sequence[str], **options: Any) -> Any:
+    """`subprocess.Popen`, from the nursery."""
+    return nursery(options["env"].get(PRELOAD, "")).popen(argv, **options)
 
 
 def forked(entries: Entries) -> Entries:
-    """The same processes, from the nursery, unless one shall have a library in front of libc: that takes an exec."""
-
-    def popen(argv: Sequence[str], **options: Any) -> Any:
-        return (subprocess.Popen if PRELOAD in options["env"] else nursery().popen)(argv, **options)
-
+    """The same processes, from the nursery."""
     return replace(entries, popen=popen)
 
 
@@ -141,7 +153,7 @@ FORKED = forked(Entries(torchrun=False))
 
 def forked_router(*arguments: Any, **options: Any) -> RouterUnderTest:
     """Its processes are from the nursery, except replicas and body processes, which it starts itself."""
-    return RouterUnderTest(*arguments, **options, popen=nursery().popen)
+    return RouterUnderTest(*arguments, **options, popen=popen)
 
 
 class Child:

@@ -1,5 +1,6 @@
 /* Preloaded into a process: its wall clock is wrong. What by, the file that CLOCK_FILE names says when the process
- * starts: a number of seconds, or `random`: every two seconds another of -3600, 0 and 3600. Other clocks are right. */
+ * starts, or a fork is told of one: a number of seconds, or `random`: every two seconds another of -3600, 0 and 3600.
+ * Other clocks are right. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -10,13 +11,16 @@
 #include <unistd.h>
 
 static int (*real)(clockid_t, struct timespec *);
+static pid_t known;
 static int is_random;
 static long offset_s;
 
-__attribute__((constructor)) static void start(void) {
+__attribute__((constructor)) static void look(void) {
     char text[64] = "0";
-    const char *path = getenv("CLOCK_FILE");
-    FILE *file = path ? fopen(path, "r") : NULL;
+    const char *path = known == getpid() ? NULL : getenv("CLOCK_FILE");
+    if (!path) return;
+    known = getpid();
+    FILE *file = fopen(path, "r");
     if (file) {
         if (!fgets(text, sizeof text, file)) text[0] = 0;
         fclose(file);
@@ -32,6 +36,7 @@ static int read_clock(clockid_t id, struct timespec *at) {
 
 static long offset(void) {
     struct timespec now;
+    look();
     if (!is_random) return offset_s;
     read_clock(CLOCK_MONOTONIC, &now);
     unsigned long mixed = ((unsigned long)getpid() * 1000003UL + (unsigned long)now.tv_sec / 2) * 2654435761UL;

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from chaos_cluster import PATIENCE_S, right_tokens, short_ask, wait_for
 from network import Network
+from nursery import popen
 
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
@@ -83,6 +84,7 @@ class SilenceCluster:
             on_event=lambda text: None,
             env=self._env,
             max_log_bytes=topology.log.max_mb << 20,
+            popen=popen,
         )
         self._stack.callback(lambda: self.processes.stop(1.0))
         for name in specs:

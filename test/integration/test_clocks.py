@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from chaos_cluster import ChaosCluster
+from nursery import popen
 from test_chaos import RECOVERY_S
 from wrong_clocks import wrong_clocks
 
@@ -31,12 +32,18 @@ def cluster(shim: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         yield cluster
 
 
-def test_the_shim_moves_the_wall_clock_alone(shim: dict[str, str]) -> None:
-    program = "import time; print(int(time.time()), int(time.monotonic()))"
+@pytest.mark.parametrize("start", [subprocess.Popen, popen], ids=["exec", "fork"])
+def test_the_shim_moves_the_wall_clock_alone(
+    shim: dict[str, str], tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    (tmp_path / "two_clocks.py").write_text("import time; print(int(time.time()), int(time.monotonic()))")
 
     def clocks(offset: str) -> list[int]:
         Path(shim["CLOCK_FILE"]).write_text(offset)
-        return [int(word) for word in subprocess.check_output([sys.executable, "-c", program], env=shim).split()]
+        with (tmp_path / "output").open("wb") as output:
+            environment = {"PYTHONPATH": str(tmp_path), **shim}
+            assert start([sys.executable, "-m", "two_clocks"], env=environment, stdout=output).wait(60) == 0
+        return [int(word) for word in (tmp_path / "output").read_text().split()]
 
     before, after = clocks("0"), clocks("-3600")
     assert -3600 <= after[0] - before[0] < -1800 and 0 <= after[1] - before[1] < 1800
