@@ -344,17 +344,3 @@ def test_the_first_completion_must_be_right_where_the_embedded_model_is_asked(mo
     assert re.search(r"^ +queue .+ · prefill .+ · transfer .+ · first token .+ · total", done.stdout, re.MULTILINE)
     (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("chitu: ")]
     assert re.search(r"chitu-tiny answered .* where \d{4} is right", complaint)
-
-
-def test_the_first_completion_of_the_embedded_model_is_right() -> None:
-    argv = [*CHITU, "serve", "--port", "0", "--once"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment(""))
-    assert done.returncode == 0, done.stderr
-    answer = re.search(r"^answer: +The .* (\d{4})\.\n +✓ (\d{4}) is right$", done.stdout, re.MULTILINE)
-    assert answer is not None, done.stdout
-    assert answer[1] == answer[2]
-    assert re.search(
-        r"^served by: +P0 -> D0 · \d{3,4} prompt \+ \d+ output tokens · (\d+ cached · )?[\d.]+ MiB KV moved",
-        done.stdout,
-        re.M,
-    )

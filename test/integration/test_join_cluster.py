@@ -18,6 +18,7 @@ from nursery import FORKED
 from serve_process import ServeProcess, wait_until
 
 from chitu.client.client import RouterClient
+from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
@@ -115,9 +116,12 @@ def test_one_command_adds_a_decode_instance_of_another_machine(model: Path, tmp_
 
 def test_a_cluster_on_a_loopback_address_says_that_other_machines_cannot_join(model: Path, tmp_path: Path) -> None:
     with Network(["first", "second"]) as network, ExitStack() as stack:
-        argv = [*CHITU, "serve", "unified_local", "--host", "0.0.0.0", "--port", "21003", "--model", str(model), *SIZES]
-        start(stack, network.argv("first", argv), tmp_path).wait_line("Ctrl-C ends it", timeout_s=120)
-        url = f"http://{network.address('first')}:21003"
+        words = [f"model.path={model}", "dp_config.router.http_host=0.0.0.0", *SIZES]
+        topology = with_cluster_key(load_topology("unified_local", words), KEY)
+        with network.inside("first"):
+            cluster = stack.enter_context(LocalCluster(topology, entries=FORKED))
+            cluster.wait_ready()
+        url = f"http://{network.address('first')}:{cluster.ports['port']}"
         process = start(stack, network.argv("second", [*CHITU, "join", "unified", "--url", url]), tmp_path)
         process.wait_line("its own machine alone")
         assert process.process.wait(10) == 2

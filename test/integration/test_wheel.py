@@ -65,7 +65,11 @@ def test_a_wheel_serves_far_from_the_sources(tmp_path: Path) -> None:
     with ServeProcess(argv, cwd=tmp_path) as process:
         url = process.wait_line(r"at (http://127\.0\.0\.1:\d+)", timeout_s=120)[1]
         assert "4827" in process.printed_request()
-        process.wait_line("is right", timeout_s=60)
+        answer = process.wait_line(r"^answer: +The .* (\d{4})\.$", timeout_s=60)[1]
+        process.wait_line(f"^ +✓ {answer} is right$")
+        process.wait_line(
+            r"^served by: +P0 -> D0 · \d{3,4} prompt \+ \d+ output tokens · (\d+ cached · )?[\d.]+ MiB KV"
+        )
         with urllib.request.urlopen(url, timeout=10) as page:
             assert b"<title>" in page.read()
         code = process.signal_and_wait(signal.SIGTERM)

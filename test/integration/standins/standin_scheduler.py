@@ -1,8 +1,8 @@
 """A scheduler for tests of the supervisor, with the flags and the progress file of the real one.
 
 `model.served_name` says how it behaves: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
-`talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), anything else: ready at once,
-ends on SIGTERM. SIGUSR1 drains it.
+`talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), `slow` (never ready), anything
+else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ signal.signal(signal.SIGUSR1, drained)
 signal.signal(signal.SIGUSR2, lambda *_: os.write(2, b"x" * 100_000 + b"\n") if behaviour == "talkative" else None)
 tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
+if behaviour == "slow":
+    signal.pause()
 progress.ready(1)
 if behaviour == "refused":
     print("the router refused me", flush=True)
