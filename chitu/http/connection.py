@@ -58,6 +58,8 @@ class Serving:
         self.bodies = BodyBudget(limits.max_total_body_bytes)
         self.late: dict[Connection, None] = {}
         """Those beyond the bound, oldest first."""
+        self.is_ending = False
+        """Each connection gets one answer more."""
 
     def default_headers(self) -> Headers:
         """Of every answer."""
@@ -195,7 +197,7 @@ class Connection(asyncio.Protocol):
         if is_late and scope["path"] not in PROBE_PATHS:
             raise self._no_room()
         scope["client"], scope["server"] = self._addresses
-        keeps_alive = head.keeps_alive and not is_late
+        keeps_alive = head.keeps_alive and not is_late and not server.is_ending
         exchange = scope[EXCHANGE] = Exchange(self, scope, server.bodies, keeps_alive, head.expects_continue)
         self._reading, self._dropped_bytes = exchange, 0
         if self._running is None:

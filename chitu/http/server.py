@@ -179,8 +179,9 @@ class HTTPServer:
             connection.close()
 
     def stop_accepting(self) -> None:
-        """No new connections; those that are open are served on."""
+        """No new connections; those that are open get one answer more."""
         self._listener.close()
+        self._serving.is_ending = True
 
     async def stop(self, timeout_s: float) -> None:
         """Close: idle connections at once, busy ones after their response, all of them after `timeout_s`."""

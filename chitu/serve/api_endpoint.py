@@ -153,10 +153,10 @@ class ApiEndpoint:
         if self._kept is not None:
             self._kept.tick()
 
-    async def drain(self, drain_s: float, ending: Ending) -> None:
-        """Take nothing new; write down what can outlive this process; let the rest finish within `drain_s` or until
-        that is hurried, then fail it."""
-        self._routes.draining = True
+    async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
+        """Write down what can outlive this process; let the rest finish within `drain_s` or until that is hurried, then
+        fail it. `refuses`: what is new, on connections that are open."""
+        self._routes.draining = refuses
         self._snapshots.is_closed = True
         if self._kept is not None:
             await self._kept.write_all(drain_s / 2)

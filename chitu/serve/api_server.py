@@ -102,7 +102,8 @@ class RouterProcess:
         await self._ending.is_due.wait()
         self._http.stop_accepting()
         drain_s = self._deadlines.drain_s
-        await asyncio.gather(self._api.drain(drain_s, self._ending), self._replicas.end(drain_s, self._ending))
+        api = self._api.drain(drain_s, self._ending, refuses=True)
+        await asyncio.gather(api, self._replicas.end(drain_s, self._ending))
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         log.info("ended")

@@ -190,7 +190,8 @@ class ReplicaProcess:
         ProgressWriter().ready(self._incarnation)
         await self._ending.is_due.wait()
         self._http.stop_accepting()
-        await self._api.drain(self._deadlines.drain_s, self._ending)
+        # Whoever connected a moment ago cannot know that this process ends, and its siblings may not.
+        await self._api.drain(self._deadlines.drain_s, self._ending, refuses=False)
         self._own.close()
         await self._http.stop(1.0)
         self._api.close()

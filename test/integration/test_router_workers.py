@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import os
 import signal
 import threading
@@ -69,6 +70,19 @@ def from_each(router: RouterUnderTest, path: str) -> dict[str, httpx.Response]:
 
     wait_until(ask, WAIT_S, lambda: sorted(answers))
     return answers
+
+
+def connection_to(router: RouterUnderTest, worker: int) -> http.client.HTTPConnection:
+    """One that is kept alive, of that API process."""
+    for _ in range(200):
+        connection = http.client.HTTPConnection("127.0.0.1", router.ports["port"], timeout=30)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        if answer.headers["x-chitu-worker"] == str(worker):
+            return connection
+        connection.close()
+    raise AssertionError(f"no connection got to process {worker}")
 
 
 def complete(router: RouterUnderTest, **options: Any) -> httpx.Response:
@@ -328,19 +342,27 @@ def test_a_replica_that_is_told_to_end_finishes_what_it_serves_and_is_started_ag
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
     before = workers(router)
 
+    def router_log() -> str:
+        return router.log[-2000:]
+
     async def run() -> tuple[int, list[tuple[str, bool]]]:
         limits = httpx.Limits(max_connections=12)
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
             streams, told = await start_streams(client, 12, 100)
+            kept = connection_to(router, told)
             os.kill(before[told].pid, signal.SIGTERM)
+            wait_until(lambda: f" router.{told} I chitu.serve.api_endpoint: draining" in router.log, WAIT_S, router_log)
+            kept.request("POST", "/v1/completions", '{"prompt": [5, 6, 7], "max_tokens": 3}')
+            answer = kept.getresponse()
+            assert (answer.status, answer.headers["connection"]) == (200, "close"), answer.read()
             async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as new:
                 late = [await stream(new, 3, asyncio.Queue()) for _ in range(6)]
             return told, [*await asyncio.gather(*streams), *late]
 
     told, results = asyncio.run(run())
     assert all(done for _, done in results), (told, results)
-    wait_until(lambda: f"router.{told} is started again" in router.log, WAIT_S, lambda: router.log[-2000:])
-    wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, lambda: router.log[-2000:])
+    wait_until(lambda: f"router.{told} is started again" in router.log, WAIT_S, router_log)
+    wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, router_log)
     assert workers(router)[told].pid != before[told].pid
 
 
