@@ -100,7 +100,7 @@ def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp
 
 
 def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: Start, tmp_path: Path) -> None:
-    node = start("die_at_start", torchrun=True)
+    node = start("die_at_start")
     node.wait_line(r"ended \(exit code 3\)")
     node.wait_line("the reason why it ends")
     assert node.process.wait(10) == 1

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,16 +24,6 @@ CHITU = [sys.executable, "-m", "chitu.cli"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
-
-
-@pytest.fixture
-def served(model: Path, tmp_path: Path) -> Iterator[tuple[ServeProcess, int]]:
-    """A running 1P1D and its HTTP port."""
-    argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
-    with ServeProcess([*argv, "cache.num_pages=256", "model.max_model_len=1024"]) as process:
-        port = int(process.wait_line(r"with P0, D0 at http://127\.0\.0\.1:(\d+)", timeout_s=120)[1])
-        assert re.search(r'"completion_tokens":[1-9]', process.printed_request()), "a drawn eos may end it early"
-        yield process, port
 
 
 def request(port: int, method: str, path: str, body: dict[str, object] | None = None) -> tuple[int, dict[str, object]]:
@@ -52,45 +41,47 @@ def complete(port: int) -> tuple[int, dict[str, object]]:
     return request(port, "POST", "/v1/completions", body)
 
 
-def test_serve_answers_heals_and_ends_within_5_seconds(served: tuple[ServeProcess, int], tmp_path: Path) -> None:
-    process, port = served
-    status, first = complete(port)
-    assert status == 200
-    assert first["usage"]["completion_tokens"] == 8  # type: ignore[index]
+def test_serve_answers_heals_and_ends_what_runs_at_the_signal(model: Path, tmp_path: Path) -> None:
+    argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
+    with ServeProcess([*argv, "cache.num_pages=256", "model.max_model_len=1024"]) as process:
+        port = int(process.wait_line(r"with P0, D0 at http://127\.0\.0\.1:(\d+)", timeout_s=120)[1])
+        assert re.search(r'"completion_tokens":[1-9]', process.printed_request()), "a drawn eos may end it early"
+        status, first = complete(port)
+        assert status == 200
+        assert first["usage"]["completion_tokens"] == 8  # type: ignore[index]
 
-    (decode,) = process.pids_of("decode")
-    (prefill,) = process.pids_of("prefill")
-    os.kill(decode, signal.SIGKILL)
-    process.wait_line(r"D0 ended \(killed by SIGKILL\)", timeout_s=15)
-    process.wait_line("D0 is started again", timeout_s=15)
-    wait_until(lambda: process.pids_of("decode") not in ([], [decode]), 60, "a new D0")
-    wait_until(lambda: complete(port)[0] == 200, 60, "an answer from the new D0")
-    assert complete(port)[1]["choices"] == first["choices"]
-    assert process.pids_of("prefill") == [prefill]
+        (decode,) = process.pids_of("decode")
+        (prefill,) = process.pids_of("prefill")
+        os.kill(decode, signal.SIGKILL)
+        process.wait_line(r"D0 ended \(killed by SIGKILL\)", timeout_s=15)
+        process.wait_line("D0 is started again", timeout_s=15)
+        wait_until(lambda: process.pids_of("decode") not in ([], [decode]), 60, "a new D0")
+        wait_until(lambda: complete(port)[0] == 200, 60, "an answer from the new D0")
+        assert complete(port)[1]["choices"] == first["choices"]
+        assert process.pids_of("prefill") == [prefill]
 
-    code = process.signal_and_wait(signal.SIGTERM)
-    assert code == 0
-    assert process.offspring() == {}
-    assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {"router.log", "P0.log", "D0.log"}
-    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):
-        pass
-
-
-def test_a_request_that_runs_at_the_signal_still_gets_its_end(served: tuple[ServeProcess, int]) -> None:
-    process, port = served
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    body = {"model": "tiny", "prompt": [300], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    first = reply.readline()
-    assert first.startswith(b"data: ")
-    process.process.send_signal(signal.SIGTERM)
-    events = [line for line in reply.read().split(b"\n") if line]
-    # Within the drain time it is either complete, or told that the server goes: it is never cut off without a word.
-    assert events[-1] == b"data: [DONE]" or b'"error"' in events[-1]
-    connection.close()
-    assert process.process.wait(10) == 0
-    assert process.offspring() == {}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        body = {
+            "model": "tiny",
+            "prompt": [300],
+            "max_tokens": 200,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        assert reply.readline().startswith(b"data: ")
+        process.process.send_signal(signal.SIGTERM)
+        events = [line for line in reply.read().split(b"\n") if line]
+        # Within the drain time it is either complete, or told that the server goes: it is never cut off without a word.
+        assert events[-1] == b"data: [DONE]" or b'"error"' in events[-1]
+        connection.close()
+        assert process.process.wait(10) == 0
+        assert process.offspring() == {}
+        assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {"router.log", "P0.log", "D0.log"}
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):
+            pass
 
 
 def test_kill_9_of_the_supervisor_leaves_no_orphan(model: Path) -> None:
