@@ -108,6 +108,13 @@ def wait_for_files(disk: Path, tokens: list[int]) -> None:
     wait_until(lambda: len(found()) == wanted, PATIENCE_S, lambda: f"{len(found())} of {wanted} pages")
 
 
+def wait_for_store(store: Store, tokens: list[int]) -> None:
+    """Each of the full pages of them can be read there. The store counts a key before its page is there."""
+    names = [f"chitu-kv-{key.hex()}" for key in keys_of(tokens)]
+    with store.client() as client:
+        wait_until(lambda: set(client.batch_is_exist(names)) == {1}, PATIENCE_S, lambda: client.batch_is_exist(names))
+
+
 def seen(cluster: LocalCluster) -> str:
     """For whoever reads why it failed."""
     loads = "\n".join(f"{name}: {load}" for name, load in instance_loads(cluster.url).items())
@@ -121,9 +128,8 @@ def tokens_of(cluster: LocalCluster, tier: str) -> dict[str, int]:
 
 def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, store: Store, disk: Path) -> None:
     prompt = prompt_of(1)
-    num_keys = store.num_keys()
     assert ask(cluster, prompt) == 0
-    wait_until(lambda: store.num_keys() >= num_keys + PAGES, PATIENCE_S, store.num_keys)
+    wait_for_store(store, prompt)
     wait_for_files(disk, prompt)
     for path in files_of(disk, prompt):  # as if P were on different machines
         path.unlink()
@@ -161,9 +167,8 @@ def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster
     """A byte of the eleventh page each, of whichever P: it is computed from there on, and the tokens are right."""
     prompt = prompt_of(2)
     keys = keys_of(prompt)
-    num_keys = store.num_keys()
     assert ask(cluster, prompt) == 0
-    wait_until(lambda: store.num_keys() >= num_keys + PAGES, PATIENCE_S, store.num_keys)
+    wait_for_store(store, prompt)
     wait_for_files(disk, prompt)
     with store.client() as client:
         name = f"chitu-kv-{keys[10].hex()}"
@@ -193,10 +198,6 @@ def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
     """Whichever P is asked: from disk, from the store alone, and after a kill of a P and of the D that wrote them."""
     prompt, known = prompt_of(9), 0
 
-    def is_stored(tokens: list[int]) -> bool:
-        with store.client() as client:
-            return all(one == 1 for one in client.batch_is_exist([f"chitu-kv-{key.hex()}" for key in keys_of(tokens)]))
-
     def has_served(tier: str, before: int) -> bool:
         return tier not in TIERS or sum(tokens_of(cluster, tier).values()) > before
 
@@ -205,7 +206,7 @@ def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
         assert ask(cluster, prompt, ANSWER_TOKENS) == known // PAGE_SIZE * PAGE_SIZE, f"{source}: {seen(cluster)}"
         tokens = prompt + expected_tokens(prompt, ANSWER_TOKENS, VOCAB_SIZE)
         known = len(tokens) - 1  # of the newest token K and V do not exist
-        wait_until(partial(is_stored, tokens[:known]), PATIENCE_S, store.num_keys)
+        wait_for_store(store, tokens[:known])
         wait_until(partial(has_served, source, before), PATIENCE_S, lambda: instance_loads(cluster.url))
         if not source:
             wait_for_files(disk, tokens[:known])
