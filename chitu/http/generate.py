@@ -293,7 +293,8 @@ class GenerationRoutes:
                 if generation.error is not None:
                     raise generation.error
                 num_new += len(generation.tokens)
-                await self._write_prompt(choice, options)
+                if generation.prompt_logprobs is not None:
+                    await self._write_prompt(choice, generation.prompt_logprobs, options)
                 reason = generation.finish.reason if generation.finish is not None else None
                 if choice.logprobs is not None:
                     choice.logprobs.push(generation.take_logprobs())
@@ -338,7 +339,8 @@ class GenerationRoutes:
                 if choice.generation.error is not None:
                     failure = choice.generation.error
                     break
-                await self._write_prompt(choice, job.options)
+                if choice.generation.prompt_logprobs is not None:
+                    await self._write_prompt(choice, choice.generation.prompt_logprobs, job.options)
                 if append_events(events, i, choice, form, job.options):
                     self._router.cancel(choice.generation, is_complete=True)
             if failure is not None:
@@ -365,12 +367,12 @@ class GenerationRoutes:
                 exchange.headers += headers_of(self._proof(job, running))
             exchange.stream(data, is_last=not open_choices)
 
-    async def _write_prompt(self, choice: Choice, options: OutputOptions) -> None:
+    async def _write_prompt(self, choice: Choice, data: bytes, options: OutputOptions) -> None:
         """What came of the prompt's logprobs, ahead of its first token. Others have their turn in between: it may be
         long."""
-        generation, prompt, logprobs = choice.generation, choice.prompt, choice.logprobs
-        data, generation.prompt_logprobs = generation.prompt_logprobs, None
-        if data is None or choice.has_prompt:
+        prompt, logprobs = choice.prompt, choice.logprobs
+        choice.generation.prompt_logprobs = None
+        if choice.has_prompt:
             return
         choice.has_prompt = True
         echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None

@@ -235,7 +235,7 @@ class JobParser:
             self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(
-                    body, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
+                    body, options, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
                 )
                 require_a_token(shared, self._model.eos_ids)
             if (asked := shared.prompt_logprobs) is not None:

@@ -106,22 +106,23 @@ def output_options(body: GenerationBody) -> OutputOptions:
         return_token_ids=bool(body.return_token_ids),
         return_proof=bool(body.return_proof),
         return_receipt=_asks_receipt(body),
-        logprobs=num_logprobs(body),
-        prompt_logprobs=num_prompt_logprobs(body),
+        logprobs=_num_logprobs(body),
+        prompt_logprobs=_num_prompt_logprobs(body),
         echo=isinstance(body, CompletionBody) and bool(body.echo),
     )
 
 
 def sampling_params(
     body: GenerationBody,
+    options: OutputOptions,
     max_tokens: int,
     vocab_size: int,
     more_eos: tuple[int, ...] = (),
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Every default resolved, every range checked. `max_tokens` was capped by the context already. `more_eos`: what
-    ends a text beside what D itself takes for eos. `bad_words`: as tokens."""
+    """Every default resolved, every range checked. `options`: of the same body. `max_tokens` was capped by the context
+    already. `more_eos`: what ends a text beside what D itself takes for eos. `bad_words`: as tokens."""
     if body.allowed_token_ids == []:
         raise InvalidRequest("allowed_token_ids must not be empty; left out, any may come", "allowed_token_ids")
     min_tokens = body.min_tokens or 0
@@ -151,8 +152,8 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids"),
         bad_words=bad_words,
-        logprobs=_sampled_logprobs(body),
-        prompt_logprobs=asked_of_prompt(body),
+        logprobs=_sampled_logprobs(options),
+        prompt_logprobs=_prompt_logprobs(options),
         grammar=grammar,
         page_sums=_asks_page_sums(body),
     )
@@ -170,11 +171,15 @@ def _asks_page_sums(body: GenerationBody) -> bool:
     return bool(body.return_page_sums)
 
 
-def _sampled_logprobs(body: GenerationBody) -> int | None:
+def _sampled_logprobs(options: OutputOptions) -> int | None:
     """What D is asked for: `best_of` ranks by them, whether or not the client wants to see them."""
-    asked = num_logprobs(body)
-    is_ranked = isinstance(body, CompletionBody) and (body.best_of or 0) > (body.n or 1)
-    return 0 if asked is None and is_ranked else asked
+    return 0 if options.logprobs is None and options.num_returned else options.logprobs
+
+
+def _prompt_logprobs(options: OutputOptions) -> int | None:
+    """What P is asked for: the field, and a completion that repeats its prompt with logprobs."""
+    echoed = options.logprobs if options.echo else None
+    return options.prompt_logprobs if echoed is None else max(echoed, options.prompt_logprobs or 0)
 
 
 def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
@@ -192,7 +197,7 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
         )
 
 
-def num_prompt_logprobs(body: GenerationBody) -> int | None:
+def _num_prompt_logprobs(body: GenerationBody) -> int | None:
     """`prompt_logprobs`. InvalidRequest out of range, and with `stream`: an event has no place for them."""
     count = body.prompt_logprobs
     if count is None or count is False:
@@ -204,14 +209,7 @@ def num_prompt_logprobs(body: GenerationBody) -> int | None:
     return count
 
 
-def asked_of_prompt(body: GenerationBody) -> int | None:
-    """What P is asked for: the field, and a completion that repeats its prompt with logprobs."""
-    echoed = num_logprobs(body) if isinstance(body, CompletionBody) and body.echo else None
-    counts = [count for count in (num_prompt_logprobs(body), echoed) if count is not None]
-    return max(counts, default=None)
-
-
-def num_logprobs(body: GenerationBody) -> int | None:
+def _num_logprobs(body: GenerationBody) -> int | None:
     """Most likely tokens that come with each token; None where no logprobs are asked for. InvalidRequest out of range,
     and for candidates without the logprobs that they belong to."""
     if isinstance(body, CompletionBody):

@@ -53,8 +53,7 @@ def read(decoder: Any, body: Any) -> Any:
     if getattr(decoded, "messages", None) is not None:
         chat_messages(decoded.messages)
     if decoder in (completion_decoder, chat_decoder):
-        output_options(decoded)
-        sampling_params(decoded, 1, VOCAB)
+        sampling_params(decoded, output_options(decoded), 1, VOCAB)
     return decoded
 
 
@@ -184,7 +183,7 @@ def test_a_large_body_ends_at_its_first_unknown_field() -> None:
 
 def test_stop_ids_that_come_twice_are_one() -> None:
     body = completion_decoder.decode(b'{"stop_token_ids":[7,3,7,7,3]}')
-    assert sampling_params(body, 1, VOCAB).stop_token_ids == (7, 3)
+    assert sampling_params(body, output_options(body), 1, VOCAB).stop_token_ids == (7, 3)
 
 
 COSTLY = {
