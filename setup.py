@@ -18,7 +18,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.11,<3.14",
+    python_requires=">=3.11,<3.15",
     packages=find_packages(include=["chitu", "chitu.*"]),
     package_data={
         "chitu": ["py.typed"],

@@ -2,7 +2,7 @@
 # Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm,
 # NIXL, promtool).
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
-# Wants Python 3.11 to 3.13 and pip's package index.
+# Wants Python 3.11 to 3.14 (Mooncake: to 3.13) and pip's package index.
 set -euo pipefail
 case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,21 +18,26 @@ case "$*" in
 esac
 
 # ------------------------------------------------------------------------------------------------------------- python
-python_ok() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+python_ok() { # from 3.11, up to 3.$2
+    "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, ${2:-14}))" 2>/dev/null
+}
+mooncake_ok() { python_ok "$1" 13; } # Mooncake has wheels for no later one
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
 
 find_python() {
-    local name without_venv=""
-    [ -z "${PYTHON:-}" ] || python_ok "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11, 3.12 or 3.13"
-    for name in "${PYTHON:-python3}" python3.12 python3.13 python3.11 python; do
-        command -v "$name" >/dev/null && python_ok "$name" || continue
-        if has_venv "$name"; then echo "$name"; return; fi
-        without_venv=$name
+    local name newest without_venv=""
+    [ -z "${PYTHON:-}" ] || python_ok "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.11 to 3.14"
+    for newest in ${PYTHON:+14} 13 14; do
+        for name in "${PYTHON:-python3}" python3.12 python3.13 python3.11 python3.14 python; do
+            command -v "$name" >/dev/null && python_ok "$name" "$newest" || continue
+            if has_venv "$name"; then echo "$name"; return; fi
+            without_venv=$name
+        done
     done
     [ -z "$without_venv" ] || fail "$without_venv cannot make virtual environments: install its venv package" \
         "(Debian, Ubuntu: apt-get install python3-venv) and run this again"
-    fail "there is no Python 3.11, 3.12 or 3.13 on PATH: install one (or set PYTHON=/path/to/python3) and run this again"
+    fail "there is no Python 3.11 to 3.14 on PATH: install one (or set PYTHON=/path/to/python3) and run this again"
 }
 
 # ---------------------------------------------------------------------------------- shared libraries of Mooncake's wheel
@@ -58,6 +63,11 @@ apt_install() { # best effort and quiet; the package lists are fetched where the
 
 install_libraries() { # best effort: everything but the Mooncake transport works without them
     local python=$1 missing
+    if ! mooncake_ok "$python"; then
+        say "the Mooncake transport is left out, it has no wheel for $("$python" --version); for it, set PYTHON to a" \
+            "Python 3.11 to 3.13 and run this again without .venv"
+        return 0
+    fi
     missing=$(missing_packages "$python" | sort | tr '\n' ' ')
     [ -n "$missing" ] || return 0
     if can_apt; then
@@ -216,7 +226,7 @@ case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/d
 esac
 extras=""
 [ $level = run ] || extras=dev,$nixl
-[ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
+! mooncake_ok .venv/bin/python || [ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
 say "installing chitu${extras:+ with $extras}"
 pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}"
 wait "$clients"

@@ -22,7 +22,9 @@ from chitu.models.config import ModelSpec
 from chitu.net.rdma_devices import choose_protocol, why_no_rdma
 from chitu.types import Role
 
-PYTHONS = ((3, 11), (3, 13))
+PYTHONS = ((3, 11), (3, 14))
+MOONCAKE_PYTHON = (3, 13)
+"""The newest that its wheels are for."""
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the whole pool; less than this is a default that nobody raised."""
 MAX_SKEW_S = 1.0
@@ -69,7 +71,7 @@ def python(facts: NodeFacts) -> Iterator[Finding]:
     if PYTHONS[0] <= facts.python[:2] <= PYTHONS[1]:
         yield Finding(Level.OK, "python", version)
     else:
-        yield Finding(Level.ERROR, "python", version, "3.11 to 3.13 is needed: make .venv with one of them")
+        yield Finding(Level.ERROR, "python", version, "3.11 to 3.14 is needed: make .venv with one of them")
 
 
 def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
@@ -89,6 +91,8 @@ def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
             is_useful = group.startswith("gpu") and bool(facts.devices.devices)
             level = Level.ERROR if group in wanted else Level.WARNING if is_useful else Level.OK
             cure = f"pip install -e '.[{group}]' in the project's folder, where it is wanted"
+            if group == "mooncake" and facts.python[:2] > MOONCAKE_PYTHON:
+                cure = "it has wheels for Python 3.11 to 3.13: make .venv with one of them, where it is wanted"
             yield Finding(level, group, f"the extra {group} is not installed", cure)
     if facts.missing_shared and any("mooncake" in name for name in facts.libraries):
         level = Level.ERROR if "mooncake" in wanted else Level.WARNING

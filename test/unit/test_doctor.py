@@ -71,7 +71,7 @@ WITHOUT_MOONCAKE = {name: version for name, version in VERSIONS.items() if "moon
 WITHOUT_CUDA = WITHOUT_MOONCAKE | {"mooncake-transfer-engine-non-cuda": "0.3.14"}
 FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     # name, what is changed of the facts, and of the topology; level, words of the finding, of its cure
-    ("python", {"python": (3, 10, 4)}, (), Level.ERROR, "3.10.4", "3.11 to 3.13"),
+    ("python", {"python": (3, 10, 4)}, (), Level.ERROR, "3.10.4", "3.11 to 3.14"),
     ("no compiler", {"compiler": ""}, (), Level.ERROR, "no C compiler", "apt-get install gcc"),
     ("compiler, CPUs", {"compiler": "", "devices": NO_CARDS}, (), Level.WARNING, "no C compiler", "gcc"),
     ("no Python.h", {"has_python_header": False}, (), Level.ERROR, "Python.h", "python3-dev"),
@@ -90,6 +90,11 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("memlock, auto", {"memlock_bytes": 64 << 10}, (), Level.ERROR, "may be pinned", "ulimit -l unlimited"),
     ("no CUDA in Mooncake", {"libraries": WITHOUT_CUDA}, (), Level.ERROR, "it has no CUDA", "mooncake-cuda13"),
     ("no Mooncake, auto", {"libraries": WITHOUT_MOONCAKE}, (), Level.ERROR, "extra mooncake is not", ".[mooncake]"),
+    (
+        "no Mooncake for it",
+        {"libraries": WITHOUT_MOONCAKE, "python": (3, 14, 8)},
+        *((), Level.ERROR, "extra mooncake is not", "Python 3.11 to 3.13"),
+    ),
     ("no memfd", {"shared_memory_error": "not permitted"}, (), Level.ERROR, "memfd_create", "seccomp"),
     (
         "port",
