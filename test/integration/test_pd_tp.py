@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -138,6 +139,14 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]
             return await asyncio.gather(*[one(client, *numbered) for numbered in enumerate(prompts)])
 
     return asyncio.run(run())
+
+
+def ask_until(end: threading.Event, cluster: LocalCluster, prompt: list[int]) -> list[Answer]:
+    """48 at once, again and again, so that some are under way whenever it ends."""
+    answers = []
+    while not end.is_set():
+        answers += ask(cluster, [prompt] * 48, GREEDY)
+    return answers
 
 
 def snapshot_of(cluster: LocalCluster) -> ClusterSnapshot:
@@ -268,10 +277,14 @@ def test_followers_that_die_or_stop_end_their_instances_which_come_back_and_read
     ranks = {name: ranks_of(cluster, name) for name, _ in BLOWS[tier.transport]}
     assert all(ranks[name][0].pid == cluster.pid(name) for name in ranks)
     with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(ask, cluster, [prompts[-1]] * 48, GREEDY)
-        wait_until(lambda: snapshot_of(cluster).in_flight > 4, 30.0, lambda: snapshot_of(cluster))
-        for name, blow in BLOWS[tier.transport]:
-            os.kill(ranks[name][-1].pid, blow)
+        struck = threading.Event()
+        load = pool.submit(ask_until, struck, cluster, prompts[-1])
+        try:
+            wait_until(lambda: snapshot_of(cluster).in_flight > 4, 30.0, lambda: instance_loads(cluster.url))
+            for name, blow in BLOWS[tier.transport]:
+                os.kill(ranks[name][-1].pid, blow)
+        finally:
+            struck.set()
         for name, blow in BLOWS[tier.transport]:
             try:
                 ranks[name][0].wait(15.0 if blow == signal.SIGKILL else STEP_S + 15.0)
