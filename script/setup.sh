@@ -2,7 +2,7 @@
 # Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm,
 # NIXL, promtool).
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
-# Wants Python 3.11 to 3.14 (Mooncake: to 3.13) and pip's package index.
+# Wants Python 3.11 to 3.14 (Mooncake: to 3.13, with CUDA 13 to 3.14) and pip's package index.
 set -euo pipefail
 case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,9 +21,11 @@ esac
 python_ok() { # from 3.11, up to 3.$2
     "$1" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, ${2:-14}))" 2>/dev/null
 }
-mooncake_ok() { python_ok "$1" 13; } # Mooncake has wheels for no later one
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
+has_gpu() { # or .venv was made on a node that has one
+    grep -qs ' gpu$' .venv/chitu-setup.stamp || command -v nvidia-smi >/dev/null || has_cuda_torch "$1"
+}
 
 find_python() {
     local name newest without_venv=""
@@ -63,7 +65,8 @@ apt_install() { # best effort and quiet; the package lists are fetched where the
 
 install_libraries() { # best effort: everything but the Mooncake transport works without them
     local python=$1 missing
-    if ! mooncake_ok "$python"; then
+    ! has_gpu "$python" || PACKAGE_OF[libmlx5.so.1]=ibverbs-providers # of the wheels with CUDA
+    if ! python_ok "$python" 13 && ! has_gpu "$python"; then
         say "the Mooncake transport is left out, it has no wheel for $("$python" --version); for it, set PYTHON to a" \
             "Python 3.11 to 3.13 and run this again without .venv"
         return 0
@@ -126,10 +129,11 @@ install_slurm() { # best effort: everything but test/slurm works without it
 install_promtool() { # best effort; the package is unpacked, not installed: nobody wants its server to start
     [ ! -x .venv/bin/promtool ] && ! command -v promtool >/dev/null && can_apt || return 0
     say "fetching promtool (for the tests of deploy/)"
-    local folder fetch=(apt-get download prometheus)
+    local folder
     folder=$(mktemp -d)
-    (cd "$folder" && { "${fetch[@]}" || { as_root apt-get update && "${fetch[@]}"; }; }) >/dev/null 2>&1 </dev/null &&
-        dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -xO ./usr/bin/promtool >"$folder/promtool" &&
+    fetch() { apt-get download promtool || apt-get download prometheus; } # newer releases have it by itself
+    (cd "$folder" && { fetch || { as_root apt-get update && fetch; }; }) >/dev/null 2>&1 </dev/null &&
+        dpkg-deb --fsys-tarfile "$folder"/prom*.deb | tar -xO ./usr/bin/promtool >"$folder/promtool" &&
         install -m 755 "$folder/promtool" .venv/bin/promtool || say "tests of deploy/ are left out, there is no promtool"
     rm -rf "$folder"
 }
@@ -174,12 +178,14 @@ if [ $level = dev ]; then
     install_slurm
 fi
 
+kind=cpu
+! has_gpu "$python" || kind=gpu
 inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages "$python" | sort)"
 hash=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
-read -r old_hash old_level 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" old_level=""
+read -r old_hash old_level old_kind 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" old_level="" old_kind=""
 if [ "$python" = .venv/bin/python ]; then
     [ "$old_level" != dev ] || level=dev # what is there stays
-    if [ "$old_hash $old_level" = "$hash $level" ]; then
+    if [ "$old_hash $old_level $old_kind" = "$hash $level $kind" ]; then
         [ $level != dev ] || { install_clients; install_promtool; }
         compile_sources
         say ".venv is up to date"
@@ -208,8 +214,14 @@ pip_install() { # with pip's bars on a terminal, elsewhere a line for each downl
     fi
 }
 
-if has_cuda_torch .venv/bin/python || command -v nvidia-smi >/dev/null; then
+nixl=nixl mooncake=mooncake mooncake_python=13 # NIXL's wheel runs without a GPU, too; Mooncake's with CUDA does not
+if [ $kind = gpu ]; then
     constraints=requirements/constraints.txt
+    .venv/bin/python -c 'import torch' 2>/dev/null || pip_install --constraint "$constraints" torch
+    case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null)" in
+        12.*) nixl=nixl-cuda12 mooncake=mooncake-cuda12 ;;
+        13.*) mooncake=mooncake-cuda13 mooncake_python=14 ;;
+    esac
 else
     constraints=requirements/constraints-cpu.txt
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
@@ -219,17 +231,12 @@ else
     fi
 fi
 
-case "$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null || true)" in
-    12.*) nixl=nixl-cuda12 mooncake=mooncake-cuda12 ;;
-    13.*) nixl=nixl mooncake=mooncake-cuda13 ;;
-    *) nixl=nixl mooncake=mooncake ;; # NIXL's wheel runs without a GPU, too
-esac
 extras=""
 [ $level = run ] || extras=dev,$nixl
-! mooncake_ok .venv/bin/python || [ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
+! python_ok .venv/bin/python $mooncake_python || [ -n "$(missing_packages .venv/bin/python)" ] || extras+=${extras:+,}$mooncake
 say "installing chitu${extras:+ with $extras}"
 pip_install --constraint "$constraints" --editable ".${extras:+[$extras]}"
 wait "$clients"
 compile_sources
-echo "$hash $level" >.venv/chitu-setup.stamp
+echo "$hash $level $kind" >.venv/chitu-setup.stamp
 say "done: .venv/bin/chitu"

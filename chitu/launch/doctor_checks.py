@@ -16,15 +16,20 @@ from chitu.launch.finding import Finding, Level
 from chitu.launch.node_devices import VISIBLE
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
 from chitu.launch.placement import with_shares
-from chitu.launch.preflight import gpu_transfer_findings, memory_findings, model_findings, port_findings
+from chitu.launch.preflight import (
+    MOONCAKE_WITH_CUDA,
+    cure_of_missing,
+    gpu_transfer_findings,
+    memory_findings,
+    model_findings,
+    port_findings,
+)
 from chitu.launch.transfer_ways import KEY, PD, has_gpus, needed_library
 from chitu.models.config import ModelSpec
 from chitu.net.rdma_devices import choose_protocol, why_no_rdma
 from chitu.types import Role
 
 PYTHONS = ((3, 11), (3, 14))
-MOONCAKE_PYTHON = (3, 13)
-"""The newest that its wheels are for."""
 MEMLOCK_BYTES = 1 << 30
 """RDMA pins the whole pool; less than this is a default that nobody raised."""
 MAX_SKEW_S = 1.0
@@ -90,14 +95,14 @@ def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
         else:
             is_useful = group.startswith("gpu") and bool(facts.devices.devices)
             level = Level.ERROR if group in wanted else Level.WARNING if is_useful else Level.OK
-            cure = f"pip install -e '.[{group}]' in the project's folder, where it is wanted"
-            if group == "mooncake" and facts.python[:2] > MOONCAKE_PYTHON:
-                cure = "it has wheels for Python 3.11 to 3.13: make .venv with one of them, where it is wanted"
+            cure = f"{cure_of_missing(group, facts.python)}, where it is wanted"
             yield Finding(level, group, f"the extra {group} is not installed", cure)
     if facts.missing_shared and any("mooncake" in name for name in facts.libraries):
         level = Level.ERROR if "mooncake" in wanted else Level.WARNING
         packages = " ".join(facts.missing_shared)
-        yield Finding(level, "mooncake", f"its wheel lacks {packages}", f"apt-get install {packages}")
+        of_cuda = not set(MOONCAKE_WITH_CUDA).isdisjoint(facts.libraries)
+        other = "; without a GPU, install the extra mooncake in its place" if of_cuda else ""
+        yield Finding(level, "mooncake", f"its wheel lacks {packages}", f"apt-get install {packages}{other}")
 
 
 def compiler(facts: NodeFacts) -> Iterator[Finding]:

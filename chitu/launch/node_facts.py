@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from chitu.config.schema import Topology
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
 from chitu.launch.node_devices import NodeDevices, look, torch_build
-from chitu.launch.preflight import Bind, ModelFacts, installed, look_at_model, look_at_ports
+from chitu.launch.preflight import MOONCAKE_WITH_CUDA, Bind, ModelFacts, installed, look_at_model, look_at_ports
 from chitu.models.config import count_weights
 from chitu.net.rdma_devices import Rdma, look_at_rdma
 
@@ -46,7 +47,9 @@ LIBRARIES = {
 }
 """With the extra that brings it."""
 SHARED_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
-"""Of Mooncake's wheel, with Debian's package of each."""
+"""Of Mooncake's wheels, with Debian's package of each."""
+CUDA_SHARED_LIBRARIES = {"libmlx5.so.1": "ibverbs-providers", "libcuda.so.1": "libcuda1"}
+"""Of those built for CUDA besides."""
 STATUS = Path("/proc/self/status")
 CAP_IPC_LOCK = 14
 
@@ -88,12 +91,13 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 def gather(topology: Topology, host: str) -> NodeFacts:
     _, model = look_at_model(topology)
     driver, driver_cuda = _driver()
+    found = libraries()
     return NodeFacts(
         host=host,
         name=socket.gethostname(),
         python=sys.version_info[:3],
-        libraries=libraries(),
-        missing_shared=tuple(package for name, package in SHARED_LIBRARIES.items() if not _loads(name)),
+        libraries=found,
+        missing_shared=missing_shared(found),
         torch_cuda=torch_build()[1] or "",
         devices=look(),
         driver=driver,
@@ -139,6 +143,12 @@ def _driver() -> tuple[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         return "", ""
     return parse_smi_head(done.stdout)
+
+
+def missing_shared(distributions: Iterable[str]) -> tuple[str, ...]:
+    """Debian packages of what the wheels of Mooncake among `distributions` need and what cannot be loaded."""
+    of_cuda = CUDA_SHARED_LIBRARIES if not set(MOONCAKE_WITH_CUDA).isdisjoint(distributions) else {}
+    return tuple(package for name, package in (SHARED_LIBRARIES | of_cuda).items() if not _loads(name))
 
 
 def _loads(library: str) -> bool:

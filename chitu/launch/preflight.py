@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -34,6 +35,8 @@ LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake"
 MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 MOONCAKE_WITH_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 """Distributions of one module."""
+MOONCAKE_PYTHON = (3, 13)
+"""The newest that its wheels are for, but for the one with CUDA 13."""
 
 
 class Bind(msgspec.Struct, frozen=True):
@@ -138,7 +141,19 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
         yield Finding(Level.OK, "model", f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}")
 
 
-def transport_findings(topology: Topology, has: Callable[[str], bool] = is_installed) -> Iterator[Finding]:
+def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:
+    """How an extra gets installed. `python`: the version that runs."""
+    if extra == "mooncake" and python[:2] > MOONCAKE_PYTHON:
+        return (
+            "Mooncake has wheels for Python 3.11 to 3.13 (with CUDA 13, the extra mooncake-cuda13: to 3.14): make .venv"
+            f" with one of them, or take nixl ({PD}.transport)"
+        )
+    return f"install the extra {extra}: pip install -e '.[{extra}]' in the project's folder"
+
+
+def transport_findings(
+    topology: Topology, has: Callable[[str], bool] = is_installed, python: tuple[int, ...] = sys.version_info[:3]
+) -> Iterator[Finding]:
     """Of the library that P and D need: asked for by its name, or by `auto` because they are on several hosts."""
     transport, library = topology.dp_config.router.pd_disaggregation.transport, needed_library(topology)
     if library and not any(map(has, LIBRARIES[library])):
@@ -149,7 +164,7 @@ def transport_findings(topology: Topology, has: Callable[[str], bool] = is_insta
             Level.ERROR,
             library,
             f"{says}, but its library is not installed",
-            f"install the extra {library}: pip install -e '.[{library}]' in the project's folder",
+            cure_of_missing(library, python),
         )
 
 

@@ -12,10 +12,11 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.engine.memory_budget import GIB
+from chitu.launch import node_facts
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.finding import Finding, Level
 from chitu.launch.node_devices import Device, NodeDevices
-from chitu.launch.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, parse_smi_head
+from chitu.launch.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
 from chitu.launch.preflight import Bind, ModelFacts
 from chitu.models.config import read_model_spec
 from chitu.net.rdma_devices import Rdma
@@ -145,8 +146,18 @@ def test_a_missing_library_is_named_with_what_brings_it(missing: str, transport:
 
 
 def test_libraries_of_mooncakes_wheel_are_named_by_their_packages() -> None:
-    (found,) = of(msgspec.structs.replace(SOUND, missing_shared=("libnuma1",)), f"{PD}.transport=mooncake")
+    lacking = msgspec.structs.replace(SOUND, missing_shared=("libnuma1",))
+    (found,) = of(lacking, f"{PD}.transport=mooncake")
+    assert found.level is Level.ERROR and found.cure.startswith("apt-get install libnuma1; without a GPU")
+    lacking = msgspec.structs.replace(lacking, libraries=WITHOUT_CUDA, devices=NO_CARDS)
+    (found,) = of(lacking, f"{PD}.transport=mooncake", f"{PD}.mooncake_protocol=tcp")
     assert found.level is Level.ERROR and found.cure == "apt-get install libnuma1"
+
+
+def test_the_wheels_with_cuda_need_more_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_facts, "_loads", lambda library: library == "libibverbs.so.1")
+    assert missing_shared(["mooncake-transfer-engine-non-cuda"]) == ("libnuma1", "libcurl4")
+    assert "ibverbs-providers" in missing_shared(["mooncake-transfer-engine-cuda13"])
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,10 @@ def test_what_is_wrong_with_a_folder_is_one_sentence(
 def test_a_transport_without_its_library_names_the_extra(transport: str) -> None:
     topology = local(f"dp_config.router.pd_disaggregation.transport={transport}")
     assert not list(transport_findings(topology, lambda module: True))
-    (finding,) = transport_findings(topology, lambda module: False)
+    (finding,) = transport_findings(topology, lambda module: False, (3, 13, 9))
     assert finding.level is Level.ERROR and f"install the extra {transport}" in finding.cure
+    (finding,) = transport_findings(topology, lambda module: False, (3, 14, 0))
+    assert ("Python 3.11 to 3.13" in finding.cure) == (transport == "mooncake"), finding
     assert not list(transport_findings(local(), lambda module: False))
     unified = load_topology("unified_local", [f"dp_config.router.pd_disaggregation.transport={transport}"])
     assert not list(transport_findings(unified, lambda module: False)), "nothing is transferred"

@@ -358,7 +358,8 @@ def _import_engine() -> Any:
         raise MissingDependency(
             f"the Mooncake Transfer Engine cannot be imported ({error}): install the extra mooncake (with CUDA:"
             " mooncake-cuda12 or mooncake-cuda13; pip install -e '.[mooncake]' in chitu's folder) and the Debian"
-            " packages libibverbs1 libnuma1 libcurl4; its wheels are for Python 3.11 to 3.13"
+            " packages libibverbs1 libnuma1 libcurl4 (with CUDA also ibverbs-providers); its wheels are for Python 3.11"
+            " to 3.13, with CUDA 13 to 3.14"
         ) from error
 
 
