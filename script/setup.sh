@@ -105,7 +105,7 @@ install_browser() { # best effort: everything but test/web works without it
 # ------------------------------------------------------------------------------------------------ Slurm for its own tests
 missing_slurm() { # names of the Debian packages that test/slurm needs and that are not there
     local tool
-    for tool in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2; do
+    for tool in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2 curl:curl; do
         PATH=$PATH:/usr/sbin:/sbin command -v "${tool%:*}" >/dev/null || echo "${tool#*:}"
     done
 }
@@ -121,7 +121,7 @@ install_slurm() { # best effort: everything but test/slurm works without it
         apt_install $missing
     fi
     missing=$(missing_slurm | tr '\n' ' ')
-    [ -z "$missing" ] || say "test/slurm is left out, it needs Slurm's daemons (Debian, Ubuntu: apt-get install" \
+    [ -z "$missing" ] || say "test/slurm is left out, it needs Slurm's daemons and curl (Debian, Ubuntu: apt-get install" \
         "${missing% })"
 }
 

@@ -40,7 +40,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-if [ -z "${SLURM_STEP_ID:-}" ] || [ "${SLURM_STEP_ID}" = 4294967291 ]; then # no step, or that of the batch script
+# No step, or that of a batch script (4294967291, from Slurm 25 or so -5) or of salloc's shell (4294967290, -6).
+if ! [[ ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
     command -v srun >/dev/null || fail "there is no srun here; without Slurm: script/start_pd_separation.sh"
     if [ -n "${SLURM_JOB_ID:-}" ]; then nodes=$SLURM_JOB_NUM_NODES srun_options=(); fi
     make_key "$topology"

@@ -65,6 +65,17 @@ def test_srun_takes_the_key_along_in_the_environment(tmp_path: Path, key: str | 
     assert shared not in (tmp_path / "command").read_text()
 
 
+@pytest.mark.parametrize(
+    "step", ["4294967291", "-5", "4294967290", "-6"], ids=["batch", "batch-26", "salloc", "salloc-26"]
+)
+def test_a_step_that_srun_did_not_make_starts_srun_on_all_nodes_of_its_job(tmp_path: Path, step: str) -> None:
+    executable(tmp_path / "srun", f'echo "$@" >{tmp_path}/command')
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_ID": step, "SLURM_NODEID": "0"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    run(["script/srun_pd_disagg_1p1d_two_nodes.sh"], {"PATH": path, "PYTHON": sys.executable, **job}, OWN_KEY)
+    assert "--nodes=3 --ntasks=3" in (tmp_path / "command").read_text()
+
+
 SCRIPTS = sorted(path.name for path in (ROOT / "script").glob("*.sh") if path.name not in ("pd_common.sh", "test.sh"))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from chitu.launch.process import die_with_parent
 
-TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2"}
+TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "curl": "curl"}
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 INIT = """
