@@ -78,7 +78,8 @@ def instance_spec(
     """One torchrun. `cores`: CPU cores of its host; `node`: its GPUs, where they are known."""
     alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
-    torchrun = ("-m", "torch.distributed.run", *meeting)
+    # The ranks of an instance share a host. Without an address they look for it by its name, which may not be known.
+    torchrun = ("-m", "torch.distributed.run", "--local-addr=127.0.0.1", *meeting)
     ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
     return ProcessSpec(
         name=instance.name,

@@ -19,7 +19,8 @@ def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None
     decode_1 = specs[4]
     assert decode_1.host == "node-a.example"
     assert decode_1.argv == (
-        *("python3", "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"),
+        *("python3", "-m", "torch.distributed.run", "--local-addr=127.0.0.1"),
+        *("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"),
         *("--nproc-per-node=1", "--max-restarts=0"),
         *("-m", "chitu.serve.scheduler", "--config", "F.yaml", "--role", "decode", "--rank", "1"),
         "scheduler.chunk_size=64",
