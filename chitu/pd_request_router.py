@@ -251,7 +251,8 @@ class PDRequestRouter:
     def on_tokens(self, batch: TokenBatch) -> None:
         """One step's tokens of one instance. Readers are woken by `flush`, once for all batches of a loop turn."""
         rooms, tokens = batch.rooms, batch.tokens
-        if len(rooms) != len(tokens) or not all([0 <= place < len(rooms) for place, _ in batch.logprobs]):
+        logprobs = batch.logprobs
+        if len(rooms) != len(tokens) or (logprobs and not all([0 <= place < len(rooms) for place, _ in logprobs])):
             log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
         if batch.number:
@@ -279,7 +280,7 @@ class PDRequestRouter:
         for room, lines in batch.prompt_logprobs:
             for attempt in self._attempts.of(room):
                 attempt.generation.prompt_logprobs = lines
-        for place, packed in batch.logprobs:
+        for place, packed in logprobs:
             attempt = attempt_of(rooms[place])
             if attempt is not None and not (attempt.generation.is_checked and attempt.generation.logprobs):
                 attempt.generation.logprobs.append(packed)
