@@ -275,6 +275,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from chitu.launch.placement import place_like_here
     from chitu.launch.plan import plan
     from chitu.launch.plan_text import plan_text
+    from chitu.net.control_groups import usable_cores
 
     name, overrides = _split(arguments)
     topology = load_topology(name, overrides)
@@ -282,7 +283,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.hosts is not None:
         overrides += host_overrides(topology, split_hosts(arguments.hosts))
     placement, found = place_like_here(name, overrides)
-    topology, cores = placement.topology, os.cpu_count() or 1
+    topology, cores = placement.topology, usable_cores()
     specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
     notes = [f"devices: {note}" for note in placement.notes]
     notes += [f"transfers: {placement.ways}"] if placement.ways else []

@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from chitu.net.control_groups import usable_cores
+
 DEFAULT_DIR = Path("bench-results")
 
 
@@ -29,7 +31,7 @@ def machine() -> dict[str, Any]:
         pass
     return {
         "cpu": model,
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "load_average": os.getloadavg()[0],
         "kernel": platform.release(),
         "python": platform.python_version(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from chitu.bench.report import DEFAULT_DIR
 from chitu.launch.make_model import make_model
+from chitu.net.control_groups import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def comparison(description: str, rounds: int) -> Iterator[Comparison]:
             f"model.path={model}",
             "model.served_name=m",
             "dp_config.router.port=0",
-            f"scheduler.threads={os.cpu_count() or 1}",
+            f"scheduler.threads={usable_cores()}",
             f"dp_config.router.pd_disaggregation.transport={arguments.transport}",
         ]
         yield Comparison(arguments.rounds, arguments.json_dir, settings)

@@ -8,7 +8,6 @@ ones wait for those that still read weights.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +42,7 @@ from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec, weights_digest
+from chitu.net.control_groups import usable_cores
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
@@ -78,7 +78,7 @@ class RankEngine:
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
     """Rank 0 alone samples and has logits rows. Raises ConfigError for what cannot be served."""
     config, role, path = instance.config, instance.role, topology.model.path
-    threads = threads_of(topology, instance, os.cpu_count() or 1)
+    threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
     device = torch.device(config.devices[tp_rank])
     if device.type == "cuda":

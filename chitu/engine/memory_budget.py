@@ -15,6 +15,7 @@ from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
 from chitu.models.config import ModelSpec
+from chitu.net.control_groups import memory_left_bytes
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -46,11 +47,13 @@ class DeviceMemory:
 
 
 def available_cpu_bytes() -> int:
-    """MemAvailable of the host."""
+    """Return MemAvailable of the host, or less if a control group (container, pod, job) leaves less."""
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                host_bytes = int(line.split()[1]) * 1024
+                left_bytes = memory_left_bytes()
+                return host_bytes if left_bytes is None else min(host_bytes, left_bytes)
     raise ConfigError("/proc/meminfo has no MemAvailable: set cache.num_pages")
 
 

@@ -45,6 +45,7 @@ from chitu.launch.placement import look_for, with_shares
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
 from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
+from chitu.net.control_groups import usable_cores
 
 __all__ = ["LocalCluster", "StartFailed"]
 
@@ -87,7 +88,7 @@ class LocalCluster:
         self.host = api_host(topology.dp_config.router)
         self.ports: dict[str, int] = {}
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = usable_cores()
         self._config = str(self.log_dir / "topology.yaml")
         self._write_config()
         self._supervisor = Supervisor(

@@ -35,6 +35,7 @@ from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
 from chitu.launch.supervisor import StartFailed, Supervisor
+from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import Leave
 
@@ -102,7 +103,7 @@ class Node:
         self.device_notes, self.ways = placement.notes, placement.ways
         if options.cluster_key:
             topology = with_cluster_key(topology, options.cluster_key)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         all_specs = plan(topology, config, overrides, cores, options.entries, self.devices)
         own = specs_on(topology, all_specs, options.index)
         self._specs = {spec.name: spec for spec in own if options.only in (None, spec.name)}

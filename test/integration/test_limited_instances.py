@@ -1,0 +1,65 @@
+"""Instances in a real control group: pool and threads are cut to what it leaves."""
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from chitu.net.control_groups import _groups
+
+MEMORY_BYTES, QUOTA_US = 1 << 30, 100_000
+FILES = {
+    "memory": {"memory.max": MEMORY_BYTES, "memory.limit_in_bytes": MEMORY_BYTES},
+    "cpu": {"cpu.max": f"{QUOTA_US} 100000", "cpu.cfs_quota_us": QUOTA_US},
+}
+
+
+@pytest.fixture
+def limited():
+    """Folders of groups of this test's own, with a limit of memory and one of CPU time."""
+    made: list[Path] = []
+    with ExitStack() as stack:
+        for controller, files in FILES.items():
+            for top in (group for group in _groups(Path("/"), controller) if (group / "cgroup.procs").exists()):
+                folder = top / f"chitu-test-{os.getpid()}"
+                try:
+                    folder.mkdir(exist_ok=True)
+                except OSError:
+                    continue
+                stack.callback(folder.rmdir)
+                if any(_write(folder / name, text) for name, text in files.items()):
+                    made.append(folder)
+                    break
+        if len(made) < len(FILES):
+            pytest.skip("this machine lets no test make control groups with limits")
+        yield made
+
+
+def _write(file: Path, text: object) -> bool:
+    try:
+        file.write_text(str(text)) if file.exists() else None
+    except OSError:
+        return False
+    return file.exists()
+
+
+def test_a_process_in_a_group_plans_with_what_the_group_leaves(limited):
+    """In a process of its own, which is put into the groups before it begins."""
+    code = (
+        "from chitu.engine.memory_budget import available_cpu_bytes as memory\n"
+        "from chitu.net.control_groups import usable_cores\n"
+        "print(memory(), usable_cores())"
+    )
+
+    def enter() -> None:
+        for folder in limited:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    process = subprocess.run([sys.executable, "-c", code], preexec_fn=enter, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    left_bytes, cores = map(int, process.stdout.split())
+    assert MEMORY_BYTES // 2 < left_bytes <= MEMORY_BYTES  # less what Python itself takes
+    assert cores == 1
