@@ -1,7 +1,7 @@
-"""The OpenAPI document: FastAPI's, and what FastAPI cannot know. Pure; made once, when it is first asked for.
+"""The OpenAPI document: FastAPI's, plus what FastAPI cannot know. Pure; built once, on the first request for it.
 
-The generation routes are answered beside FastAPI, bodies are read by msgspec, and every error is OpenAI's error object.
-The status codes are all that a route can answer with: test_http_fuzz.py holds the server to them.
+The generation routes bypass FastAPI, msgspec decodes bodies, and every error is OpenAI's error object. The status codes
+of a route are all that it can answer with; test_http_fuzz.py checks this.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobsReply | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """With `return_token_ids`."""
+    """Present with `return_token_ids`."""
     prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
-    """With the field of that name."""
+    """Present with the request field of that name."""
 
 
 class CompletionReply(msgspec.Struct):
@@ -81,7 +81,7 @@ class CompletionReply(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: UsageReply
     chitu: Proof | msgspec.UnsetType = msgspec.UNSET
-    """With `return_proof`."""
+    """Present with `return_proof`."""
 
 
 class CalledFunctionReply(msgspec.Struct):
@@ -98,7 +98,7 @@ class ToolCallReply(msgspec.Struct):
 class ChatReplyMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
-    """Null where there is only reasoning, or calls."""
+    """Null if the message has only reasoning or calls."""
     refusal: None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[ToolCallReply] | msgspec.UnsetType = msgspec.UNSET
@@ -144,7 +144,7 @@ class ChatReply(msgspec.Struct):
 class TokenizeReply(msgspec.Struct):
     count: int
     max_model_len: int | None
-    """Of a request; null while no instance serves."""
+    """Maximum tokens of a request; null while no instance serves."""
     tokens: list[int]
     token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
@@ -175,7 +175,7 @@ class ResponsesReply(msgspec.Struct):
 
 class AbortReply(msgspec.Struct):
     aborted: int
-    """Requests that were ended by this call."""
+    """Number of requests that this call ended."""
 
 
 MEANINGS = {
@@ -194,7 +194,7 @@ MEANINGS = {
     504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
 }
 ANYWHERE = (400, 401, 408, 413, 431, 500, 503)
-"""Given by the server itself, ahead of any route."""
+"""Status codes that the server itself can return before any route runs."""
 MORE: dict[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 499, 504),
     "/v1/chat/completions": (404, 429, 499, 504),
@@ -210,7 +210,7 @@ MORE: dict[str, tuple[int, ...]] = {
     "/admin/snapshot": (403, 404),
     "/admin/topology": (403,),
 }
-"""Of one route."""
+"""Further status codes, by route."""
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
@@ -231,7 +231,7 @@ REPLIES: dict[str, type[msgspec.Struct]] = {
 }
 TEXT = {"schema": {"type": "string"}}
 STREAM: dict[str, Any] = {"text/event-stream": {}}
-"""Without a schema: tools disagree whether that would be of the text or of an event."""
+"""Has no schema, because tools disagree on whether it would describe the whole text or one event."""
 CONTENTS: dict[str, dict[str, Any]] = {
     "/v1/completions": STREAM,
     "/v1/chat/completions": STREAM,
@@ -240,7 +240,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
     "/admin/snapshot": {"application/octet-stream": {}},
     "/metrics": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
 }
-"""Of status 200, beside JSON or in its place."""
+"""Content types of status 200, besides JSON or instead of it, by route."""
 KEPT_REQUEST: dict[str, Any] = {
     "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), as it was asked for",
     "operationId": "read_kept_request",
@@ -257,7 +257,7 @@ KEPT_REQUEST: dict[str, Any] = {
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """For `app.openapi`."""
+    """Return the document. Called by `app.openapi`."""
     if app.openapi_schema is None:
         app.openapi_schema = _make(app)
     return app.openapi_schema
@@ -292,7 +292,7 @@ def _make(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Its body, its replies, and every status that it can have."""
+    """Add an operation's body, its replies, and every status code that it can return."""
     if path in BODIES:
         operation["requestBody"] = {"required": True, "content": _json(BODIES[path])}
     responses: dict[str, Any] = operation.setdefault("responses", {})
@@ -307,7 +307,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     for status in sorted({*ANYWHERE, *MORE.get(path, ())}):
         responses[str(status)] = {"description": MEANINGS[status], "content": _json(ErrorReply)}
     if path == "/health":
-        # No pair can serve: the same body as of 200 says why.
+        # No pair can serve. The body is the same as with 200 and gives the reason.
         responses["503"] = {"description": "No request can be served now", "content": {"application/json": {}}}
 
 

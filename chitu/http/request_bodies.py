@@ -1,8 +1,8 @@
-"""The bodies of the generation routes, `/tokenize` and `/detokenize` as they come: what is served of them, its types
-and bounds. Pure.
+"""Request bodies of the generation routes, `/tokenize`, `/detokenize` and `/abort_request`: served fields with their
+types and bounds. Pure.
 
-Made by `body_decoder.py`; read by `request_checks.py`, `sampling_fields.py` and the OpenAPI document. All other fields
-that clients have are in `request_fields.py`.
+`body_decoder.py` creates them; `request_checks.py`, `sampling_fields.py` and the OpenAPI document read them. All other
+fields that clients send are in `request_fields.py`.
 """
 
 from __future__ import annotations
@@ -24,56 +24,55 @@ from chitu.protocol import (
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-"""Of one stop string."""
+"""Characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
-"""A client's; eos may be among those that an instance gets."""
+"""Stop token ids that a client may give. An instance may get eos ids in addition."""
 MAX_WORDS = MAX_BAD_WORDS // 2
-"""Of `bad_words`: each is looked for with a space ahead, too."""
+"""Entries of `bad_words`. Each counts twice, because it is also banned with a space ahead."""
 MAX_WORD_CHARS = 64
 MAX_CHOICES = 1024
-"""Of `guided_choice`."""
+"""Entries of `guided_choice`."""
 MAX_CHOICE_CHARS = 1024
 MAX_SALT_CHARS = 256
-"""Of `cache_salt`."""
+"""Characters of `cache_salt`."""
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
-"""Of one message's content."""
+"""Parts of one message's content."""
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 64
-"""Of a message's `name`."""
+"""Characters of a message's `name`."""
 MAX_TOOLS = 128
-"""That one chat offers."""
+"""Tools that one chat offers."""
 MAX_TOOL_CALLS = 128
-"""Of one message."""
+"""Tool calls of one message."""
 MAX_TOOL_NAME_CHARS = 128
 MAX_ID_CHARS = 128
-"""Of a tool call's id."""
+"""Characters of a tool call's id."""
 MAX_TEMPLATE_KWARGS = 64
 """Variables for the chat template that one request gives."""
 MAX_PROMPTS = 1024
-"""Prompts in one body, and choices: each is a request of its own."""
+"""Prompts in one body, and choices over all of them; each choice is a request of its own."""
 MAX_TOKENS = 1 << 18
-"""Token ids that `/detokenize` takes; what `/tokenize` gives, unless requests may have more."""
+"""Token ids that `/detokenize` accepts. `/tokenize` returns at most this many, or `max_model_len` if that is more."""
 MAX_RID_CHARS = 160
-"""Of a request's id with the prefix of an answer's."""
+"""Characters of a request id, including the prefix of a response id."""
 TOOL_CHOICES = ("auto", "none", "required")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Of reasoning: what OpenAI and vLLM know."""
+"""Reasoning efforts of OpenAI and vLLM."""
 LARGE_BODY_BYTES = 16 << 10
-"""Beyond it a body is looked over before anything is made of it, and is worked on in a process of its own
-(`body_reader.py`)."""
+"""A larger body is checked before it is decoded, and is processed in a separate process (`body_reader.py`)."""
 MAX_FIELD_BYTES = 64 << 10
-"""In a large body, the JSON of every field that holds neither text nor tokens."""
+"""Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
 MAX_TOOLS_BYTES = 256 << 10
-"""The same of `tools`."""
+"""Bytes of JSON of `tools`, in a large body."""
 
 
 Unread = msgspec.Raw | msgspec.UnsetType
-"""A field that is left as JSON, because nothing is made of it."""
+"""A field that stays undecoded JSON, because its value is not used."""
 
 
 def documented(**schema: Any) -> msgspec.Meta:
-    """For the OpenAPI document only: a wrong type is msgspec's error, a wrong value that of the functions below."""
+    """Return metadata for the OpenAPI document only. msgspec rejects a wrong type, the request checks a wrong value."""
     return msgspec.Meta(extra_json_schema=schema)
 
 
@@ -89,7 +88,7 @@ _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`None` is the same as leaving a field out."""
+    """A request body. `None` is the same as leaving a field out."""
 
     model: str | None = None
 
@@ -131,7 +130,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class GenerationBody(Body, kw_only=True):
-    """What both routes share."""
+    """Fields that completions and chats share."""
 
     # OpenAI
     max_tokens: _Count | None = None
@@ -189,11 +188,11 @@ _PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: Annotated[msgspec.Raw, documented(anyOf=_PROMPTS)] = msgspec.field(default_factory=msgspec.Raw)
-    """A text, a list of texts, a list of token ids or a list of those: `completion_prompts`. As JSON, because it can be
-    as large as the body, and what it is made into depends on how it begins."""
+    """A text, a list of texts, a list of token ids or a list of such lists; see `completion_prompts`. Undecoded JSON,
+    because it can be as large as the body, and its first characters decide how it is decoded."""
     echo: bool | None = None
     logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
-    """So many most likely tokens with each token; `false`: none, as a body for chat has it."""
+    """Number of most likely tokens returned with each token; `false`: no logprobs, as in a chat body."""
     best_of: int | None = None
 
 
@@ -287,7 +286,7 @@ class TokenizeBody(Body, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     tools: _Tools | None = None
     add_generation_prompt: bool | None = None
-    """Default true: of messages, what the model's answer begins behind."""
+    """Default true: the rendered messages end with the text that opens the model's answer."""
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages (the template writes them)."""

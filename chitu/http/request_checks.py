@@ -1,4 +1,4 @@
-"""What types alone do not say of a body: the shapes of prompts, what messages may hold. Pure.
+"""Checks of a body that its types cannot express: the shape of prompts, the content of messages. Pure.
 
 Called by `jobs.py` (and by `/tokenize`, for messages), as part of `BodyWork`.
 """
@@ -25,7 +25,7 @@ from chitu.http.request_bodies import (
 
 
 def check_completion(body: CompletionBody) -> None:
-    """InvalidRequest for fields that do not go together."""
+    """Raise InvalidRequest if fields contradict each other."""
     if body.best_of is None:
         return
     if body.best_of < (body.n or 1):
@@ -47,8 +47,8 @@ _LISTS = re.compile(rb"\[\s*\[")
 
 
 def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    """The prompts of a body, all texts or all token ids. InvalidRequest for any other shape. Made from
-    where they lie: nobody else has a turn while a large body is copied."""
+    """Return the prompts of a body, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
+    place, because no other request has a turn while a large body is copied."""
     given = memoryview(body.prompt)
     if bytes(given[:5]) in (b"", b"null"):
         raise InvalidRequest("prompt is required", "prompt")
@@ -59,7 +59,7 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
             return _texts.decode(given)
         if not _LISTS.match(given):
             return [_ids.decode(given)]
-        # Before they are made: a list costs many times the three bytes that it takes here.
+        # Count before decoding: a decoded list costs many times the three bytes of its JSON.
         if bytes(given).count(b"[") <= MAX_PROMPTS + 1:
             return _ids_of_several.decode(given)
     except msgspec.ValidationError as error:
@@ -71,14 +71,14 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
 
 
 ROLES = {"developer": "system"}
-"""OpenAI's newer name of the role, and the one that chat templates know."""
+"""OpenAI's newer name of a role -> the name that chat templates use."""
 
 
 _EMPTY = (b"null", b'""', b"[]", b"{}")
 
 
 def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
-    """Messages as the chat template takes them. InvalidRequest for what is not text."""
+    """Return messages as the chat template takes them. Raise InvalidRequest for content that is not text."""
     if not given:
         raise InvalidRequest("messages must hold at least one message", "messages")
     messages = []
@@ -116,7 +116,8 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
 
 
 def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves. What a model wrote that is no object stays text."""
+    """Return a call as the chat template takes it. Arguments become an object, because templates write the JSON
+    themselves; arguments that are no JSON object stay text."""
     if call.type not in (None, "function"):
         raise InvalidRequest(f"{where}.tool_calls: only calls of type 'function' are supported", f"{where}.tool_calls")
     arguments: Any = call.function.arguments or "{}"
@@ -131,8 +132,8 @@ def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
 
 
 def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Tools as the chat template takes them, in the order of fields that models are trained with. InvalidRequest for
-    one that is no function, and where two have one name."""
+    """Return tools as the chat template takes them, with fields in the order that models are trained with. Raise
+    InvalidRequest if a tool is not a function, or if two tools have the same name."""
     if not tools:
         return None
     offered: dict[str, dict[str, Any]] = {}
@@ -153,15 +154,15 @@ def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 
 class ChosenTools(NamedTuple):
     offered: list[dict[str, Any]] | None
-    """What the prompt has; None if the body offers nothing, or forbids calls."""
+    """Tools in the prompt; None if the body offers none, or forbids calls."""
     enforced: list[dict[str, Any]]
-    """Whose calls follow their schemas; empty: the model is free."""
+    """Tools whose calls must follow their schemas; empty: calls are not constrained."""
     is_required: bool = False
-    """The answer is a call of one of `enforced`."""
+    """The answer must be a call of one of `enforced`."""
 
 
 def chosen_tools(body: ChatBody) -> ChosenTools:
-    """The tools of the body, by its `tool_choice`. InvalidRequest for a choice that names no tool."""
+    """Return the tools of the body that its `tool_choice` selects. Raise InvalidRequest if it names no tool of them."""
     tools, choice = offered_tools(body.tools), body.tool_choice
     if choice is None or choice == "auto":
         return ChosenTools(tools, _strict(body.tools or (), tools or ()))
@@ -185,8 +186,8 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
 
 
 def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What calls must follow where one of the tools is strict, which says nothing of the others: these take any object.
-    Empty where none is."""
+    """Return the tools that constrain calls if at least one of them is strict. A tool that is not strict accepts any
+    object. Empty if no tool is strict."""
     if not any(tool.function.strict for tool in given):
         return []
     return [
@@ -196,8 +197,8 @@ def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[di
 
 
 def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:
-    """`reasoning_effort` as variables of a template that reads `known`. InvalidRequest for a word that is none, and for
-    an effort where the model has no such thing."""
+    """Return `reasoning_effort` as variables of a template that reads `known`. Raise InvalidRequest for an unknown
+    effort, and for any effort except `none` if the template reads no such variable."""
     if effort is None:
         return {}
     if effort not in EFFORTS:
@@ -213,14 +214,14 @@ def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str,
 
 
 SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
-"""Variables of chat templates that `chat_template_kwargs` may not give."""
+"""Variables of chat templates that `chat_template_kwargs` may not set."""
 
 
 def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """`chat_template_kwargs` as the template takes them. InvalidRequest for a name that is not theirs to set."""
+    """Return `chat_template_kwargs` as the template takes them. Raise InvalidRequest for a name in `SET_OTHERWISE`."""
     for name in SET_OTHERWISE:
         if given and name in given:
             raise InvalidRequest(
-                f"chat_template_kwargs.{name} is made of other fields; leave it out", f"chat_template_kwargs.{name}"
+                f"chat_template_kwargs.{name} is set by other fields; leave it out", f"chat_template_kwargs.{name}"
             )
     return given or {}

@@ -1,8 +1,8 @@
-"""Every field of the bodies of the API's routes and what becomes of it: the one list of them. Pure.
+"""Every field of the request bodies of the API's routes, and whether it is served, refused or without effect. Pure.
 
-Read by `body_decoder.py`, which takes, refuses or leaves out by it, by the OpenAPI document, and by
-`script/api_reference.py`, which makes docs/api.md of it. What is served has its type and its bounds in
-`request_bodies.py`; a test holds the two, and the fields that OpenAI's own client knows, together.
+This is the only such list. `body_decoder.py` accepts, refuses or drops fields by it, the OpenAPI document reads it, and
+`script/api_reference.py` generates docs/api.md from it. Types and bounds of served fields are in `request_bodies.py`.
+A test checks that the two files agree, and that they cover the fields of OpenAI's own client.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ ONE_CALL = (
 
 class Field(NamedTuple):
     name: str
-    """As in the body; of a nested object with its path, and `[]` for every entry of a list."""
+    """Name in the body. A field of a nested object has its path, with `[]` for every entry of a list."""
     routes: tuple[str, ...]
     effect: Literal["served", "refused", "without effect"]
     note: str = ""
-    """One line of Markdown: bounds and default of what is served, what to do instead of what is refused."""
+    """One line of Markdown: bounds and default of a served field, or the alternative to a refused one."""
     neutral: tuple[Any, ...] = ()
-    """Values, beside null, at which a refused field asks for nothing and is taken."""
+    """Values, besides null, with which a refused field asks for nothing and is accepted."""
 
 
 def _of(routes: tuple[str, ...], effect: Literal["served", "refused", "without effect"], *rows: Any) -> list[Field]:
-    """Each row a name, its note, and perhaps its neutral values."""
+    """Return a `Field` per row. A row is a name, its note and, optionally, its neutral values."""
     return [Field(row[0], routes, effect, *row[1:]) for row in rows]
 
 
@@ -447,12 +447,12 @@ FIELDS: tuple[Field, ...] = (
 
 
 def fields_of(route: str) -> dict[str, Field]:
-    """By name."""
+    """Return the fields of the route by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 def is_neutral(field: Field, value: Any) -> bool:
-    """Whether a refused field asks for nothing: 0 is not false here, as it is none in JSON."""
+    """Return whether a refused field asks for nothing with this value. As in JSON, 0 is not false."""
     return value is None or any(
         isinstance(value, bool) == isinstance(known, bool) and value == known for known in field.neutral
     )

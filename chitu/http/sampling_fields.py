@@ -1,6 +1,6 @@
-"""From the fields of a body to sampling parameters and to what HTTP does with the tokens: defaults and ranges. Pure.
+"""Sampling parameters and output options from the fields of a body: defaults and ranges. Pure.
 
-Called by `jobs.py`, as part of `BodyWork`, once for each request. Every error names its field.
+Called by `jobs.py`, as part of `BodyWork`, once per request. Every error names its field.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from chitu.http.request_bodies import MAX_N, ChatBody, CompletionBody, Generatio
 from chitu.protocol import MAX_LOGPROBS, Grammar, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chat has the rest of the context."""
+"""OpenAI's default of `max_tokens` for completions; a chat's default is the rest of the context."""
 SEED_MASK = (1 << 63) - 1
 MAX_ID_DIGITS = 20
-"""Of a token id given as text."""
+"""A token id that is given as text has fewer digits than this."""
 
 
 @dataclass(slots=True)
 class OutputOptions:
-    """What the HTTP layer does with the tokens."""
+    """Options for what the HTTP layer does with the tokens."""
 
     n: int
-    """Choices that are made of each prompt."""
+    """Choices generated for each prompt."""
     stream: bool
     include_usage: bool
     stops: tuple[str, ...]
@@ -34,18 +34,18 @@ class OutputOptions:
     skip_special_tokens: bool
     return_token_ids: bool
     return_proof: bool = False
-    """The answer says how it was served."""
+    """The answer contains a proof of how it was served."""
     logprobs: int | None = None
-    """Most likely tokens with each token; None: no logprobs."""
+    """Number of most likely tokens returned with each token; None: no logprobs."""
     prompt_logprobs: int | None = None
-    """The same of the field of that name; `echo` with `logprobs` is not counted here."""
+    """The same for each prompt token, by the field of that name only: `echo` with `logprobs` is not counted here."""
     echo: bool = False
     num_returned: int = 0
-    """Of these, how many the client gets: those with the highest logprob a token. 0: all."""
+    """Number of the `n` choices that the client gets: those with the highest logprob per token. 0: all."""
     continuous_usage: bool = False
-    """Every event says what its choice has used so far."""
+    """Every event has the usage of its choice so far."""
     return_receipt: bool = False
-    """With the proof, of the one choice."""
+    """The proof contains the receipt of the only choice."""
 
 
 def _ranged(value: float | None, default: float, low: float, high: float, name: str, open_low: bool = False) -> float:
@@ -69,7 +69,7 @@ def _token_ids(values: list[int] | None, vocab_size: int, name: str) -> tuple[in
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     result: dict[int, float] = {}
     for key, value in (bias or {}).items():
-        # The length first: Python reads no integer of thousands of digits.
+        # Check the length first: Python does not parse integers of thousands of digits.
         if not (len(key) < MAX_ID_DIGITS and key.isascii() and key.isdigit() and int(key) < vocab_size):
             raise InvalidRequest(
                 f"logit_bias: {key[:MAX_ID_DIGITS]!r} is no token id (0 to {vocab_size - 1})", "logit_bias"
@@ -79,7 +79,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def output_options(body: GenerationBody) -> OutputOptions:
-    """InvalidRequest where `n`, `stop` or `stream_options` are out of range."""
+    """Return the output options of a body. Raise InvalidRequest if one of them is out of range."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_N:
         raise InvalidRequest(f"n must be from 1 to {MAX_N}, not {n}", "n")
@@ -121,8 +121,9 @@ def sampling_params(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Every default resolved, every range checked. `options`: of the same body. `max_tokens` was capped by the context
-    already. `more_eos`: what ends a text beside what D itself takes for eos. `bad_words`: as tokens."""
+    """Return the sampling parameters, with every default resolved and every range checked. `options` are those of the
+    same body. `max_tokens` is already capped by the context. `more_eos` are ids that end a text in addition to D's own
+    eos ids. `bad_words` are token sequences."""
     if body.allowed_token_ids == []:
         raise InvalidRequest("allowed_token_ids must not be empty; left out, any may come", "allowed_token_ids")
     min_tokens = body.min_tokens or 0
@@ -172,19 +173,19 @@ def _asks_page_sums(body: GenerationBody) -> bool:
 
 
 def _sampled_logprobs(options: OutputOptions) -> int | None:
-    """What D is asked for: `best_of` ranks by them, whether or not the client wants to see them."""
+    """Return the `logprobs` to request from D: `best_of` ranks by them, even if the client does not want them."""
     return 0 if options.logprobs is None and options.num_returned else options.logprobs
 
 
 def _prompt_logprobs(options: OutputOptions) -> int | None:
-    """What P is asked for: the field, and a completion that repeats its prompt with logprobs."""
+    """Return the `prompt_logprobs` to request from P: for the field, or for a completion that echoes with logprobs."""
     echoed = options.logprobs if options.echo else None
     return options.prompt_logprobs if echoed is None else max(echoed, options.prompt_logprobs or 0)
 
 
 def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
-    """InvalidRequest where nothing is left of the allowed tokens. What `min_tokens` holds back for a while counts as
-    forbidden, as no token could come meanwhile."""
+    """Raise InvalidRequest if no allowed token is left. Tokens that `min_tokens` holds back for a while count as
+    forbidden, because no token could be drawn meanwhile."""
     if not sampling.allowed_token_ids:
         return
     forbidden = {word[0] for word in sampling.bad_words if len(word) == 1}
@@ -198,7 +199,8 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
 
 
 def _num_prompt_logprobs(body: GenerationBody) -> int | None:
-    """`prompt_logprobs`. InvalidRequest out of range, and with `stream`: an event has no place for them."""
+    """Return `prompt_logprobs`. Raise InvalidRequest if it is out of range, and with `stream`: events have no place for
+    it."""
     count = body.prompt_logprobs
     if count is None or count is False:
         return None
@@ -210,8 +212,8 @@ def _num_prompt_logprobs(body: GenerationBody) -> int | None:
 
 
 def _num_logprobs(body: GenerationBody) -> int | None:
-    """Most likely tokens that come with each token; None where no logprobs are asked for. InvalidRequest out of range,
-    and for candidates without the logprobs that they belong to."""
+    """Return the number of most likely tokens per token; None if no logprobs are requested. Raise InvalidRequest if it
+    is out of range, and for `top_logprobs` without `logprobs`."""
     if isinstance(body, CompletionBody):
         name, count = "logprobs", body.logprobs
         if count is None or count is False:
@@ -231,7 +233,7 @@ def _num_logprobs(body: GenerationBody) -> int | None:
 
 
 def wanted_tokens(body: GenerationBody) -> int | None:
-    """`max_completion_tokens`, else `max_tokens`, as the client gave it. InvalidRequest below 1."""
+    """Return `max_completion_tokens`, else `max_tokens`, as the client gave it. Raise InvalidRequest below 1."""
     name, value = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         name, value = "max_completion_tokens", body.max_completion_tokens
@@ -241,8 +243,8 @@ def wanted_tokens(body: GenerationBody) -> int | None:
 
 
 def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int | None:
-    """Tokens of a prompt that `truncate_prompt_tokens` leaves at most, beside `to_emit` of the answer where it is -1;
-    None: all. InvalidRequest out of range."""
+    """Return how many prompt tokens `truncate_prompt_tokens` keeps at most; None: all. If it is -1, the prompt leaves
+    room for `to_emit` tokens of the answer. Raise InvalidRequest if it is out of range."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return None
@@ -256,7 +258,7 @@ def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int |
 
 
 def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of choice `index` of n: seed + index."""
+    """Return the parameters of choice `index` of n: with seed + index."""
     if index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK)
