@@ -1,9 +1,9 @@
-"""From a body's bytes to its struct: nothing in it is ignored in silence. Pure; part of `BodyWork`.
+"""Decoding of a body's bytes into its struct; no field is ignored silently. Pure; part of `BodyWork`.
 
-JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error here. A body of nothing but
-served fields, which nearly all are, is decoded once. Any other is gone through by `request_fields.py`: a refused field
-is an error with its name, one without effect is left out, and one that nobody knows is an error that names the nearest,
-or a warning for the answer's head where `router.unknown_fields` says so.
+JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error. A body that has only served
+fields, as nearly all have, is decoded once. Any other body is checked against `request_fields.py`: a refused field is
+an error that names it, and a field without effect is dropped. An unknown field is an error that names the nearest known
+field, or a warning in the answer's head if `router.unknown_fields` says so.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from chitu.http.responses.body import ResponsesBody
 
 WARNING_HEADER = b"x-chitu-warning"
 NAMED_CHARS = 100
-"""Of a field's name, or of an entry's, that a client made up, in an error."""
+"""Characters of an unknown name of a field or entry that an error repeats."""
 MAX_NEUTRAL_BYTES = 64
-"""Of JSON: no neutral value of a refused field is longer."""
+"""Bytes of JSON. No neutral value of a refused field is longer."""
 CONTENT = ("prompt", "messages", "tokens", "input", "instructions")
-"""What a body may be large by."""
+"""Fields that may make a body large."""
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]
@@ -58,13 +58,13 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 def _outline(names: list[str], forbid_unknown: bool) -> _Outline:
-    """For fields as pieces of JSON, of which nothing is made yet."""
+    """Return a decoder that leaves these fields as undecoded JSON."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Outline", fields, forbid_unknown_fields=forbid_unknown))
 
 
 def _lenient(kind: Any) -> Any:
-    """The type, with all structs in it as ones that leave out what they do not know."""
+    """Return the type with every struct in it replaced by one that drops unknown fields."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = ((field.name, field.type, field.default) for field in msgspec.structs.fields(kind))
         twins = [(name, twin, value) for name, own, value in fields if (twin := _lenient(own)) is not own]
@@ -79,7 +79,7 @@ def _lenient(kind: Any) -> Any:
 
 
 class BodyDecoder(Generic[_BodyT]):
-    """Of one route."""
+    """Decoder of the bodies of one route."""
 
     def __init__(self, body: type[_BodyT], route: str) -> None:
         self.type = body
@@ -91,15 +91,15 @@ class BodyDecoder(Generic[_BodyT]):
         self._strict = msgspec.json.Decoder(body)
         as_open = msgspec.defstruct(body.__name__, [], bases=(body,), forbid_unknown_fields=False)
         self._open: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(as_open)
-        """Leaves out what it does not know, but not in nested objects."""
+        """Decoder that drops unknown fields, except in nested objects."""
         self._lenient: msgspec.json.Decoder[_BodyT] = msgspec.json.Decoder(_lenient(body))
         self._known = _outline(known, forbid_unknown=True)
         self._known_of_more = _outline(known, forbid_unknown=False)
 
     def decode(self, raw: bytes | bytearray, warnings: list[str] | None = None) -> _BodyT:
-        """A body as its struct. InvalidRequest with the field's name where a type or length is wrong, the field is not
-        served or not known, or the JSON broken. `warnings`: where given, it gets a sentence on the first unknown field
-        of the body, and of the objects in it, which are then no errors."""
+        """Return a body as its struct. Raise InvalidRequest with the field's name if a type or length is wrong, if the
+        field is refused or unknown, or if the JSON is broken. If `warnings` is given, unknown fields are no errors: it
+        gets a sentence about the first one of the body, and about the first one of the objects in it."""
         try:
             outline = None
             if len(raw) > LARGE_BODY_BYTES:
@@ -117,7 +117,7 @@ class BodyDecoder(Generic[_BodyT]):
             raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
     def _outlined(self, raw: bytes | bytearray, warnings: list[str] | None) -> msgspec.Struct:
-        """Its fields as JSON. Ends at the first one that nobody knows, so that a million of them cost nothing."""
+        """Return the body's fields as JSON. Judges only the first unknown field, so a million of them cost nothing."""
         try:
             return self._known.decode(raw)
         except msgspec.ValidationError as error:
@@ -128,7 +128,8 @@ class BodyDecoder(Generic[_BodyT]):
             return self._known_of_more.decode(raw)
 
     def _look_over(self, outline: msgspec.Struct) -> None:
-        """Objects cost many times their JSON, and decoding cannot be interrupted: refuse what would make too many."""
+        """Raise InvalidRequest for too large a field: objects cost many times their JSON, and decoding cannot be
+        interrupted."""
         for name in self._sized:
             num_bytes = len(getattr(outline, name))
             most = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
@@ -136,7 +137,7 @@ class BodyDecoder(Generic[_BodyT]):
                 raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are taken", name)
 
     def _decode_odd(self, raw: bytes | bytearray, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
-        """A body that has more than served fields."""
+        """Decode a body that has more than served fields."""
         for name in self._refused:
             value = bytes(getattr(outline, name))
             is_short = len(value) <= MAX_NEUTRAL_BYTES
@@ -152,7 +153,7 @@ class BodyDecoder(Generic[_BodyT]):
             return self._lenient.decode(raw)
 
     def _judge(self, path: str, warnings: list[str] | None) -> None:
-        """What becomes of a field that the struct at its place does not have."""
+        """Reject a field that the struct at its place does not have, or add a warning about it."""
         place = _INDEX.sub("[]", path)
         field = self._fields.get(place)
         if field is not None:
@@ -170,7 +171,7 @@ class BodyDecoder(Generic[_BodyT]):
 
 
 def _unknown_in(error: msgspec.ValidationError) -> str | None:
-    """The path of the unknown field that it is about; None where it is about something else."""
+    """Return the path of the unknown field that the error is about; None if it is another error."""
     found = _UNKNOWN.match(str(error))
     return found and (f"{found[2]}.{found[1]}" if found[2] else found[1])
 
@@ -180,7 +181,7 @@ def _refusal(field: Field, path: str) -> InvalidRequest:
 
 
 def _invalid(text: str) -> InvalidRequest:
-    """The error that says what msgspec says, of the field that it names."""
+    """Return an error with msgspec's message and the field that it names."""
     what, found = text.split(" - at ")[0], _PARAM.search(text)
     param = found.group(1) if found else ""
     if length := _TOO_LONG.match(what):
@@ -190,7 +191,7 @@ def _invalid(text: str) -> InvalidRequest:
 
 
 def warning_header(warnings: list[str]) -> tuple[bytes, bytes]:
-    """For the head of an answer. Clients' words are in it, so that nothing but printable ASCII is."""
+    """Return the header for the warnings. Escapes them to printable ASCII, because they contain text of clients."""
     return WARNING_HEADER, "; ".join(warnings).encode("unicode_escape")
 
 

@@ -1,7 +1,7 @@
-"""What the routes ask of a body, and where it is worked on. Loop thread.
+"""Parsing of bodies for the routes, and the choice of where it runs. Loop thread.
 
-A small body is worked on at once, on the loop. A large one, and every grammar, goes to `away`, where it costs nobody's
-token anything. Whatever waits for a client that left is dropped.
+A small body is processed at once, on the event loop. A large one, and every grammar, goes to `away`, where it delays no
+request's tokens. Work for a client that has left is dropped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
 
 MAX_VERDICTS = 64
-"""On grammars, which the next request with the same one finds."""
+"""Verdicts on grammars that are kept for later requests with the same grammar."""
 
 T = TypeVar("T")
 
 
 class Away(Protocol):
     async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
-        """What `BodyWork` gives or raises. To cancel it is to want it no more."""
+        """Return or raise what `BodyWork` does. Cancel the call if its result is no longer wanted."""
 
 
 class BodyReader:
@@ -43,7 +43,7 @@ class BodyReader:
         self._judging: dict[Grammar, asyncio.Future[InvalidRequest | None]] = {}
 
     async def job(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> Job:
-        """Of a generation route. An error is one for the client, raised before anything of the request was sent on."""
+        """Return the job of a generation route. Errors are for the client, and raised before the request is sent on."""
         terms = self._terms()
         try:
             job: Job = await self._read(ReadBody(route, terms), raw, exchange)
@@ -59,14 +59,14 @@ class BodyReader:
         return job
 
     async def job_again(self, route: BodyRoute, raw: bytearray) -> Job:
-        """Of a body that an earlier router took, grammar and all."""
+        """Return the job of a body that an earlier router accepted, including its grammar."""
         task = ReadBody(route, self._terms())
         found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._away.do(task, raw)
         job: Job = found
         return job
 
     async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
-        """Of `/tokenize` and `/detokenize`."""
+        """Return the answer of `/tokenize` or `/detokenize`."""
         answer: TokensAnswer = await self._read(ReadBody(route, self._terms()), raw, exchange)
         return answer
 
@@ -88,7 +88,7 @@ class BodyReader:
             return self._verdicts[grammar]
         if grammar not in self._judging:
             self._judging[grammar] = asyncio.ensure_future(self._judge(task))
-        # Not given up where the client leaves: others may wait for the same.
+        # Keep it running if the client leaves: other requests may wait for the same grammar.
         return await asyncio.shield(self._judging[grammar])
 
     async def _judge(self, task: JudgeGrammar) -> InvalidRequest | None:
@@ -110,7 +110,7 @@ def _is_small(raw: bytes | bytearray) -> bool:
 
 
 async def _while_wanted(exchange: Exchange, work: Awaitable[T]) -> T:
-    """What it gives in the end. ClientGone, and it is cancelled, where nobody waits for it any more."""
+    """Return the result of `work`. If the client leaves first, cancel `work` and raise ClientGone."""
     task = asyncio.ensure_future(work)
 
     def on_gone() -> None:

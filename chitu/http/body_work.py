@@ -1,8 +1,8 @@
-"""What a stranger's words cost the router: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
+"""Costly work on untrusted input: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
 
-`BodyWork` does it and does not know where: a small body is worked on on the loop of an API process, a large one and
-every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So whatever
-it needs of the cluster comes with it (`Terms`), and what it gives can be pickled.
+`BodyWork` does it, independent of the process: a small body is processed on the event loop of an API process, a large
+one and every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So a
+task carries what it needs of the cluster (`Terms`), and its result can be pickled.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from chitu.protocol import Grammar
 
 BodyRoute = Literal["completion", "chat", "responses", "tokenize", "detokenize"]
 BODY_S = 30.0
-"""Processor time that a body may cost. The largest take seconds; what takes longer is a template or a pattern of the
-tokenizer that a text has caught."""
+"""Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
+pattern of the tokenizer."""
 GRAMMAR_S = 3.0
-"""The same of a grammar, which D then compiles, too, and cannot be kept from."""
+"""Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
 
 
 class ReadBody(NamedTuple):
@@ -42,7 +42,8 @@ BodyTask = ReadBody | JudgeGrammar
 
 
 class BodyWork:
-    """`limited(seconds)`: a context that ends the process where what is in it takes more processor time."""
+    """Work on bodies and grammars. `limited(seconds)`: a context that ends the process if its block takes more
+    processor time."""
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class BodyWork:
         self._compiler: tuple[int, GrammarCompiler] | None = None
 
     def read(self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]) -> Job | TokensAnswer:
-        """A body as what its route needs. `require_client` is called between prompts, and raises where nobody waits for
-        them any more. All other errors are for the client."""
+        """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
+        longer waits for them. All other errors are for the client."""
         with self._limited(task.limit_s):
             return self._readers[task.route](raw, Frame(task.terms, require_client))
 
     def judge(self, task: JudgeGrammar) -> None:
-        """InvalidRequest where D could not compile the grammar."""
+        """Raise InvalidRequest if D could not compile the grammar."""
         try:
             if self._compiler is None or self._compiler[0] != task.vocab_size:
                 self._compiler = task.vocab_size, GrammarCompiler(self._model.tokenizer, task.vocab_size)
@@ -78,12 +79,12 @@ class BodyWork:
         except InvalidRequest:
             raise
         except BaseException as error:
-            # What the library does not take, down to a panic of it, costs this request alone.
+            # Whatever the library raises, even a panic, fails only this request.
             raise InvalidRequest(f"{task.grammar.kind}: it cannot be compiled ({type(error).__name__})") from None
 
 
 def too_costly(task: BodyTask) -> InvalidRequest:
-    """The error of a task that took more processor time than its kind may."""
+    """Return the error of a task that took more processor time than its kind may take."""
     limit = f"{task.limit_s:g} s of processor time"
     if isinstance(task, JudgeGrammar):
         return InvalidRequest(f"{task.grammar.kind}: it takes more than {limit} to compile")

@@ -1,7 +1,7 @@
-"""From the fields of a body that shape the answer's text to its `Grammar`. Pure; called by `jobs.py`, once a request.
+"""The `Grammar` of an answer from the body fields that constrain its text. Pure; called by `jobs.py`, once per request.
 
-`response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's. They say the same, so one of them may be
-given. Every error names its field. What a grammar holds is looked at where it is compiled (`grammars/compiler.py`).
+`response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's. They express the same, so a request may
+give only one of them. Every error names its field. Compilation checks the grammar's text (`grammars/compiler.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 
 def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
-    """What the answer must follow, and the field that says so; None where it is free. `calls`: the same of tools.
-    InvalidRequest for two of them, and for one that cannot be served."""
+    """Return the grammar of the answer and the name of its field; None if the answer is free. `calls`: grammar and
+    field of tool calls. Raise InvalidRequest for two grammars, and for one that cannot be served."""
     found: list[tuple[Grammar, str]] = [] if calls is None else [calls]
 
     def note(kind: GrammarKind, text: str, param: str) -> None:
@@ -68,7 +68,7 @@ def _is_left_out(value: msgspec.Raw | msgspec.UnsetType) -> bool:
 
 
 def _schema(value: msgspec.Raw | msgspec.UnsetType, param: str) -> str:
-    """The schema as JSON, given as an object or as a text that holds one."""
+    """Return the schema as JSON. It is given as an object, or as a text that holds one."""
     if _is_left_out(value):
         raise InvalidRequest(f"{param} is required", param)
     assert value is not msgspec.UNSET

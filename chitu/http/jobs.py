@@ -1,6 +1,6 @@
-"""From a body's bytes to a `Job`: prompts as token ids, each with its sampling, and what to do with the tokens.
+"""Parsing of a body's bytes into a `Job`: prompts as token ids, each with its sampling, and output options.
 
-Pure; part of `BodyWork`. Every error is one for the client.
+Pure; part of `BodyWork`. Every error is returned to the client.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from chitu.protocol import (
 @dataclass(slots=True)
 class Prompt:
     token_ids: bytes
-    """int32 LE."""
+    """Packed little-endian int32."""
     num_tokens: int
     echo: str
-    """Its text where the answer repeats it; else empty."""
+    """Text of the prompt if the answer repeats it, else empty."""
 
 
 @dataclass(slots=True)
@@ -63,32 +63,32 @@ class Job:
 
     prompts: list[Prompt]
     samplings: list[SamplingParams]
-    """One per prompt."""
+    """Sampling parameters, one per prompt."""
     options: OutputOptions
     timeout_s: float | None = None
-    """The client's own."""
+    """Timeout that the client set."""
     cache_salt: str | None = ""
-    """None: it takes no cached pages, and leaves none."""
+    """None: the request neither uses nor leaves cached pages."""
     priority: int = 0
     plan: MessagePlan | None = None
-    """How the text of a chat's choices is read; None: all of it is content."""
+    """How the text of a chat's choices is parsed; None: all of it is content."""
     is_chat: bool = True
     echo: dict[str, Any] = field(default_factory=dict)
-    """Of `/v1/responses`: what the answer repeats of its request."""
+    """Request fields that an answer of `/v1/responses` repeats."""
     warnings: list[str] = field(default_factory=list)
-    """For the client, of fields that had no effect."""
+    """Warnings for the client about fields that had no effect."""
     grammar_param: str | None = None
-    """The field that the samplings' grammar is from."""
+    """Name of the field that the samplings' grammar comes from."""
 
 
 def client_timeout_s(scope: Scope) -> float | None:
-    """The header X-Request-Timeout: how many seconds the client waits for the whole answer. InvalidRequest where it is
-    no positive decimal number."""
+    """Return how many seconds the client waits for the whole answer: the header X-Request-Timeout. Raise InvalidRequest
+    if it is not a positive decimal number."""
     given = header(scope, b"x-request-timeout")
     if given is None:
         return None
     try:
-        timeout_s = math.nan if b"_" in given else float(given)  # Python takes 1_0 for ten
+        timeout_s = math.nan if b"_" in given else float(given)  # Python parses 1_0 as ten
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s < math.inf:
@@ -98,22 +98,22 @@ def client_timeout_s(scope: Scope) -> float | None:
 
 
 class Terms(NamedTuple):
-    """What is known of the cluster as a body is read."""
+    """State of the cluster at the time when a body is parsed."""
 
     limits: ModelLimits | None
-    """Of the instances that serve."""
+    """Limits of the instances that serve; None if nothing serves."""
     why_unusable: str
-    """Why there are none: nothing serves."""
+    """Reason why nothing serves; empty if there are limits."""
     vocab_size: int
-    """Theirs; the checkpoint's while there is none."""
+    """Vocabulary size of the instances that serve; the checkpoint's while none serves."""
 
 
 class Frame(NamedTuple):
-    """What a body is parsed within."""
+    """Context in which a body is parsed."""
 
     terms: Terms
     require_client: Callable[[], None]
-    """Raises where nobody waits for the answer any more."""
+    """Raises if the client no longer waits for the answer."""
 
     def require_limits(self) -> ModelLimits:
         if self.terms.limits is None:
@@ -122,14 +122,14 @@ class Frame(NamedTuple):
 
 
 class JobParser:
-    """For one model. `takes_unknown`: fields that nobody knows are warned of, not refused."""
+    """Parser of bodies for one model. `takes_unknown`: an unknown field causes a warning instead of an error."""
 
     def __init__(self, model: ServedModel, takes_unknown: bool = False) -> None:
         self._model = model
         self._takes_unknown = takes_unknown
 
     def completion(self, raw: bytes | bytearray, frame: Frame) -> Job:
-        """A body of `/v1/completions`."""
+        """Parse a body of `/v1/completions`."""
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
@@ -138,13 +138,13 @@ class JobParser:
         return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS, warnings)
 
     def chat(self, raw: bytes | bytearray, frame: Frame) -> Job:
-        """A body of `/v1/chat/completions`."""
+        """Parse a body of `/v1/chat/completions`."""
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
         return self._chat_job(body, frame, warnings)
 
     def responses(self, raw: bytes | bytearray, frame: Frame) -> Job:
-        """A body of `/v1/responses`."""
+        """Parse a body of `/v1/responses`."""
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
         chat = chat_body(body)
@@ -207,7 +207,7 @@ class JobParser:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
         if options.return_receipt and len(given) * options.n > 1:
             raise InvalidRequest("return_receipt is available for one choice of one prompt", "return_receipt")
-        # The prompt of a chat is made of its messages.
+        # The prompt of a chat is rendered from its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
         grammar, grammar_param = grammar_of(body, calls) or (None, None)

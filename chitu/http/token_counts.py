@@ -1,4 +1,4 @@
-"""Bodies of `/tokenize` and `/detokenize` as their answers. Pure; part of `BodyWork`."""
+"""Answers to bodies of `/tokenize` and `/detokenize`. Pure; part of `BodyWork`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 class TokensAnswer(NamedTuple):
     body: bytes
-    """JSON: it can be as large as what it answers."""
+    """JSON, which can be as large as the body that it answers."""
     warnings: list[str]
 
 
