@@ -1,4 +1,4 @@
-"""Answers that must follow a grammar: compiling, and which tokens may come next. Imports no torch."""
+"""Grammars that answers must follow: their compilation, and masks of the next tokens. Imports no torch."""
 
 from chitu.grammars.compiler import CompiledGrammar, GrammarCompiler, Matcher
 from chitu.grammars.store import GrammarStore

@@ -1,8 +1,8 @@
 """A `Grammar` compiled for one tokenizer, and the matcher that follows one answer: llguidance, within bounds.
 
-Compiling is done by the threads of `GrammarStore`; a matcher belongs to the step thread. llguidance works in Rust
-without the GIL and counts what it does, so a hostile grammar ends with an error and not with a stall: `LIMITS` bound a
-compilation, a mask and the memory of both, `MASK_S_A_TOKEN` what masks cost an answer on the whole.
+The threads of `GrammarStore` and the router's body process compile; a matcher belongs to the step thread. llguidance
+works in Rust without the GIL and counts its work, so a hostile grammar ends with an error and not with a stall:
+`LIMITS` bounds a compilation, a mask and the memory of both, `MASK_S_A_TOKEN` the total cost of an answer's masks.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from chitu.tokenizer import Tokenizer
 
 LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 300_000,  # of regular expressions, to compile: some 10 ms
-    "step_lexer_fuel": 100_000,  # of a mask: some 10 ms
-    "step_max_items": 20_000,  # of the parser, in a mask: 1 ms
+    "initial_lexer_fuel": 300_000,  # to compile regular expressions: about 10 ms
+    "step_lexer_fuel": 100_000,  # per mask: about 10 ms
+    "step_max_items": 20_000,  # of the parser, per mask: 1 ms
     "max_items_in_row": 2_000,
     "max_lexer_states": 5_000,  # 1 to 5 kB each
     "max_grammar_size": 20_000,
 }
 MASK_GRACE_S, MASK_S_A_TOKEN = 0.5, 0.005
-"""Processor time that the masks of one answer may take: this much, and this much more for each token. Beyond it the
-answer ends with an error, because the other answers of its batch wait for each mask."""
+"""Processor time that the masks of one answer may take: a fixed part, plus a part per token. Beyond it the answer ends
+with an error, because the other answers of its batch wait for each mask."""
 MAX_GBNF_CHARS = 2048
-"""Of a grammar in GBNF (`root ::= ...`), which is translated in Python, in the square of the time."""
+"""Characters of a grammar in GBNF (`root ::= ...`): its translation, in Python, takes quadratic time."""
 ERROR_CHARS = 300
-"""Of what llguidance says of a grammar."""
+"""Characters of an error of llguidance that are repeated to the client."""
 
 _JSON_OPTIONS: Any = {
-    # Everything that a schema could set by itself (`x-guidance`) to have keywords ignored, or to get what is not JSON.
+    # All options with which a schema itself (`x-guidance`) could have keywords ignored, or get output that is not JSON.
     "lenient": False,
     "coerce_one_of": False,
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
-    # One space, or a line break and an indentation: a model that likes spaces would go on with them to the end.
+    # One space, or a line break with indentation. Without this bound a model may emit spaces until the end.
     "whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,20}",
 }
 
 
 class Matcher:
-    """Where one answer stands in its grammar. `clock`: processor seconds of the calling thread."""
+    """Position of one answer in its grammar. `clock`: processor seconds of the calling thread."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, clock: Callable[[], float] = time.thread_time) -> None:
         self._matcher = matcher
@@ -65,14 +65,14 @@ class Matcher:
         self._error = ""
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """They were emitted. One that may not come makes the next `mask` an error."""
+        """Advance by emitted tokens. If one violates the grammar, the next `mask` raises."""
         self._num_tokens += len(tokens)
         if not self._error and not self._matcher.consume_tokens(list(tokens)):
             self._error = _first_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """Which tokens may come next, a bit each, the first token in the lowest bit; at least one. Behind the end of
-        the answer these are the eos. InvalidRequest where that cannot be said, or not at a bearable cost."""
+        """Return which tokens may come next: one bit each, the first token in the lowest bit, at least one. After the
+        end of the answer these are the eos. Raise InvalidRequest if there is no mask, or if masks cost too much."""
         start_s = self._clock()
         if not self._error:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: -(-self._vocab_size // 32)].copy()
@@ -82,7 +82,7 @@ class Matcher:
             if self._matcher.is_error():
                 self._error = _first_line(self._matcher.get_error())
             elif not bits.any():
-                self._error = "nothing that the model could say follows it"
+                self._error = "none of the model's tokens may come next"
             elif self._spent_s > MASK_GRACE_S + MASK_S_A_TOKEN * self._num_tokens:
                 self._error = f"it took {self._spent_s:.1f} s of processor time for {self._num_tokens} tokens"
         if self._error:
@@ -96,19 +96,19 @@ class CompiledGrammar:
         self._vocab_size = vocab_size
 
     def matcher(self) -> Matcher:
-        """At the beginning of an answer."""
+        """Return a matcher at the beginning of an answer."""
         return Matcher(self._template.deep_copy(), self._vocab_size)
 
 
 class GrammarCompiler:
-    """`vocab_size`: the model's, which may have more or fewer tokens than the tokenizer. Takes a second to make where
-    these are many; InvalidRequest where the model has no eos."""
+    """Compiler for one tokenizer. `vocab_size`: the model's, which may be above or below the tokenizer's. Creating one
+    takes a second if the vocabulary is large. Raises InvalidRequest if the model has no eos."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
         if not eos:
             raise InvalidRequest("this model has no eos token, so that no answer could end where a grammar does")
-        from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # 7 MB, for those alone who need it
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # 7 MB, only if needed
 
         self._engine = LLMatcher
         self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
@@ -118,7 +118,7 @@ class GrammarCompiler:
         self._eos = frozenset(eos)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """InvalidRequest where the text is no such grammar, has what is not supported, or costs too much."""
+        """Compile a grammar. Raise InvalidRequest if its text is invalid, is not supported, or costs too much."""
         try:
             source = self._source(grammar)
             if grammar.reasoning is not None:
@@ -127,7 +127,7 @@ class GrammarCompiler:
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{grammar.kind}: {_first_line(str(error))}") from error
         if not matcher.is_error():
-            # The first mask is the costliest, and shows that there is anything to say at all.
+            # The first mask is the costliest, and shows that the grammar permits any token at all.
             compiled = CompiledGrammar(matcher, self._vocab_size)
             matcher.compute_bitmask()
             if not matcher.is_error():
@@ -165,7 +165,7 @@ def _lark_of_gbnf(text: str) -> str:
 
 
 def _literally(text: str) -> str:
-    """As a regular expression."""
+    """Return a regular expression that matches exactly this text."""
     return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 

@@ -1,7 +1,7 @@
-"""Marks in free text, as rules of llguidance's Lark, and a grammar behind a reasoning. Pure.
+"""Rules of llguidance's Lark for marks in free text, and for a grammar after reasoning. Pure.
 
-A tokenizer may have a mark as an added token. The engine keeps most of these, `special` or not, out of text, and models
-write the mark as that token, though they may spell it, too: so both are the mark.
+A tokenizer may have a mark as an added token. The engine keeps most added tokens, `special` or not, out of text. Models
+write the mark as that token, but may also spell it, so the rules accept both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chitu.protocol import Reasoning
 FREE_TEXT = r"TEXT: /(.|\n)*/"
 ANSWER = "answer"
 GAP = r"gap: /\n{0,2}/"
-"""Templates write line ends behind a reasoning; who reads the message takes them off again."""
+"""Line ends that templates write after reasoning; the message parser drops them."""
 
 
 def quoted(text: str) -> str:
@@ -22,15 +22,15 @@ def quoted(text: str) -> str:
 
 
 def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
-    """The rule `led`: any text up to and with the first `mark`. Needs `FREE_TEXT`."""
-    # A lazy lexeme ends with the mark, at whose first appearance free text is over.
+    """Return the rule `led`: any text up to and including the first `mark`. Needs `FREE_TEXT`."""
+    # A lazy lexeme ends with the first mark, where free text is over.
     rules = [rf"spelled[lazy]: /(.|\n)*/ {quoted(mark)}"]
     token = added_tokens.get(mark)
     return [*rules, "led: spelled" if token is None else f"led: spelled | TEXT <[{token}]>"]
 
 
 def with_mark(text: str, added_tokens: Mapping[str, int]) -> str:
-    """`text`, of which a mark at its end may be its token, too."""
+    """Return a rule for `text`. A mark at its end may also be written as its token."""
     mark = max((name for name in added_tokens if text.endswith(name)), key=len, default="")
     if not mark:
         return quoted(text)
@@ -40,7 +40,7 @@ def with_mark(text: str, added_tokens: Mapping[str, int]) -> str:
 def behind_reasoning(
     grammar: str, reasoning: Reasoning, added_tokens: Mapping[str, int], eos_ids: Collection[int]
 ) -> str:
-    """Lark, or llguidance's list of grammars in JSON, behind what the model may think first: any token but an eos."""
+    """Return `grammar` (Lark, or llguidance's JSON list of grammars) after reasoning: any tokens except an eos."""
     if grammar.startswith("{"):
         [answer] = json.loads(grammar)["grammars"]
     else:

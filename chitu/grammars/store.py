@@ -1,7 +1,7 @@
-"""The compiled grammars of a process: threads of their own make them, the newest are kept.
+"""The compiled grammars of an instance: threads of the store compile them, and the newest are kept.
 
-An instance has one for its answers, the router (each of its API processes) one to refuse what cannot be compiled. Any
-thread may call. Invariant: whoever holds a compiled grammar can find it here, also when newer ones have pushed it out.
+Only an instance has a store; the router compiles in its body process (`BodyWork.judge`). Thread-safe. Invariant: a
+compiled grammar that is still in use can be found here, even after newer ones have evicted it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from chitu.grammars.compiler import CompiledGrammar, GrammarCompiler
 from chitu.protocol import Grammar
 
 NUM_THREADS = 2
-"""So that one costly grammar keeps nobody's from being compiled."""
+"""More than one, so that a costly grammar does not delay all others."""
 MAX_KEPT = 64
-"""Outcomes, which the next request with the same grammar finds."""
+"""Outcomes that are kept for later requests with the same grammar."""
 MAX_WAITING = 256
-"""Grammars that wait to be compiled, or are being compiled."""
+"""Grammars that are queued or being compiled."""
 
 Outcome = CompiledGrammar | ChituError
 
 
 class GrammarStore:
-    """`load` makes the compiler, in a thread, with the first grammar: a process without grammars pays nothing."""
+    """Store of compiled grammars. `load` creates the compiler, in a thread, for the first grammar: without grammars a
+    process pays nothing."""
 
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._load = load
@@ -40,7 +41,7 @@ class GrammarStore:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar")
 
     def find(self, grammar: Grammar) -> Outcome | None:
-        """What compiling it gave, or why it cannot be compiled; None where it was not yet."""
+        """Return the compiled grammar, or the error of compiling it; None if it has not been compiled yet."""
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
@@ -48,8 +49,8 @@ class GrammarStore:
             return self._alive.get(grammar)
 
     def submit(self, grammar: Grammar) -> Future[Outcome]:
-        """To be compiled in a thread; what it gives can be found when the future is done. Capacity where too many wait
-        already."""
+        """Compile a grammar in a thread. `find` has the outcome when the future is done. Raise Capacity if too many
+        are queued already."""
         with self._lock:
             running = self._running.get(grammar)
             if running is not None:
@@ -60,7 +61,8 @@ class GrammarStore:
             return future
 
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
-        """At once, for whoever has seen to it that it can be found. Raises why it cannot be compiled."""
+        """Return the compiled grammar, or raise the error of compiling it. Compiles here, blocking, unless `find` has
+        it, so submit it before."""
         outcome = self.find(grammar) or self._outcome(grammar)
         if isinstance(outcome, ChituError):
             raise outcome
@@ -76,7 +78,7 @@ class GrammarStore:
         except ChituError as error:
             outcome = error
         except BaseException as error:
-            # What the library does not take, down to a panic of it, costs this request alone.
+            # Whatever the library raises, even a panic, fails only this request.
             outcome = InvalidRequest(f"{grammar.kind}: it cannot be compiled ({type(error).__name__})")
         with self._lock:
             self._running.pop(grammar, None)

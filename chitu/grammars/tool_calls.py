@@ -14,8 +14,8 @@ from chitu.protocol import ToolCalls
 
 
 def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
-    """`added_tokens`: ids by name. `json_options`: llguidance's, of every schema, whatever it says itself.
-    InvalidRequest where a call does not begin with the trigger."""
+    """Return the grammar. `added_tokens`: ids by name. `json_options`: llguidance's options, which override those in
+    the schemas. Raise InvalidRequest if a call does not begin with the trigger."""
     if not calls.calls or not calls.trigger:
         raise InvalidRequest("tool_calls: there is no call, or nothing that begins one")
     token = added_tokens.get(calls.trigger)

@@ -1,8 +1,8 @@
-"""Tokens of one choice -> text: incremental detokenising, stop strings, the hidden stop token; and, where a chat's text
-is more than content, -> parts of a message. Pure; loop thread.
+"""Decoding of one choice's tokens into text: incremental detokenising, stop strings, the hidden stop token. A chat's
+text is also parsed into parts of a message if it is more than content. Pure; loop thread.
 
-Invariant: the deltas concatenate to the text that the same tokens give at once, multi-byte characters and stop strings
-included; `token_ids` are exactly the tokens up to and with the one that ended the choice.
+Invariant: the deltas concatenate to the text that decoding all tokens at once gives, including multi-byte characters
+and stop strings. `token_ids` are exactly the tokens up to and including the one that ended the choice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Scanner(Protocol):
 
 class Delta(NamedTuple):
     text: str | MessageDelta
-    """Text alone is content."""
+    """Plain text is content."""
     token_ids: list[int]
 
 
 class ChoiceDecoder:
-    """One per choice. Feed tokens in order; after `finish_reason` is set, nothing more is taken."""
+    """Decoder of one choice. Feed tokens in order; it accepts no more once `finish_reason` is set."""
 
     __slots__ = (
         "_detokenizer",
@@ -52,8 +52,8 @@ class ChoiceDecoder:
         stop_ids: frozenset[int],
         parser: MessageParser | None = None,
     ) -> None:
-        """`stop_ids`: eos and the request's stop ids: the one that ends the choice is not part of its text. `parser`:
-        of what stop strings leave; None where that is the content."""
+        """`stop_ids`: eos and the request's stop ids; the one that ends the choice is not part of its text. `parser`:
+        parses the text that stop strings leave; None if all of it is content."""
         self._parser = parser
         self._unshown: list[int] = []
         """Tokens whose text the parser holds."""
@@ -65,13 +65,13 @@ class ChoiceDecoder:
         self.num_tokens = 0
         self._num_parsed = 0
         self.num_reasoning_tokens = 0
-        """Up to the one that ends the reasoning, marks and all; 0 where nobody tells reasoning from content."""
+        """Tokens up to the end of the reasoning, with its marks; 0 if reasoning is not separated from content."""
         self.finish_reason: str | None = None
 
     def feed(self, tokens: list[int], reason: str | None) -> list[Delta]:
-        """Deltas of these tokens, one per token that shows text. With `reason` (D's), a stop string, or the last call
-        that may be made the last delta ends the choice: it is always there then, empty or not, and `finish_reason` is
-        set."""
+        """Return the deltas of these tokens, one per token that shows text. `reason` (from D), a stop string, or the
+        last permitted call ends the choice: then `finish_reason` is set, and there is a last delta, which may be
+        empty."""
         deltas: list[Delta] = []
         held, push, scanner = self._held, self._detokenizer.push, self._scanner
         hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
@@ -99,7 +99,7 @@ class ChoiceDecoder:
         return deltas if self._parser is None else self._parsed(self._parser, deltas, hidden)
 
     def whole(self, tokens: list[int], reason: str) -> tuple[str | MessageDelta, list[int]]:
-        """All tokens of a finished choice at once: its text and the tokens up to its end."""
+        """Decode all tokens of a finished choice at once. Return its text and the tokens up to its end."""
         if self._scanner is not None or (self._parser is not None and self._parser.may_reason):
             deltas = self.feed(tokens, reason)
             return joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids]
@@ -114,8 +114,8 @@ class ChoiceDecoder:
         return deltas[-1].text, tokens
 
     def _parsed(self, parser: MessageParser, found: list[Delta], has_hidden: bool) -> list[Delta]:
-        """What the parser makes of them. Tokens that show nothing go with the next that do. `has_hidden`: the last
-        token of all is not part of the text."""
+        """Return the deltas after the parser. Tokens that show nothing join the next delta that shows something.
+        `has_hidden`: the last of all tokens is not part of the text."""
         deltas: list[Delta] = []
         for place, (text, token_ids) in enumerate(found, 1):
             assert isinstance(text, str)
@@ -154,7 +154,7 @@ class ChoiceDecoder:
             else:
                 text += self._scanner.finish()
         if deltas:
-            # The end travels with the last token's text: one event fewer.
+            # Merge the end into the last token's delta: one event fewer.
             newest = deltas.pop()
             assert isinstance(newest.text, str)
             deltas.append(Delta(newest.text + text, newest.token_ids + self._held))

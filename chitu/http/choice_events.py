@@ -1,7 +1,7 @@
-"""What came of a choice -> the events of its stream: what opens it, its deltas, its end, and each one's usage.
+"""Events of a choice's stream: its opening, its deltas, its end, and the usage of each.
 
-Called by the writer of a stream (`generate.py`), on the loop thread. Invariant: every token that was taken from the
-generation is in one event, or held by the choice's decoder until its text is known.
+Called by the writer of a stream (`generate.py`), on the loop thread. Invariant: every token taken from the generation
+is in one event, or held by the choice's decoder until its text is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from chitu.http.sse import AnswerFormat, UsageCount
 
 
 def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions) -> bool:
-    """Those that are due of the choice with this index. True: the last of them is among these."""
+    """Append the events that are due for the choice with this index. Return whether its last event is among them."""
     generation, decoder = choice.generation, choice.decoder
     reason = generation.finish.reason if generation.finish is not None else None
     if not generation.tokens and reason is None:
@@ -40,7 +40,7 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
         numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
         events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
     if sizes:
-        # Ahead of the deltas may be what opens a choice.
+        # Opening events may precede the deltas.
         for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
             choice.num_shown += size
             if events[at]:

@@ -1,4 +1,4 @@
-"""Numbers of the events of a stream that may be read on behind any of them. Pure."""
+"""Numbers of the events of a stream, so that a client can resume after any event. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ BLANK = b"\n\n"
 
 
 class EventNumbers:
-    """Writes `id:` (1, 2, ...) ahead of each event, and leaves out the first ones. `behind`: how many."""
+    """Writes `id:` (1, 2, ...) ahead of each event, and drops the first `behind` events."""
 
     def __init__(self, behind: int = 0) -> None:
         self._behind = behind
         self._count = 0
 
     def apply(self, events: bytes) -> bytes:
-        """Whole events; JSON has no blank line in it."""
+        """Return the events with their numbers. `events` are whole; their JSON has no blank line."""
         numbered: list[bytes] = []
         for event in events.split(BLANK):
             if event:
@@ -27,7 +27,8 @@ class EventNumbers:
 
 
 def events_read(scope: Scope) -> int:
-    """How many events the client has: the query `starting_after`, else the header Last-Event-ID. InvalidRequest."""
+    """Return how many events the client has: the query `starting_after`, else the header Last-Event-ID. Raise
+    InvalidRequest if it is not a number."""
     name, given = "starting_after", query_value(scope, "starting_after")
     if given is None:
         last = header(scope, b"last-event-id")
@@ -35,5 +36,5 @@ def events_read(scope: Scope) -> int:
             return 0
         name, given = "Last-Event-ID", last.decode("latin-1")
     if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise InvalidRequest(f"{name}: {given[:40]!r} is no number of an event", name)
+        raise InvalidRequest(f"{name}: {given[:40]!r} is not an event number", name)
     return int(given)

@@ -1,7 +1,7 @@
-"""Metric families of the Prometheus library, made of numbers that were counted elsewhere. Pure.
+"""Metric families of the Prometheus library, built from numbers that were counted elsewhere. Pure.
 
-Used by `metrics_text.py`. The library's own counters are not used: they hold a lock and look labels up at every count,
-and their values neither travel nor add up over processes.
+Used by `metrics_text.py`. The library's own counters are not used: they take a lock and look up labels on every count,
+and their values can neither be sent to another process nor added up over processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOUNDS = [*map(floatToGoString, TIME_BOUNDS_S), "+Inf"]
 _ROLE_OF_LETTER = {role.letter: str(role) for role in Role}
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the number."""
+"""Pairs of label values and a number."""
 
 
 def one(value: float) -> Samples:
@@ -29,7 +29,7 @@ def one(value: float) -> Samples:
 
 
 def by_key(counts: Mapping[str, float], known: Iterable[str] = ()) -> Samples:
-    """`known` keys are there from the start, so that a rate sees their first event too."""
+    """Return a sample per key. `known` keys have one from the start, so that a rate sees their first event, too."""
     return [((key,), counts.get(key, 0)) for key in sorted({*known, *counts})]
 
 
@@ -38,7 +38,7 @@ def by_instance(numbers: Mapping[str, float]) -> Samples:
 
 
 def counter(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Metric:
-    """`name` without `_total`."""
+    """Return a counter family. `name` comes without `_total`."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, number in samples:
         family.add_metric(values, number)

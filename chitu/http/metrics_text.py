@@ -1,7 +1,7 @@
 """`/metrics` of the router, in the text formats of Prometheus and OpenMetrics. Pure; loop thread.
 
-Called by the route in `cold_routes.py` with what the API processes counted, what the membership knows and the newest
-load report of each instance. No instance listens for scrapes: its numbers come with its heartbeats. `docs/metrics.md`
+Called by the route in `cold_routes.py` with the counts of the API processes, the state of the membership and the newest
+load report of each instance. Instances are not scraped: their numbers come with their heartbeats. `docs/metrics.md`
 has a row for every family made here, and a test compares the two. Labels are bounded: names of instances, states and
 codes of closed lists.
 """
@@ -28,17 +28,17 @@ OPENMETRICS = "application/openmetrics-text"
 
 
 class MetricsReport(NamedTuple):
-    """All that a scrape shows."""
+    """All data of one scrape."""
 
     version: str
-    """Of chitu."""
+    """Version of chitu."""
     num_workers: int
-    """API processes now."""
+    """Number of API processes that run now."""
     workers: list[RouterMetrics]
-    """What each of them counted, and those that have ended."""
+    """Counts of each API process, including those that have ended."""
     coordination: CoordinationMetrics
     instances: tuple[InstanceSnapshot, ...]
-    """Of the topology, and whoever joined beyond it."""
+    """Instances of the topology, and those that joined in addition."""
 
 
 class _Families(Collector):
@@ -58,15 +58,15 @@ class _Families(Collector):
 
 
 def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]:
-    """Body and content type: OpenMetrics where the `Accept` header names it, else Prometheus text."""
-    # Not the client's own words: the library fails at a version that is no number.
+    """Return body and content type: OpenMetrics if the `Accept` header names it, else Prometheus text."""
+    # Do not pass the client's header on: the library fails if its version is not a number.
     wanted = OPENMETRICS if OPENMETRICS in accept else ""
     encode, content_type = choose_encoder(wanted)
     return encode(_Families(report)), content_type
 
 
 def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
-    """Codes of all errors that are ours, not the client's."""
+    """Return the codes of all errors that are the service's, not the client's."""
     codes = {code for child in cls.__subclasses__() for code in _service_codes(child)}
     return codes | {cls.code} if "code" in cls.__dict__ else codes
 
@@ -142,7 +142,7 @@ def _ports(total: RouterMetrics, coordination: CoordinationMetrics) -> Iterator[
 
 
 def _stages(total: RouterMetrics) -> Iterator[Metric]:
-    """Where finished requests spent their time, as the instances tell with the end."""
+    """Yield the time that finished requests spent in each stage, as the instances report it at their end."""
     for name, text, times in (
         ("chitu_prefill_queue_seconds", "P: from arrival to the first chunk", total.queue),
         ("chitu_prefill_compute_seconds", "P: from the first chunk to the logits", total.prefill),
@@ -188,7 +188,7 @@ def _membership(
 
 
 def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
-    """Load reports, up to a heartbeat old. Counters begin anew with the process of the instance."""
+    """Yield the load reports, which are up to a heartbeat old. Counters restart with the process of the instance."""
     loads = [((i.role, i.name), i.load) for i in instances if i.load is not None]
     for name, text, label, parts_of in (
         ("chitu_instance_requests", "Requests by the queue that they are in", "queue", _queues),

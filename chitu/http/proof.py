@@ -1,9 +1,9 @@
-"""How an answer was served, where its request asks (`return_proof`): the object `chitu` in it, and headers. Pure.
+"""Proof of how an answer was served, if its request asks (`return_proof`): the object `chitu`, and headers. Pure.
 
-Made of the records that the router keeps of every attempt (`RequestSnapshot`, with the times that P and D report) and
-of three moments of the HTTP layer, all on the router's clock. Loop thread.
+Built from the router's record of every attempt (`RequestSnapshot`, with the times that P and D report) and from three
+moments of the HTTP layer, all on the router's clock. Loop thread.
 
-Invariant: the stages of a choice add up to `total_s`, to the microsecond: each moment ends one and begins the next.
+Invariant: the stages of a choice add up to `total_s`, to the microsecond: each moment ends a stage and begins the next.
 """
 
 from __future__ import annotations
@@ -26,77 +26,77 @@ HEADERS = (PREFILL, DECODE, ATTEMPTS, CACHED_TOKENS, KV_BYTES, TIMING)
 
 
 class ProofStages(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a choice went: spans that follow each other, on the router. Those that are not there are not
-    known, and their time is in `first_token_s`."""
+    """Where the time of a choice went: consecutive spans, on the router's clock. A span that is missing is not known;
+    its time is part of `first_token_s`."""
 
     receive_s: float
     """From the request's head to the end of its body."""
     prepare_s: float
-    """To its way to P and D: JSON, chat template, tokens, grammar."""
+    """From the end of the body to the first attempt on P and D: JSON, chat template, tokens, grammar."""
     retry_s: float
-    """To the last attempt: what earlier ones took."""
+    """From the first attempt to the last one: the time of failed attempts."""
     queue_s: float | msgspec.UnsetType = msgspec.UNSET
-    """On P (or the unified instance), until its first chunk."""
+    """From arrival on P (or the unified instance) to the first chunk."""
     compute_s: float | msgspec.UnsetType = msgspec.UNSET
-    """There, until the logits of the last prompt token."""
+    """From the first chunk to the logits of the last prompt token, on the same instance."""
     first_token_s: float
-    """To token 1 here, behind these two: the row of logits to D, sampling, messages."""
+    """The rest of the time to token 1 at the router: logits row to D, sampling, messages."""
     decode_s: float
-    """To the last token. The KV that token 2 needs may still be on its way at the beginning."""
+    """From token 1 to the last token. At its beginning, the KV that token 2 needs may still be in transfer."""
     answer_s: float
-    """To the end of the answer: its text, and choices that take longer."""
+    """From the last token to the end of the answer: its text, and choices that take longer."""
 
 
 class ProofAttempt(msgspec.Struct, frozen=True):
     room: str
-    """As logs have it."""
+    """Room of the attempt, as in logs."""
     prefill: str | None
-    """Null on a unified instance."""
+    """Name of P; null with a unified instance."""
     decode: str
     state: RequestState
     error: str
-    """Code, where it failed."""
+    """Error code if the attempt failed."""
     continued_tokens: int
-    """Output of earlier attempts, prefilled again behind the prompt."""
+    """Output tokens of earlier attempts, prefilled again after the prompt."""
     cached_tokens: int
-    """Of what is prefilled, that was in cached pages."""
+    """Tokens of the prefill that were in cached pages."""
     kv_bytes: int | None
-    """KV and logits that P moved to D. Choices of one prompt share them: the first has them. Null where D did not end
-    it itself, so that they are not known."""
+    """Bytes of KV and logits that P moved to D. The choices of one prompt share them; they count for the first. Null
+    (not known) if D did not end the attempt itself."""
     stages: StageTimes | None
-    """As P and D report them, each on its own clock; null likewise."""
+    """Stage times that P and D report, each on its own clock. Null if D did not end the attempt itself."""
     page_sums: str | msgspec.UnsetType = msgspec.UNSET
-    """With `return_page_sums`: checksums of the leading full pages that it left on D, 16 hex digits each, layer by
-    layer."""
+    """With `return_page_sums`: checksums of the leading full pages that the attempt left on D, 16 hex digits each,
+    layer by layer."""
 
 
 class ProofChoice(msgspec.Struct, frozen=True):
     index: int | None
-    """Null: `best_of` left it out."""
+    """Index in the answer; null if `best_of` left the choice out."""
     stages: ProofStages
     attempts: list[ProofAttempt]
-    """The last one finished it."""
+    """All attempts; the last one finished the choice."""
 
 
 class Proof(msgspec.Struct, frozen=True):
     total_s: float
     """From the request's head to the end of its answer, at the router."""
     prefill: list[str]
-    """That finished it; more than one where choices ran apart. Empty with unified instances."""
+    """P that finished the answer; several if choices ran on different ones. Empty with unified instances."""
     decode: list[str]
     attempts: int
-    """The most that a choice took."""
+    """Most attempts that a choice took."""
     cached_tokens: int
-    """Of the prompts, as in the usage."""
+    """Cached prompt tokens, as in the usage."""
     kv_bytes: int | None
-    """All that P moved to D in the attempts that finished; null where it is not known of each."""
+    """Bytes that P moved to D in the attempts that finished; null if not known for each of them."""
     choices: list[ProofChoice]
     receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
-    """With `return_receipt`: what `chitu replay` needs to make its tokens again."""
+    """With `return_receipt`: what `chitu replay` needs to generate the tokens again."""
 
 
 class Moments(NamedTuple):
-    """Of one request, on the router's clock."""
+    """Moments of one request, on the router's clock."""
 
     arrived_s: float
     received_s: float
@@ -110,7 +110,7 @@ def proof_of(
     cached_tokens: int,
     receipt: Receipt | None = None,
 ) -> Proof:
-    """`records`: of each choice its attempts, with one at least. `indices`: of the choices that are returned."""
+    """Return the proof. `records`: attempts of each choice, at least one. `indices`: the choices that are returned."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
     choices = [
         ProofChoice(places.get(i), stages_of(moments, attempts), [_attempt(record) for record in attempts])
@@ -131,7 +131,7 @@ def proof_of(
 
 
 def stages_of(moments: Moments, attempts: Sequence[RequestSnapshot]) -> ProofStages:
-    """Of one choice. What has not happened yet ends now, which is `answered_s`."""
+    """Return the stages of one choice. A stage that has not ended yet ends now, which is `answered_s`."""
     last, (arrived_s, received_s, now_s) = attempts[-1], moments
     ended_s = now_s if last.ended_at_s is None else last.ended_at_s
     first_s = ended_s if last.first_token_at_s is None else last.first_token_at_s
@@ -139,7 +139,7 @@ def stages_of(moments: Moments, attempts: Sequence[RequestSnapshot]) -> ProofSta
     at_us = accumulate((_micros(arrived_s, moment_s) for moment_s in moments_s), max)
     receive, prepare, retry, first, decode, answer = (after - before for before, after in pairwise(at_us))
     spans_us = {"receive_s": receive, "prepare_s": prepare, "retry_s": retry}
-    if last.stages is not None:  # spans of another clock: no longer than what they are part of
+    if last.stages is not None:  # measured on another clock: cap them by the span around them
         spans_us["queue_s"] = queue = min(_micros(0, last.stages.prefill.queue_s), first)
         spans_us["compute_s"] = compute = min(_micros(0, last.stages.prefill.compute_s), first - queue)
         first -= queue + compute
@@ -148,7 +148,7 @@ def stages_of(moments: Moments, attempts: Sequence[RequestSnapshot]) -> ProofSta
 
 
 def headers_of(proof: Proof) -> Headers:
-    """The same in short. Times are of the choice that took longest; of a stream they are those until it begins."""
+    """Return the proof in short. Times are of the slowest choice; for a stream, they are the times until it begins."""
     headers: Headers = [
         (DECODE, ", ".join(proof.decode).encode()),
         (ATTEMPTS, b"%d" % proof.attempts),

@@ -1,4 +1,4 @@
-"""Makes the receipt of an answer (`protocol/receipt.py`) of what the router knows of its choice. Pure; loop thread."""
+"""The receipt of an answer (`protocol/receipt.py`), from the router's state of its choice. Pure; loop thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from chitu.router.generation import Generation
 
 
 def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:
-    """`model`: served name. `num_tokens`: of the answer; D may have made more before it heard of the end."""
+    """Return the receipt. `model`: served name. `num_tokens`: tokens of the answer; D may have generated more before it
+    received the end."""
     request, output = generation.request, generation.output
     reason = generation.finish.reason if generation.finish is not None else ""
     if reason not in ("stop", "length") or num_tokens < len(output):

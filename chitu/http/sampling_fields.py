@@ -38,7 +38,7 @@ class OutputOptions:
     logprobs: int | None = None
     """Number of most likely tokens returned with each token; None: no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token, by the field of that name only: `echo` with `logprobs` is not counted here."""
+    """Number of most likely tokens for each prompt token. By the field of that name; `echo` does not count here."""
     echo: bool = False
     num_returned: int = 0
     """Number of the `n` choices that the client gets: those with the highest logprob per token. 0: all."""

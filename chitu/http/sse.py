@@ -24,9 +24,9 @@ class UsageCount(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Of the prompts."""
+    """Prompt tokens that were cached."""
     reasoning_tokens: int = 0
-    """Of the completion tokens."""
+    """Completion tokens that are reasoning."""
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
         return {
@@ -43,17 +43,17 @@ class FinishedChoice(NamedTuple):
     finish_reason: str
     token_ids: list[int] | None
     logprobs: bytes = b"null"
-    """JSON, as the next."""
+    """Logprobs as JSON."""
     prompt_logprobs: bytes | None = None
-    """None where they were not asked for."""
+    """Prompt logprobs as JSON; None if they were not requested."""
 
 
 class AnswerFormat(Protocol):
-    """One response's bodies: `CompletionFormat`, `ChatFormat` or `ResponsesFormat`. `logprobs`: JSON."""
+    """Bodies of one response: `CompletionFormat`, `ChatFormat` or `ResponsesFormat`. `logprobs` are JSON."""
 
     @property
     def done(self) -> bytes:
-        """Behind the last event."""
+        """Bytes after the last event."""
 
     def opening(self, index: int) -> bytes: ...
 
@@ -66,18 +66,18 @@ class AnswerFormat(Protocol):
     ) -> bytes: ...
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
-        """What is said behind the last event of a choice: one of them at least."""
+        """Return the event that follows the last one of the choices. At least one argument is not None."""
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes: ...
 
     def error(self, error: ChituError) -> bytes:
-        """The last event of a stream that began."""
+        """Return the last event of a stream that has begun."""
 
     def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes: ...
 
 
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
-"""Of an answer's id, ahead of the request's."""
+"""Prefixes of a response id; the request id follows."""
 
 
 def _ids(token_ids: list[int] | None) -> bytes:
@@ -89,14 +89,14 @@ def _proof(proof: Proof | None) -> bytes:
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
-    """As a chat has it; of a later part the arguments alone."""
+    """Return a call in the form of a chat. A later part of a call has only its arguments."""
     if not call.id:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _parts(delta: MessageDelta) -> bytes:
-    """The fields of a chunk's delta, without its braces."""
+    """Return the fields of a chunk's delta, without its braces."""
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
@@ -119,13 +119,13 @@ class _Format(abc.ABC):
         self._head = {"id": self.id_prefix + response_id, "object": "", "created": created_s, "model": model}
         start = _json({**self._head, "object": self.chunk_name})[:-1]
         self._start = b"data: " + start + b',"choices":['
-        # With include_usage every chunk but the last says `usage: null` (OpenAI).
+        # With include_usage every chunk except the last has `usage: null` (OpenAI).
         self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._delta_end = self._end(b"null", None, b"null")
         self._openings: dict[int, bytes] = {}
 
     def _end(self, reason: bytes, token_ids: list[int] | None, logprobs: bytes) -> bytes:
-        """Of an event, behind its text."""
+        """Return the part of an event after its text."""
         return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
@@ -133,7 +133,7 @@ class _Format(abc.ABC):
         return self._start + b"]" + told + _proof(proof) + b"}\n\n"
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
-        """One of the events of a choice, which then says so itself."""
+        """Return an event of a choice with the usage added to it."""
         return event.removesuffix(self._close) + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
 
     def error(self, error: ChituError) -> bytes:
@@ -141,7 +141,7 @@ class _Format(abc.ABC):
 
     @abc.abstractmethod
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        """One entry of `choices` of an unstreamed response."""
+        """Return one entry of `choices` of an unstreamed response."""
 
     def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
         body = {
@@ -210,7 +210,7 @@ class ChatFormat(_Format):
         return head
 
     def opening(self, index: int) -> bytes:
-        """The chunk that names the role, ahead of a choice's first text."""
+        """Return the chunk that names the role, sent before a choice's first text."""
         return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
 
     def delta(
@@ -252,7 +252,7 @@ class ChatFormat(_Format):
         return result
 
     def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
-        """The choices of a chat share their prompt, and so what is said of it."""
+        """Return the response. The choices of a chat share their prompt, and so its logprobs."""
         body = super().full(choices, usage, proof)
         shared = choices[0].prompt_logprobs
         return body if shared is None else body[:-1] + b',"prompt_logprobs":' + shared + b"}"

@@ -1,7 +1,7 @@
-"""Logprobs of a choice as OpenAI's two forms have them. Pure; loop thread.
+"""Logprobs of a choice in OpenAI's two forms. Pure; loop thread.
 
-What came from D waits here until its text goes out, so a client gets both together. JSON is written token by token as
-it comes: an answer of many tokens and candidates is then no long turn of the loop at its end.
+Logprobs from D wait here until their text is sent, so a client gets both together. JSON is written token by token as
+text is sent, so an answer with many tokens and candidates does not block the event loop at its end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from chitu.protocol import unpack_logprobs
 from chitu.tokenizer import Detokenizer
 
 LOWEST = -9999.0
-"""Of a token that cannot be; JSON has no infinity."""
+"""Logprob of an impossible token; JSON has no infinity."""
 _json = msgspec.json.Encoder().encode
 
 
 def _shown(data: bytes | None, token_id: int, prefix: str) -> str:
-    """A token's text; of a part of a character its bytes as escapes."""
+    """Return a token's text. For a part of a character, return its bytes as escapes."""
     if data is None:
         return f"token_id:{token_id}"
     try:
@@ -43,7 +43,7 @@ class CompletionTexts(dict[int, bytes]):
 
 
 class ChatTexts(dict[int, bytes]):
-    """Token id -> the fields `token` and `bytes` as JSON, with a comma behind them."""
+    """Token id -> the fields `token` and `bytes` as JSON, followed by a comma."""
 
     def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
         super().__init__()
@@ -61,28 +61,28 @@ def _number(logprob: float) -> bytes:
 
 
 class ChoiceLogprobs(abc.ABC):
-    """One per choice: `push` what came, `write` the tokens whose text goes out, `take` the JSON of what was written."""
+    """Logprobs of one choice: `push` received ones, `write` the tokens whose text is sent, `take` the JSON written."""
 
     def __init__(self) -> None:
         self._waiting: list[bytes] = []
         self._num_written = 0
-        """Of those waiting."""
+        """Entries of `_waiting` that are already written."""
         self._sum, self._count = 0.0, 0
-        """Of the answer's tokens that were written."""
+        """Sum and number of the logprobs of the answer's tokens written so far."""
 
     @property
     def mean(self) -> float:
-        """Logprob a token of the answer, as far as it was written."""
+        """Mean logprob of the answer's tokens written so far."""
         return self._sum / max(1, self._count)
 
     def push(self, packed: list[bytes]) -> None:
-        """Of the tokens that came, in their order."""
+        """Add the logprobs of received tokens, in token order."""
         del self._waiting[: self._num_written]
         self._num_written = 0
         self._waiting += packed
 
     def write(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the choice. Internal where their logprobs did not come."""
+        """Write the next tokens of the choice. Raise Internal if their logprobs were not received."""
         end = self._num_written + len(token_ids)
         if end > len(self._waiting):
             raise Internal("an instance sent tokens without the logprobs that were asked for")
@@ -94,7 +94,7 @@ class ChoiceLogprobs(abc.ABC):
         self._num_written = end
 
     def of(self, token_ids: Sequence[int]) -> bytes:
-        """`write` and `take`."""
+        """Write these tokens and take their JSON."""
         self.write(token_ids)
         return self.take()
 
@@ -103,7 +103,7 @@ class ChoiceLogprobs(abc.ABC):
 
     @abc.abstractmethod
     def take(self) -> bytes:
-        """The object `logprobs` of the tokens that were written since the last call."""
+        """Return the object `logprobs` of the tokens written since the last call."""
 
 
 class ChatLogprobs(ChoiceLogprobs):
@@ -125,7 +125,7 @@ class ChatLogprobs(ChoiceLogprobs):
 
 
 class CompletionLogprobs(ChoiceLogprobs):
-    """`detokenizer`: a fresh one for the choice's text, in which `text_offset` counts characters."""
+    """Logprobs of a completion. `detokenizer`: a fresh one for the choice's text, for `text_offset`."""
 
     def __init__(self, texts: CompletionTexts, detokenizer: Detokenizer) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class CompletionLogprobs(ChoiceLogprobs):
         self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
 
     def write_prompt(self, token_ids: Sequence[int], lines: Sequence[bytes | None], count: int) -> None:
-        """The next tokens of a prompt that the answer repeats, with `num_top` candidates each."""
+        """Write the next tokens of a prompt that the answer repeats, with up to `count` candidates each."""
         for token_id, packed in zip(token_ids, lines, strict=True):
             if packed is None:
                 tokens, numbers, tops, offsets = self._columns
@@ -149,12 +149,12 @@ class CompletionLogprobs(ChoiceLogprobs):
                 self._write(token_id, own, top[:count])
 
     def begin_output(self, offset: int, detokenizer: Detokenizer) -> None:
-        """What follows is the answer, behind a prompt of this many characters."""
+        """Begin the answer, which follows a prompt of `offset` characters."""
         self._offset, self._detokenizer = offset, detokenizer
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
         text = self._texts[token_id]
-        # The token itself is always among them; of two tokens with one text the likelier one counts.
+        # Always include the token itself. If two tokens have the same text, the likelier one counts.
         top_of = {self._texts[other]: logprob for other, logprob in reversed([*top, (token_id, own)])}
         ordered = sorted(top_of.items(), key=lambda item: -item[1])
         tokens, numbers, tops, offsets = self._columns
@@ -171,8 +171,8 @@ class CompletionLogprobs(ChoiceLogprobs):
 
 
 class PromptLogprobs:
-    """The field `prompt_logprobs` as vLLM has it: for each token of the prompt an object by token id, null for the
-    first. `rank` is that among the candidates; of a token that is none of them it is null."""
+    """The field `prompt_logprobs` in vLLM's form: for each prompt token an object by token id, null for the first.
+    `rank` is the rank among the candidates, null for a token that is none of them."""
 
     def __init__(self, texts: CompletionTexts, count: int) -> None:
         self._texts = texts
@@ -180,7 +180,7 @@ class PromptLogprobs:
         self._entries: list[bytes] = []
 
     def write(self, token_ids: Sequence[int], lines: Sequence[bytes | None]) -> None:
-        """The next tokens of the prompt."""
+        """Write the next tokens of the prompt."""
         for token_id, packed in zip(token_ids, lines, strict=True):
             if packed is None:
                 self._entries.append(b"null")

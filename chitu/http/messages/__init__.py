@@ -1,1 +1,1 @@
-"""An assistant's text as a message: reasoning, content, tool calls. Pure; found out by the chat template's text."""
+"""Parsing of an assistant's text into reasoning, content and tool calls. Pure; the chat template tells the formats."""

@@ -1,9 +1,9 @@
-"""Tool calls in a model's text: what all formats share. Pure; loop thread.
+"""Parsing of tool calls in a model's text: what all formats share. Pure; loop thread.
 
-A call is an object of JSON with the tool's name and its arguments. In a stream its name goes out as soon as the head of
-the object is there, and its arguments as they come. In an answer that is not streamed, and where an object has them in
-another order, a call goes out when it is complete. What is no call of a tool that was offered is content, as it was
-written. Only what may begin a call is held back, and no character is looked at more than a few times.
+A call is a JSON object with the tool's name and its arguments. In a stream, the name is emitted as soon as the head of
+the object is complete, and the arguments as they arrive. In an answer that is not streamed, and if an object has its
+keys in another order, a call is emitted when it is complete. Text that is no call of an offered tool is content, as it
+was written. Only text that may begin a call is held back, and no character is read more than a few times.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from chitu.http.messages.json_end import Found, JSONEnd
 from chitu.tokenizer.stop import end_before_mark
 
 MAX_HEAD_CHARS = 512
-"""Of a call up to its arguments."""
+"""Characters of a call up to its arguments."""
 PIECE_CHARS = 2048
-"""Read at once: a state copies what it leaves to the next one."""
+"""Characters read at once; small, because each state copies what it leaves to the next one."""
 ARGUMENTS = ("arguments", "parameters")
-"""What models call them."""
+"""Keys under which models write the arguments."""
 _MORE: Literal["more"] = "more"
 _NAME = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SPACE = re.compile(r"\s*")
 _KEYS = tuple(f'"{name}"' for name in ARGUMENTS)
 _HEAD: tuple[tuple[str, ...], ...] = (("{",), ('"name"',), (":",), (), (",",), _KEYS, (":",), ("{",))
-"""What stands in a head, one of each group; of the empty one the name."""
+"""Parts of a head in their order: one text of each group; the empty group stands for the name."""
 _decode = msgspec.json.Decoder().decode
 
 
 class CallHead(NamedTuple):
     name: str
     end: int
-    """Where the object of the arguments begins."""
+    """Position where the object of the arguments begins."""
     depth: int
-    """Of brackets that are open there."""
+    """Number of brackets that are open there."""
 
 
 HeadFound = CallHead | Literal["more"] | None
-"""`more`: it may become one. None: it is none."""
+"""`more`: the text may become a head. None: it is not a head."""
 
 
 def object_head(text: str) -> HeadFound:
-    """`{"name": "f", "arguments": {` with any space between."""
+    """Find the head `{"name": "f", "arguments": {`, with any space between its parts."""
     at, name = 0, ""
     for group in _HEAD:
         space = _SPACE.match(text, at)
@@ -78,25 +78,25 @@ def json_text(text: str) -> str:
 
 
 class CallParser(abc.ABC):
-    """One per choice: `push` its text, then `finish`."""
+    """Parser of one choice: `push` its text, then `finish`."""
 
     marks: ClassVar[tuple[str, ...]]
-    """They begin a call in free text."""
+    """Marks that begin a call in free text."""
     needed: ClassVar[tuple[str, ...]] = ()
     """Texts without which calls are not found, and which may be special tokens."""
     trigger: ClassVar[str]
-    """What every call that `written` gives begins with."""
+    """Text that every call from `written` begins with."""
     separator: ClassVar[str | None] = None
-    """Between calls; None: an answer has one at most, if it is made to have one."""
+    """Text between calls; None: an answer that must be a call has only one."""
     end_mark: ClassVar[str] = ""
-    """Behind each call; empty: none."""
+    """Text after each call; may be empty."""
     is_leading: ClassVar[bool] = False
     """Calls are at the beginning of an answer or nowhere."""
     takes_any_order: ClassVar[bool] = False
-    """The object of a call may begin with something else than the name."""
+    """The object of a call may begin with another key than the name."""
 
     def __init__(self, names: Collection[str], is_streamed: bool, is_parallel: bool) -> None:
-        """`names`: of the tools. Not `is_parallel`: nothing is read behind the first call."""
+        """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call."""
         self.num_calls = 0
         self._names = names
         self._is_streamed = is_streamed
@@ -104,25 +104,25 @@ class CallParser(abc.ABC):
         self._starts = frozenset(mark[0] for mark in self.marks)
         self._longest = max(map(len, self.marks))
         self._held = ""
-        """Came, and waits for what follows it."""
+        """Received text that waits for what follows it."""
         self._raw: list[str] = []
-        """Of the call that is read, from its mark on, while nothing of it went out."""
+        """Text of the current call from its mark on, while nothing of the call has been emitted."""
         self._arguments: list[str] = []
-        """The same of its arguments."""
+        """Arguments of the current call, while nothing of the call has been emitted."""
         self._head = CallHead("", 0, 0)
         self._json = JSONEnd()
         self._pieces: list[str | CallDelta] = []
         self._trims = False
-        """Space that comes next is not shown."""
+        """The next space is dropped."""
         self._state: Callable[[str], str] = self._in_text
 
     @property
     def is_complete(self) -> bool:
-        """The one call that may be made was made."""
+        """Whether the only call that is permitted is complete."""
         return self._state == self._behind_all
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """What can be shown now: content and parts of calls."""
+        """Return what can be emitted now: content and parts of calls."""
         self._pieces = []
         for at in range(0, len(text), PIECE_CHARS):
             piece, self._held = self._held + text[at : at + PIECE_CHARS], ""
@@ -131,7 +131,7 @@ class CallParser(abc.ABC):
         return self._pieces
 
     def finish(self) -> list[str | CallDelta]:
-        """The rest: no more text will come."""
+        """Return the rest. No more text follows."""
         self._pieces = []
         held, self._held = self._held, ""
         if self._raw or self._state == self._in_text:
@@ -142,12 +142,12 @@ class CallParser(abc.ABC):
 
     @abc.abstractmethod
     def _between(self, text: str) -> str:
-        """Behind a call: a state, as below."""
+        """Read text after a call. A state, as below."""
 
     @classmethod
     @abc.abstractmethod
     def written(cls, name: str) -> tuple[str, str]:
-        """What stands ahead of the arguments of a call, as the model writes it, and behind."""
+        """Return what the model writes before the arguments of a call, and what it writes after them."""
 
     def _find_head(self, text: str) -> HeadFound:
         return object_head(text)
@@ -199,7 +199,7 @@ class CallParser(abc.ABC):
         found, at = self._json.feed(text, self._head.depth), self._json.at
         if self._is_streamed:
             self._argue(text[:at])
-            if found is Found.BROKEN:  # what went out cannot be taken back: the rest of it follows
+            if found is Found.BROKEN:  # emitted text cannot be taken back: emit the rest, too
                 self._state = self._in_broken
         else:
             self._raw.append(text[:at])
@@ -219,14 +219,14 @@ class CallParser(abc.ABC):
         return text[at:]
 
     def _in_rest(self, text: str) -> str:
-        """Of the object, behind its arguments."""
+        """Read the object to its end, after its arguments."""
         found, at = self._json.feed(text), self._json.at
         if found is not Found.MORE:
             self._close()
         return text[at:]
 
     def _in_object(self, text: str) -> str:
-        """A call of which nothing goes out before it is complete."""
+        """Read a call that is emitted only when it is complete."""
         found, at = self._json.feed(text), self._json.at
         self._raw.append(text[:at])
         if found is Found.BROKEN:
@@ -241,7 +241,7 @@ class CallParser(abc.ABC):
         return text[at:]
 
     def _in_broken(self, text: str) -> str:
-        """Arguments that are no JSON go on to the end of their call."""
+        """Emit arguments that are not JSON, up to the end of their call."""
         mark = self.end_mark
         at = text.find(mark) if mark else -1
         end = at if at >= 0 else end_before_mark(text, (mark,), mark[:1], len(mark))
@@ -258,7 +258,7 @@ class CallParser(abc.ABC):
     # ------------------------------------------------------------------------------------------------------ their parts
 
     def _show(self, text: str) -> None:
-        """As content; space behind a call is none."""
+        """Emit text as content, except space after a call."""
         if self._trims:
             text = text.lstrip()
             self._trims = not text
@@ -278,15 +278,15 @@ class CallParser(abc.ABC):
         self._state = self._between if self._is_parallel else self._behind_all
 
     def _refuse(self, rest: str) -> str:
-        """What was read of a call is none. The mark that is in front of it was read, too, so `rest` is read on behind
-        it."""
+        """Emit what was read as content, because it is no call. This includes the mark, so reading goes on with
+        `rest`."""
         raw, self._raw = "".join(self._raw), []
         self._state = self._in_text
         self._show(raw)
         return rest
 
     def _whole_call(self, text: str) -> tuple[str, str] | None:
-        """Name and arguments of an object."""
+        """Return name and arguments of an object; None if it is no call of a tool."""
         try:
             call = _decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -299,7 +299,7 @@ class CallParser(abc.ABC):
 
 
 def _arguments_of(call: dict[str, Any]) -> str | None:
-    """As JSON of an object, which models give as itself or as text; None where it is none."""
+    """Return the arguments as JSON; None if they are not an object. Models write them as an object or as its text."""
     given: Any = next((call[name] for name in ARGUMENTS if call.get(name) is not None), {})
     try:
         if isinstance(given, dict):

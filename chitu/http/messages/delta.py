@@ -1,4 +1,4 @@
-"""What the text of a chat's choice is made into. Pure."""
+"""Parts of a message, into which the text of a chat's choice is parsed. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class CallDelta(NamedTuple):
-    """A part of a tool call; the parts of one concatenate."""
+    """A part of a tool call. The parts of one call concatenate."""
 
     place: int
-    """Of the call in its message."""
+    """Index of the call in its message."""
     arguments: str
     id: str = ""
-    """Of the first part, as the next; empty in all others."""
+    """Id of the call. It and `name` are set in the first part, and empty in all others."""
     name: str = ""
 
 
@@ -26,7 +26,7 @@ class MessageDelta(NamedTuple):
 
 
 def joined(parts: Iterable[str | MessageDelta | CallDelta]) -> str | MessageDelta:
-    """All of them as one: text (which is content) where none is more than that."""
+    """Return all parts as one: as text (which is content) unless a part is more than text."""
     content: list[str] = []
     reasoning: list[str] = []
     arguments: list[list[str]] = []

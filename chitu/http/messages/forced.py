@@ -1,5 +1,5 @@
-"""The grammar of the calls in an answer: of one that must be a call (`tool_choice`: `required`, or a function), and of
-those that the model may make where a tool is `strict`. Pure."""
+"""Grammars of tool calls: of an answer that must be a call (`tool_choice`: `required`, or a function), and of calls
+that the model may make if a tool is `strict`. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 def grammar_of_calls(
     parser: type[CallParser], tools: Sequence[dict[str, Any]], is_parallel: bool, is_required: bool
 ) -> Grammar:
-    """Calls of `tools`, as the chat template takes them, in the format that the parser reads; several with
-    `is_parallel`, where the format has that. Not `is_required`: in free text. InvalidRequest for parameters that are no
-    object, or too long a schema."""
+    """Return the grammar of calls of `tools` (as the chat template takes them) in the format that the parser reads.
+    `is_parallel` permits several calls if the format does. Unless `is_required`, calls are optional, in free text.
+    Raise InvalidRequest for parameters that are not an object, or too long a schema."""
     calls = []
     for tool in tools:
         function = tool["function"]

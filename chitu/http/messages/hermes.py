@@ -1,5 +1,5 @@
-"""The calls of Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or
-several. Hermes 2 Pro has the arguments first. Pure."""
+"""Tool calls of Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or
+several. Hermes 2 Pro writes the arguments first. Pure."""
 
 from __future__ import annotations
 

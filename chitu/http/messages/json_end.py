@@ -1,4 +1,4 @@
-"""Where a JSON object ends in a text that comes in pieces. Pure; every character is looked at once."""
+"""The end of a JSON object in a text that arrives in pieces. Pure; every character is read once."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class Found(Enum):
     MORE = "more"
     """The end is not in the text so far."""
     BROKEN = "broken"
-    """No JSON has the character that stands there."""
+    """The character at this position is not valid in JSON."""
 
 
 class JSONEnd:
-    """Follows brackets and strings; what it lets pass may still be no JSON."""
+    """Follows brackets and strings; text that it accepts may still be invalid JSON."""
 
     __slots__ = ("_depth", "_is_escaped", "_is_text", "at")
 
     def __init__(self, depth: int = 0) -> None:
-        """`depth`: of brackets that are open already."""
+        """`depth`: number of brackets that are already open."""
         self._depth = depth
         self._is_text = self._is_escaped = False
         self.at = 0
-        """Where the last `feed` ended in its text: behind the last bracket, at the broken character, or its end."""
+        """Position in its text at which the last `feed` ended: after a bracket, at a broken character, or the end."""
 
     def feed(self, text: str, down_to: int = 0) -> Found:
-        """Read on until a bracket is closed that leaves at most `down_to` of them open."""
+        """Read until a closing bracket leaves at most `down_to` brackets open."""
         at, size = 0, len(text)
         while True:
             if self._is_escaped and at < size:

@@ -1,5 +1,5 @@
-"""The calls of Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of them with `;` between,
-perhaps behind `<|python_tag|>`. Any other object is content, at once. Pure."""
+"""Tool calls of Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`,
+optionally after `<|python_tag|>`. Any other object is content, at once. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LlamaParser(CallParser):
     def _at_start(self, text: str) -> str:
         rest = text.lstrip()
         if not rest and len(text) <= MAX_HEAD_CHARS:
-            self._raw, self._held = [""], text  # if nothing follows it is content
+            self._raw, self._held = [""], text  # content, if nothing follows
             return ""
         self._raw = []
         self._state = self._in_text

@@ -1,6 +1,6 @@
-"""From the text of a chat's choice to its message, and which formats a model has. Pure; loop thread.
+"""Parsing of a chat choice's text into its message, and detection of a model's formats. Pure; loop thread.
 
-The formats are told by the text of the chat template, which writes them itself for the turns that went before.
+The text of the chat template tells the formats, because it writes them itself for earlier turns.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     (("<tool_call>", '"arguments"'), HermesParser),
     (("<|start_header_id|>", '"parameters"'), LlamaParser),
 )
-"""What a template has that writes calls so; the first one that has all of it."""
+"""Texts in a chat template, and the parser of its calls. The first entry whose texts are all there applies."""
 
 
 class MessageFormat(NamedTuple):
-    """Of one checkpoint."""
+    """Message formats of one checkpoint."""
 
     calls: type[CallParser] | None
-    """None: it writes none, or in a way that is not known here."""
+    """Parser of its tool calls. None: the model writes none, or in an unknown format."""
     reasoning: ReasoningMarks | None
 
     @classmethod
     def of(cls, template: str) -> MessageFormat:
-        """By the text of its chat template."""
+        """Return the formats that the text of a chat template tells."""
         calls = next((parser for texts, parser in CALL_FORMATS if all(text in template for text in texts)), None)
         return cls(calls, next((marks for marks in MARKS if marks.close in template), None))
 
 
 def takes_several_calls(render: Callable[[list[dict[str, Any]]], object]) -> bool:
-    """Whether an answer with several calls can be sent back: some templates (Llama 3's) take one call alone."""
+    """Return whether an answer with several calls can be sent back: some templates (Llama 3's) accept only one."""
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 
     def takes(count: int) -> bool:
@@ -56,39 +56,39 @@ def takes_several_calls(render: Callable[[list[dict[str, Any]]], object]) -> boo
 
 
 class MessagePlan(NamedTuple):
-    """How the choices of one request are read."""
+    """How the choices of one request are parsed."""
 
     reasoning: ReasoningMarks | None
-    """None: it stays in the content."""
+    """Marks of the reasoning. None: it stays in the content."""
     is_reasoning: bool
-    """The prompt ended within it."""
+    """The prompt ends within the reasoning."""
     shows_reasoning: bool
     calls: type[CallParser] | None
-    """None: no tools are offered."""
+    """Parser of the tool calls. None: no tools are offered."""
     names: Collection[str]
-    """Of the tools."""
+    """Names of the tools."""
     is_streamed: bool
     is_parallel: bool
 
     def marks(self) -> Iterable[str]:
-        """What the text must have, be it special tokens or not."""
+        """Return the texts that the parser must see, even if they are special tokens."""
         return (*(self.calls.needed if self.calls is not None else ()), *(self.reasoning or ()))
 
     def reasoning_ahead(self, prompt: str) -> Reasoning | None:
-        """What may come ahead of an answer to this prompt; None where nothing does, or the prompt has it already."""
+        """Return the reasoning that may precede an answer to this prompt; None if none may, or the prompt has it."""
         if self.reasoning is None or prompt.rstrip().endswith(self.reasoning.close):
             return None
         return Reasoning(self.reasoning.open, self.reasoning.close, self.is_reasoning)
 
     def parser(self) -> MessageParser:
-        """Of a new choice."""
+        """Return the parser of a new choice."""
         reasoning = ReasoningParser(self.reasoning, self.is_reasoning) if self.reasoning is not None else None
         calls = self.calls(self.names, self.is_streamed, self.is_parallel) if self.calls is not None else None
         return MessageParser(reasoning, calls, self.shows_reasoning)
 
 
 class MessageParser:
-    """One per choice: `push` its text, then `finish`."""
+    """Parser of one choice: `push` its text, then `finish`."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None, shows_reasoning: bool) -> None:
         self._reasoning = reasoning
@@ -97,12 +97,12 @@ class MessageParser:
 
     @property
     def may_reason(self) -> bool:
-        """What comes may be reasoning."""
+        """Whether further text may be reasoning."""
         return self._reasoning is not None
 
     @property
     def is_reasoning(self) -> bool:
-        """What comes next is reasoning, as far as can be said."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._reasoning is not None and self._reasoning.is_inside
 
     @property
@@ -111,11 +111,11 @@ class MessageParser:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing may follow: the one call that may be made was made."""
+        """Whether the only call that is permitted is complete, so that nothing may follow."""
         return self._calls is not None and self._calls.is_complete
 
     def push(self, text: str) -> str | MessageDelta:
-        """What can be shown now: text alone is content. Empty: nothing."""
+        """Return what can be emitted now. Plain text is content; empty: nothing."""
         if self._reasoning is None:
             return self._content(text, CallParser.push)
         reasoning, text = self._reasoning.push(text)
@@ -124,7 +124,7 @@ class MessageParser:
         return self._with_reasoning(reasoning, self._content(text, CallParser.push))
 
     def finish(self) -> str | MessageDelta:
-        """The rest: no more text will come."""
+        """Return the rest. No more text follows."""
         reasoning, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
         shown = joined([self._content(text, CallParser.push), self._content("", lambda calls, _: calls.finish())])
         return self._with_reasoning(reasoning, shown)

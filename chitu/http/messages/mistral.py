@@ -1,6 +1,6 @@
-"""The calls of Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call
-`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` behind the name in some versions. All are read of any version;
-what is enforced is what the model's template writes. Pure."""
+"""Tool calls of Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call
+`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` after the name in some versions. The parser reads all forms of
+any version; an enforced call has the form that the model's template writes. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MistralParser(CallParser):
         return rest.removeprefix("]") if self._head.depth else text
 
     def _make_id(self) -> str:
-        return os.urandom(5).hex()[:9]  # the templates take ids of 9 letters and digits alone
+        return os.urandom(5).hex()[:9]  # the templates accept only ids of 9 letters and digits
 
 
 class NamedMistralParser(MistralParser):

@@ -1,4 +1,4 @@
-"""The reasoning that some models write ahead of their answer. Pure; loop thread."""
+"""Parsing of the reasoning that some models write before their answer. Pure; loop thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from chitu.tokenizer.stop import end_before_mark
 
 MAX_SPACE_CHARS = 64
-"""Ahead of the mark that opens it."""
+"""Characters of space before the mark that opens the reasoning."""
 
 
 class ReasoningMarks(NamedTuple):
@@ -19,18 +19,18 @@ MARKS = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THI
 
 
 class ReasoningParser:
-    """Splits a text into what stands between the marks, at its beginning, and the rest. The line ends at the marks are
-    theirs: templates write them again."""
+    """Splits a text into the reasoning between the marks at its beginning, and the rest. Drops the line ends at the
+    marks, because templates write them again."""
 
     def __init__(self, marks: ReasoningMarks, is_open: bool) -> None:
-        """`is_open`: the prompt ended within it."""
+        """`is_open`: the prompt ends within the reasoning."""
         self._open = marks.open
         self._closes = (marks.close, f"\n{marks.close}")
         self._starts = frozenset(mark[0] for mark in self._closes)
         self._held = ""
         self._state = self._inside if is_open else self._ahead
         self._trims = is_open
-        """Line ends come before anything else."""
+        """The next line ends are dropped."""
 
     @property
     def is_inside(self) -> bool:
@@ -38,16 +38,16 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """Whatever comes is content."""
+        """Whether all further text is content."""
         return self._state == self._behind and not self._trims
 
     def push(self, text: str) -> tuple[str, str]:
-        """Reasoning and content that can be shown now."""
+        """Return the reasoning and the content that can be emitted now."""
         text, self._held = self._held + text, ""
         return self._state(text) if text else ("", "")
 
     def finish(self) -> tuple[str, str]:
-        """The rest: no more text will come."""
+        """Return the rest. No more text follows."""
         held, self._held = self._held, ""
         return (held, "") if self._state == self._inside else ("", held)
 

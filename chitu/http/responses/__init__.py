@@ -1,1 +1,1 @@
-"""`/v1/responses`: its request becomes that of a chat, the parts of a chat's message become its events. Pure."""
+"""`/v1/responses`: turns its request into a chat request, and parts of a chat's message into its events. Pure."""

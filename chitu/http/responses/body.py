@@ -1,6 +1,6 @@
-"""The body of `/v1/responses` as it comes: what is served of it, its types and bounds. Pure.
+"""Request body of `/v1/responses`: served fields with their types and bounds. Pure.
 
-All other fields that clients have are in `request_fields.py`, as those of the other routes.
+All other fields that clients send are in `request_fields.py`, like those of the other routes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Of any type: what belongs to which is `request.py`'s to check."""
+    """Item of any type; `request.py` checks which fields belong to which type."""
 
     type: Annotated[str, documented(enum=list(ITEM_TYPES))] | None = None
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)] | None = None

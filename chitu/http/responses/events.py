@@ -1,7 +1,7 @@
 """Answers and server-sent events of `/v1/responses`, as bytes. Pure; an `AnswerFormat` beside those in `sse.py`.
 
-What a chat's message has is here a list of items: reasoning, message, function calls, each opened, filled and closed by
-events of its own. The last event is the whole answer.
+A chat's message is a list of items here: reasoning, message, function calls, each opened, filled and closed by events
+of its own. The last event is the whole answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _json = msgspec.json.Encoder().encode
 
 class ResponsesFormat:
     done = b""
-    """Nothing stands behind the last event."""
+    """Bytes after the last event: none."""
 
     def __init__(self, response_id: str, created_s: int, model: str, echo: dict[str, Any]) -> None:
         """`echo`: see `echo_of`."""
@@ -38,11 +38,11 @@ class ResponsesFormat:
             "usage": None,
         }
         self._output: list[dict[str, Any]] = []
-        """The last one is open where `_kind` is not empty."""
+        """Items so far; the last one is open unless `_kind` is empty."""
         self._text: list[str] = []
-        """Of the open item."""
+        """Text of the open item."""
         self._kind = ""
-        """`message`, `reasoning`, or of a call its place."""
+        """Kind of the open item: `message`, `reasoning`, or the index of a call."""
         self._num_events = 0
 
     # ----------------------------------------------------------------------------------------------------- not streamed
@@ -70,7 +70,7 @@ class ResponsesFormat:
         token_ids: list[int] | None,
         logprobs: bytes = b"null",
     ) -> bytes:
-        """The answer itself follows with its usage."""
+        """Return the events of the last text. The answer itself follows with its usage."""
         self._whole["finish_reason"] = reason
         return self._take(text)
 
@@ -86,7 +86,7 @@ class ResponsesFormat:
         return event
 
     def error(self, error: ChituError) -> bytes:
-        """Where the answer has begun."""
+        """Return the last events of an answer that has begun."""
         closing = self._close("incomplete")
         self._whole.update(status="failed", error={"code": error.code, "message": error.message}, output=self._output)
         return closing + self._lifecycle("response.failed")
@@ -113,7 +113,7 @@ class ResponsesFormat:
         return self._whole
 
     def _take(self, delta: str | MessageDelta) -> bytes:
-        """A part of the message, as events."""
+        """Return a part of the message as events."""
         if isinstance(delta, str):
             return self._add("message", delta) if delta else b""
         events = b""
@@ -156,7 +156,7 @@ class ResponsesFormat:
         return opened + self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
     def _close(self, status: str) -> bytes:
-        """The open item, if there is one."""
+        """Close the open item, if there is one."""
         if not self._kind:
             return b""
         item, kind, text = self._output[-1], self._kind, "".join(self._text)
@@ -189,7 +189,7 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"annotations": [], "logprobs": []}),
     "reasoning": ("reasoning_text", {}),
 }
-"""Kinds of items that have parts of text: the part's type, and what else it has."""
+"""Kinds of items that have text parts -> the part's type and its further fields."""
 _LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
 
 

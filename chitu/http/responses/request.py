@@ -1,7 +1,7 @@
-"""A body of `/v1/responses` as that of a chat. Pure; part of `BodyWork`.
+"""Conversion of a body of `/v1/responses` into a chat body. Pure; part of `BodyWork`.
 
-Nothing is stored, so all turns come with `input`: messages, calls, their outputs and reasoning, as an answer's `output`
-has them. Items of the model that stand together are one message of its.
+Nothing is stored, so `input` has all turns: messages, calls, their outputs and reasoning, as in an answer's `output`.
+Adjacent items of the model form one assistant message.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAMES = (
     (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
     (re.compile(r"response_format(\.json_schema)?"), "text.format"),
 )
-"""Fields of a chat, and what they were made of."""
+"""Fields of a chat -> the fields of this route that they are made from."""
 
 
 def own_error(error: InvalidRequest) -> InvalidRequest:
-    """An error of the chat, with the field of this route that it is about."""
+    """Return an error of the chat with the name of this route's field."""
     param, message = error.param, error.message
     if param is not None:
         for pattern, name in _NAMES:
@@ -49,7 +49,7 @@ def own_error(error: InvalidRequest) -> InvalidRequest:
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """InvalidRequest for items and parts that are no text and no call."""
+    """Return the chat body. Raise InvalidRequest for items and parts that are neither text nor calls."""
     if body.input is None or body.input == []:
         raise InvalidRequest("input is required: text, or a list of items", "input")
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
@@ -106,12 +106,12 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
             messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
         else:
             _of_model(messages, kind).reasoning_content = _text(item.content or "", f"{where}.content")
-    # Reasoning alone is no message that a template knows.
+    # Templates have no message of reasoning alone.
     return [message for message in messages if message.content is not None or message.tool_calls]
 
 
 def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
-    """The model's message that an item of this kind belongs to: the last one, or a new one."""
+    """Return the assistant message that an item of this kind belongs to: the last one, or a new one."""
     last = messages[-1] if messages else None
     if (
         last is None
@@ -136,7 +136,7 @@ def _text(given: str | list[InputPart], where: str) -> str:
 
 
 def echo_of(body: ResponsesBody) -> dict[str, Any]:
-    """What the answer repeats of its request."""
+    """Return the request fields that the answer repeats."""
     return {
         "instructions": body.instructions,
         "metadata": body.metadata or {},
