@@ -1,12 +1,12 @@
-"""Requests on the router: what the HTTP layer asks and what comes in on the ports, tokens to their readers.
+"""Requests on the router: takes them from the HTTP layer, and hands tokens from the ports to their readers.
 
 `PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
 `on_token_frames`; the stats port calls `on_request_failed` and `on_heartbeat`; membership calls `on_view`, `on_joined`
-and `on_lost`; a timer calls `tick`. It knows token ids, never text. Where a request runs is `attempts.py`; what
-follows when that fails, `generation_machine.py`.
+and `on_lost`; a timer calls `tick`. It handles token ids, never text. `attempts.py` runs a request on its pairs;
+`generation_machine.py` decides what follows if that fails.
 
-Invariants: a generation ends once, with `finish` or `error`; its reader is woken at most once a turn, and after its
-end; a token of a room that is over reaches nobody, and none from behind one that did not come (`net/link.py`).
+Invariants: a generation ends once, with `finish` or `error`. Its reader is woken at most once a turn, and after its
+end. No reader gets a token of a room that is over, or one that came after a gap (`net/link.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from chitu.tracing.router_trace import RouterTrace
 log = logging.getLogger(__name__)
 
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
-"""Without `token_codec`'s check of the size (the socket has that bound) and its naming of errors: a frame a step."""
+"""Decodes without `token_codec`'s size check (the socket has that bound) and error names: it runs for every frame."""
 
 
 class PDRequestRouter:
@@ -69,8 +69,8 @@ class PDRequestRouter:
         trace: RouterTrace | None = None,
         on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
-        """`reply`: which API process this is, where the router is several (`router.workers`). `on_wrong` hears what
-        cross-checks found wrong."""
+        """`reply` is the address of this API process, if the router has several (`router.workers`). `on_wrong` receives
+        every result of a cross-check except `agreed` and `unanswered`."""
         self._selector = selector
         self._clock = clock
         self._max_in_flight = config.max_in_flight
@@ -93,7 +93,7 @@ class PDRequestRouter:
         self.journal = self._attempts.journal
 
     def metrics(self) -> RouterMetrics:
-        """The counters, with what is true at this moment; not to be kept, but to be encoded or added up."""
+        """Return the counters and the present gauges. Encode or add up the result at once; do not keep it."""
         prefill, rooms = GenerationState.PREFILL, self._attempts.rooms.values()
         waiting = sum(attempt.generation.state is prefill for attempt in rooms)
         in_flight = {"prefill": waiting, "decode": self.in_flight - waiting}
@@ -110,26 +110,26 @@ class PDRequestRouter:
         return len(self._attempts.rooms)
 
     def running(self) -> list[RequestSnapshot]:
-        """What is in flight, oldest first; the newest `KEPT_RECORDS` of it."""
+        """Return the attempts in flight, oldest first; at most the newest `KEPT_RECORDS`."""
         newest = itertools.islice(reversed(self._attempts.rooms.values()), KEPT_RECORDS)
         return [attempt.snapshot() for attempt in newest][::-1]
 
     def rejected(self, error: ChituError, count: int = 1) -> ChituError:
-        """The error for this many requests that are refused on arrival; the caller raises it."""
+        """Count this many requests as refused on arrival and return the error; the caller raises it."""
         self.counters.count(self.counters.rejected, error.code, count)
         return error
 
     def require_admission(self) -> None:
-        """The cheap first look at a request that nobody has parsed yet: TooManyRequests or Overloaded."""
+        """Raise TooManyRequests or Overloaded if no request can be admitted: a cheap check before one is parsed."""
         try:
             self._require_admission(1, 1)
         except ChituError as error:
             raise self.rejected(error) from None
 
     def require_room_for(self, count: int, num_tokens: int) -> None:
-        """TooManyRequests if so many requests more, with their prompt tokens in all, are over the bound;
-        Overloaded where they would wait too long; InvalidRequest where they are over the bound by themselves;
-        NoInstance where nothing can serve."""
+        """Raise unless `count` more requests, with `num_tokens` prompt tokens in all, can be admitted. TooManyRequests:
+        over a bound together with what runs. Overloaded: they would wait too long. InvalidRequest: over the bound by
+        themselves. NoInstance: no instance can serve."""
         try:
             self._require_room_for(count, num_tokens)
         except ChituError as error:
@@ -160,13 +160,13 @@ class PDRequestRouter:
         self._admission.require()
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
-        """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news,
-        at most once per turn. TooManyRequests, NoInstance."""
+        """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news, at
+        most once per turn. Raises what `require_room_for` raises."""
         return self.add_choices([request], wake)[0]
 
     def add_choices(self, requests: Sequence[GenerateRequest], wake: Callable[[], None]) -> list[Generation]:
-        """The same of requests that differ in their seeds alone: the first ones of them, as many as can go out as one,
-        whose prompt is computed once and moved once. The caller comes again with the others."""
+        """Send requests that differ only in their seeds: as many of the first ones as one message may carry. Return
+        these; their prompt is computed once and moved once. The caller calls again with the rest."""
         first = requests[0]
         self.require_room_for(len(requests), sum([request.num_tokens for request in requests]))
         now_s = self._clock.monotonic()
@@ -180,14 +180,14 @@ class PDRequestRouter:
                 if generation.error is not None:
                     raise generation.error
         except Exception:
-            for generation in generations:  # where one got as far as an attempt, nobody else would ever end that
+            for generation in generations:  # nothing else would ever end one that has an attempt
                 self.cancel(generation)
             raise
         return generations
 
     def resume(self, request: GenerateRequest, tokens: Sequence[int], wake: Callable[[], None]) -> Generation:
-        """Go on behind these tokens, which an earlier router's instances emitted. It may be over at once. As
-        `add_request`."""
+        """Continue after these tokens, which instances of an earlier router emitted. The generation may be over at
+        once. Raises as `add_request` does."""
         self.require_room_for(1, request.num_tokens + len(tokens))
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, request.timeout_s or self._timeout_s)
@@ -202,17 +202,18 @@ class PDRequestRouter:
         return generation
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
-        """The client is gone, or its answer `is_complete` (a stop string was found). Idempotent."""
+        """End a generation whose client is gone, or whose answer `is_complete` (a stop string was found).
+        Idempotent."""
         if not generation.done:
             self._attempts.cancel(generation, is_complete)
 
     def fail_all(self, error: ChituError) -> None:
-        """End everything that runs (the process is about to)."""
+        """End every running request with this error (the process is about to end)."""
         self._attempts.give_up_all(error)
         self.flush()
 
     async def idle(self) -> None:
-        """Returns when nothing is in flight."""
+        """Wait until nothing is in flight."""
         while self._attempts.rooms:
             waiter = asyncio.get_running_loop().create_future()
             self._idle_waiters.append(waiter)
@@ -221,7 +222,8 @@ class PDRequestRouter:
     # -------------------------------------------------------------------------------------------------------- ports
 
     def on_token_frames(self, frames: list[bytes]) -> None:
-        """All token messages that lay ready on the port; then wake the readers, each once. Bad ones are dropped."""
+        """Handle the token messages that are ready on the port, then wake each reader once. Bad messages are
+        dropped."""
         decode = _decode_tokens
         for frame in frames:
             try:
@@ -236,7 +238,7 @@ class PDRequestRouter:
             self.flush()
 
     def _note_frame(self, batch: TokenBatch, frame: bytes) -> None:
-        """Once for each request that it is about and whose frames are wanted."""
+        """Record the frame once for each request that it is about and whose frames are wanted."""
         assert self._trace is not None
         for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
             self._trace.note_frame(self._framed[room], room, "received", "token", frame)
@@ -249,7 +251,7 @@ class PDRequestRouter:
             log.warning("ignored a bad token message: %s", error)
 
     def on_tokens(self, batch: TokenBatch) -> None:
-        """One step's tokens of one instance. Readers are woken by `flush`, once for all batches of a loop turn."""
+        """Take one step's tokens of one instance. `flush` wakes the readers, once for all batches of a loop turn."""
         rooms, tokens = batch.rooms, batch.tokens
         logprobs = batch.logprobs
         if len(rooms) != len(tokens) or (logprobs and not all([0 <= place < len(rooms) for place, _ in logprobs])):
@@ -268,7 +270,7 @@ class PDRequestRouter:
             attempt = attempt_of(room)
             if attempt is not None:
                 attempt.note_cached(cached_tokens)
-        for room, token in zip(rooms, tokens):  # noqa: B905 - equal as of above, and the keyword costs as much as two tokens
+        for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
             attempt = attempt_of(room)
             if attempt is None:
                 counters.stale_tokens += 1
@@ -290,14 +292,14 @@ class PDRequestRouter:
                 self._attempts.on_finish(attempt, finish)
 
     def flush(self) -> None:
-        """Wake the readers of what changed."""
+        """Wake the readers of all generations that changed."""
         dirty, self._dirty = self._dirty, []
         now_s, inter_token = self._clock.monotonic(), self.counters.inter_token
         counts, waited_s = inter_token.counts, 0.0
         for generation in dirty:
-            # What a reader waits from token to token; tokens that came at once share the wait. A reader that is woken
-            # at the end only sees the mean of its request. So this costs a step of a wake, and nothing per token.
-            # `TimeHistogram.observe` written out: the call costs as much as what it does.
+            # The reader's wait from token to token; tokens that came together share the wait. A reader that is woken
+            # only at the end sees the mean of its request. So this costs time per wake, not per token.
+            # `TimeHistogram.observe` is inlined: the call costs as much as what it does.
             num_tokens = generation.num_taken + len(generation.tokens)
             num_new = num_tokens - generation.num_woken
             if num_new > 0:
@@ -311,10 +313,11 @@ class PDRequestRouter:
         inter_token.sum_s += waited_s
 
     def on_request_failed(self, failed: RequestFailed) -> None:
-        """P (or D before it could emit) gave a room up: try another pair or fail it, and tell the other side."""
+        """Handle a room that P (or D before its first token) gave up: retry it elsewhere or fail it, and cancel it on
+        the other side."""
         reporter = InstanceKey(failed.role, failed.engine_rank, failed.incarnation)
         for attempt in self._attempts.of(failed.room):
-            if reporter in (attempt.prefill, attempt.decode):  # else of an older incarnation, or of no one of this room
+            if reporter in (attempt.prefill, attempt.decode):  # else of an older incarnation or another room
                 self._attempts.on_failure(attempt, from_code(failed.code, failed.message), reporter)
         self.flush()
 
@@ -328,18 +331,19 @@ class PDRequestRouter:
     # --------------------------------------------------------------------------------------------------- membership
 
     def on_view(self, view: ClusterView) -> None:
-        """The cluster changed: new requests see it at once."""
+        """Apply a new cluster view; new requests are routed by it at once."""
         self._selector.on_view(view)
         self._admission.on_view(self._selector.candidates)
 
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
-        self._dispatcher.open(key, instance.host, instance.port)  # raises where there is no socket, before all else
+        self._dispatcher.open(key, instance.host, instance.port)  # first, because it raises if there is no socket
         self._selector.on_joined(key)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
-        """An instance is gone. What decoded there goes on elsewhere at once, or fails. What it prefilled is tried
-        elsewhere where no token came yet; else only D knows whether the KV had landed, and says so if not."""
+        """Handle the loss of an instance. Requests that decode there are retried elsewhere at once, or fail. Requests
+        that it prefilled are retried if no token came yet; otherwise only D knows whether all KV had landed, and
+        reports it if not."""
         key = instance_key(instance)
         self._dispatcher.close(key)
         self._selector.on_lost(key)
@@ -347,7 +351,7 @@ class PDRequestRouter:
         self.flush()
 
     def tick(self) -> None:
-        """End requests that are out of time, and attempts whose end must have got lost on the way here."""
+        """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
         self._attempts.tick()
         if self._cross_checks is not None and not self._idle_waiters:
             self._cross_checks.tick()
@@ -356,7 +360,7 @@ class PDRequestRouter:
     # ----------------------------------------------------------------------------------------------------- internal
 
     def _note(self, attempt: Attempt, generation: Generation) -> None:
-        """A token that is the attempt's first or that the reader waits for."""
+        """Handle a token that is the attempt's first or that the reader waits for."""
         generation.noted = True
         if generation.state is GenerationState.PREFILL:
             self._attempts.on_first_token(generation)
@@ -365,7 +369,8 @@ class PDRequestRouter:
             self._dirty.append(generation)
 
     def _start_check(self, request: GenerateRequest, avoid: Set[InstanceKey]) -> Generation:
-        """A computation of a cross-check, which looks at it by itself. TooManyRequests, Overloaded, NoInstance."""
+        """Start a computation of a cross-check, which polls the result itself. Raises TooManyRequests, Overloaded,
+        NoInstance."""
         self._require_admission(1, request.num_tokens)
         now_s = self._clock.monotonic()
         generation = Generation(request, lambda: None, now_s + (request.timeout_s or self._timeout_s), now_s)
@@ -373,7 +378,7 @@ class PDRequestRouter:
         return generation
 
     def _on_end(self, generation: Generation, is_news: bool) -> None:
-        """It is over: its reader is woken once more, unless it said so itself."""
+        """Handle the end of a generation: wake its reader once more, unless the reader ended it itself."""
         if generation.is_checked and self._cross_checks is not None:
             self._cross_checks.on_end(generation)
         if is_news and not generation.dirty:

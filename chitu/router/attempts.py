@@ -1,12 +1,11 @@
-"""Attempts: each one try of a request on one pair with a room of its own, from its dispatch to its end or the next one.
+"""Attempts: each is one try of a request on one pair, with its own room, from its dispatch to its end or the next one.
 
-Owned by `PDRequestRouter`, on the loop thread, which says when a token, an end, a failure, a death or a tick came. What
-follows is decided by `generation_machine.py`. Here is what that has no hands for: requests are sent, cancelled and
-logged, pairs are selected, and load, breakers, metrics, deadlines and journal are kept.
+Owned by `PDRequestRouter`, which calls it on the loop thread for a first token, an end, a failure, a loss and a tick.
+`generation_machine.py` decides what follows, and this module carries it out: it sends, cancels and logs requests,
+selects pairs, and keeps load, breakers, metrics, deadlines and journal.
 
-Invariants: a room is in `rooms` exactly while its generation waits for it; what still comes for an old room is stale:
-no token is lost or comes twice. `_take` alone gives the machine an event, and carries out all effects before it
-returns.
+Invariants: a room is in `rooms` exactly while its generation waits for it. Messages for an older room are stale, so no
+token is lost or delivered twice. Only `_take` gives the machine an event; it carries out all effects before it returns.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ DEADLINE_STEP_S = 0.05
 
 
 class Attempts:
-    """`on_end(generation, is_news)` is called for every generation that is over; `is_news` is false if the client
-    cancelled it."""
+    """The running attempts. Calls `on_end(generation, is_news)` for every generation that is over; `is_news` is false
+    if the reader ended it itself."""
 
     def __init__(
         self,
@@ -65,16 +64,16 @@ class Attempts:
         self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self._first_tokens: DeadlineWheel[bytes] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
         self.rooms: dict[bytes, Attempt] = {}
-        """Those that run, in order of creation."""
+        """Running attempts by room, in order of creation."""
         self.groups: dict[bytes, PromptGroup] = {}
-        """Of those in `rooms`, by the prompt's room."""
+        """Groups of the attempts in `rooms`, by the prompt's room."""
         self.num_tokens = 0
-        """Of the prompts in `rooms`."""
+        """Tokens that the attempts in `rooms` prefill."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
     def breaker_states(self) -> dict[str, Counts]:
-        """By name of the instance, as `RouterMetrics.breakers` has it."""
+        """Return breaker states by instance name, in the form of `RouterMetrics.breakers`."""
         now_s, members = self._clock.monotonic(), self._selector.candidates
         return {
             instance_name(instance.role, instance.engine_rank): {self._breakers.state(instance_key(instance), now_s): 1}
@@ -84,12 +83,12 @@ class Attempts:
     # ------------------------------------------------------------------------------------------- what came from outside
 
     def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NOBODY) -> int:
-        """Send a new request, or several that differ in their seeds alone, to a pair, or a unified instance: as many as
-        one message may have there, which is returned. They may have ended with an error then, where nobody takes them.
-        NoInstance where nobody is there. `avoid`: it goes to others, if there are any."""
+        """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
+        many were sent: as many as one message may carry there. They may already have ended with an error if no instance
+        takes them. Raises NoInstance if there is none. Instances in `avoid` are chosen only if there are no others."""
         request = generations[0].request
         blocked = self._breakers.blocked(self._clock.monotonic())
-        token_ids = request.token_ids + generations[0].output.tobytes()  # an earlier router's, where it goes on
+        token_ids = request.token_ids + generations[0].output.tobytes()  # output of an earlier router, if any
         target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
         together = generations[:count]
@@ -107,7 +106,7 @@ class Attempts:
         return len(together)
 
     def of(self, room: bytes) -> list[Attempt]:
-        """Those that an instance means by this room: an attempt's own, or a prompt's."""
+        """Return the attempts that an instance means by this room: that of one attempt, or of a prompt."""
         attempt = self.rooms.get(room)
         if attempt is not None:
             return [attempt]
@@ -115,33 +114,33 @@ class Attempts:
         return list(group.attempts) if group is not None else []
 
     def cancel(self, generation: Generation, is_complete: bool) -> None:
-        """Its client is gone, or has its whole answer: a stop string was found. Idempotent."""
+        """End a generation whose client is gone or has its whole answer (a stop string was found). Idempotent."""
         self._take(generation, events.ReaderGone(is_complete))
 
     def give_up_all(self, error: ChituError) -> None:
         self._take_all(events.GivenUp(error))
 
     def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
-        """An instance is gone, and a candidate no more."""
+        """Handle the loss of an instance, which is no candidate any more."""
         self._breakers.forget(key)
         self._take_all(events.InstanceLost(key, reason, has_died))
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
-        """An instance has given up a number of its token messages. Nobody knows which requests they belonged to, so
-        everything that decodes there goes on with another attempt, behind the last token that came in order."""
+        """Handle `count` token messages that an instance gave up. The router cannot tell which requests lost tokens, so
+        it retries every request that decodes on this instance, after the last token that came in order."""
         lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> None:
-        """An instance says how far it has read. Requests that do not come through to it go on elsewhere."""
+        """Handle a heartbeat: retry requests that did not reach the instance, or whose P it receives nothing from."""
         for missed in self._dispatcher.on_heartbeat(key, heartbeat):
             for attempt in self.of(missed.room):
                 self._take(attempt.generation, events.NotDelivered(missed.error, key))
         self._on_silent(key, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
-        """End requests that are out of time, and attempts whose end must have got lost on the way here."""
+        """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
         now_s = self._clock.monotonic()
         for room in self._first_tokens.expired(now_s):
             if (late := self.rooms.get(room)) is not None:
@@ -158,7 +157,7 @@ class Attempts:
         self._take(attempt.generation, events.Finished(finish, is_prefill_here))
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
-        """An instance says so, or is found to be at fault."""
+        """Handle a failure that `reporter` reported, or for which the router blames it."""
         peer = attempt.prefill if reporter == attempt.decode else attempt.decode
         is_peer_here = peer is not None and self._dispatcher.is_open(peer)
         self._take(attempt.generation, events.AttemptFailed(error, reporter, is_peer_here))
@@ -170,7 +169,7 @@ class Attempts:
             self._take(attempt.generation, event)
 
     def _take(self, generation: Generation, event: events.Event) -> None:
-        """The one way in which something happens to a request."""
+        """Give the machine an event and carry out the effects: the only way in which a request changes."""
         following: events.Event | None = event
         while following is not None:
             event, following = following, None
@@ -195,7 +194,7 @@ class Attempts:
         now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
         self.rooms[attempt.room] = attempt
         self.num_tokens += attempt.num_tokens
-        if attempt.prefill is not None:  # how long a unified instance may compute a prompt nobody says
+        if attempt.prefill is not None:  # a unified instance has no such deadline
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
@@ -203,13 +202,13 @@ class Attempts:
                 self._selector.count(key, 1, attempt.num_tokens)
                 self._admission.on_sent(key, attempt.num_tokens if attempt.leads else 0)
                 self._breakers.on_sent(key, now_s)
-        if target.prefill is not None and attempt.leads:  # once a message, as P says that it came
+        if target.prefill is not None and attempt.leads:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
 
     def _dispatch(self, attempt: Attempt) -> events.AttemptFailed | None:
-        """Send it, or all of its group; a failure where an instance does not read."""
+        """Send an attempt, or its whole group. Return a failure if an instance does not read."""
         self.journal.note_change()
         full = self._dispatcher.send(attempt)
         if full is None:
@@ -228,8 +227,8 @@ class Attempts:
         return events.PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
 
     def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
-        """A D does not hear these P. What waits there goes on elsewhere, where it can. With others the two may do
-        well."""
+        """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
+        with others, both sides may work."""
         name = instance_name(key.role, key.engine_rank)
         if self._selector.on_silent(key, prefills):
             peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
@@ -261,7 +260,7 @@ class Attempts:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
 
     def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
-        """A request was answered to its end."""
+        """Count a request that was answered to its end."""
         self.counters.count(self.counters.finished, reason)
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
@@ -279,7 +278,7 @@ class Attempts:
         counters.observe(counters.prefill, prefill, stages.prefill.compute_s)
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
-        """The attempt is over: whatever still comes for its room is stale."""
+        """Remove an attempt that is over; whatever still comes for its room is stale."""
         del self.rooms[attempt.room]
         if self._trace is not None and self._trace.framed:
             self._trace.framed.pop(attempt.room, None)
@@ -303,7 +302,7 @@ class Attempts:
             self._on_end(generation, is_news)
 
     def _note_failure(self, attempt: Attempt, error: ChituError, record: RequestSnapshot) -> None:
-        """Count and log it."""
+        """Count and log a failed attempt."""
         counters, request_id, num_emitted = self.counters, record.request_id, record.output_tokens
         if record.state != "retried":
             counters.count(counters.failed, error.code)

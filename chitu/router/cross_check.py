@@ -1,15 +1,17 @@
-"""Whether a second P computes of a prompt what the first one computed, and if not, which of the two is wrong. Pure.
+"""Check whether a second P computes the same logits for a prompt as the first, and if not, which of them is wrong.
+Pure.
 
-`cross_check` is a generator: it asks for computations and is sent what came of them. `cross_checks.py` runs it.
+`cross_check` is a generator: it yields computations to be made and is sent their results. `cross_checks.py` runs it.
 
-1. A second P computes the prompt of an answer that was given, all of it, without its cache. The rows of logits behind
-   the prompt must agree. Every weight, and every page of the prompt's KV, has a part in that row.
-2. If they do not, D judges. It computes the row of the next place behind the pages of each P, and the P computes that
-   row, too. A P whose weights or kernels are wrong disagrees with what D made of its pages; the other one does not.
+1. A second P computes the whole prompt of an answer that was given, without its cache. The rows of logits after the
+   prompt must agree. Every weight, and every page of the prompt's KV, contributes to that row.
+2. If they do not agree, D judges. It computes the row of the next position from the pages of each P, and that P
+   computes the row, too. A P whose weights or kernels are wrong disagrees with what D made of its pages; the other one
+   does not.
 3. If neither disagrees with D, and the first P now computes what the second did, then its answer was wrong and its
-   weights are not: pages of its cache are damaged, or a fault has passed.
+   weights are not: pages of its cache are damaged, or the fault was transient.
 
-A fault that moves no logprob of the likeliest tokens by more than the tolerance is not seen.
+A fault that moves no logprob of the likeliest tokens by more than the tolerance is not detected.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ class Recompute:
     """A prompt to be computed without the cache, with the logprobs of its tokens."""
 
     token_ids: bytes
-    """int32 LE."""
+    """Prompt, int32 LE."""
     max_tokens: int
     prefill: InstanceKey
     by_another: bool = False
-    """By any P except `prefill`."""
+    """Whether any P except `prefill` is to compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,13 @@ class Computed:
     prefill: InstanceKey
     tokens: list[int]
     rows: list[bytes]
-    """Of each token: `protocol/logprobs.py`."""
+    """Packed logprobs of each token (`protocol/logprobs.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """`agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer; `unclear`: two P
-    disagree, and D cannot tell who is right; `unanswered`: there was no second P, or it failed."""
+    """Result of a check. `agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer;
+    `unclear`: two P disagree, and D cannot tell which is right; `unanswered`: there was no second P, or it failed."""
 
     outcome: Outcome
     guilty: InstanceKey | None = None
@@ -62,7 +64,8 @@ UNANSWERED = CheckResult("unanswered")
 def cross_check(
     token_ids: bytes, first: Computed, tolerance: float
 ) -> Generator[Recompute, Computed | None, CheckResult]:
-    """`first`: what was served. Sent None where nothing came of what it asked for."""
+    """Compare `first`, which was served, with a second P. Each computation is answered by its result, or by None if it
+    has none."""
     second = yield Recompute(token_ids, 1, first.prefill, by_another=True)
     if second is None or second.prefill == first.prefill:
         return UNANSWERED
@@ -93,8 +96,8 @@ def cross_check(
 
 
 def rows_apart(one: bytes, other: bytes) -> float:
-    """By how much the logprobs of two rows' likeliest tokens differ at most (nats); infinite where one is no number. A
-    token that is in one list only can have had the least logprob of the other, at most."""
+    """Return the largest difference (nats) between two rows' logprobs of their likeliest tokens; infinite if one is not
+    a number. A token that is in one list only has at most the least logprob of the other list."""
     tops = dict(unpack_logprobs(one).top), dict(unpack_logprobs(other).top)
     apart = 0.0
     for mine, theirs in (tops, tops[::-1]):

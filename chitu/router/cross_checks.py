@@ -1,8 +1,9 @@
-"""Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check makes for it.
+"""Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check itself makes.
 
-Owned by `PDRequestRouter`, on the loop thread: `sampled` when a request comes, `on_end` when it is over, `tick` by the
-timer, in which alone new requests begin. One check runs at a time, with the lowest priority; what ends while `WAITING`
-others wait is not checked. A checked request brings the logprobs of its first token, of which its reader knows nothing.
+Owned by `PDRequestRouter`, on the loop thread, which calls `sampled` when a request comes, `on_end` when it is over,
+and `tick` by the timer. Only `tick` starts new requests. One check runs at a time, with the lowest priority. If more
+than `WAITING` requests wait for one, the oldest is dropped. A checked request brings the logprobs of its first token,
+which its reader does not see.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from chitu.router.routing import Candidates, InstanceKey, instance_key
 log = logging.getLogger(__name__)
 
 FRACTIONS = {"off": 0.0, "sample": 0.01, "all": 1.0}
-"""Of the requests, by `verify_compute`."""
+"""Fraction of requests that are checked, by `verify_compute`."""
 WAITING = 16
 ANSWER_S = 60.0
-"""Within which a computation of a check must be done."""
+"""Seconds within which a computation of a check must be done."""
 
 Start = Callable[[GenerateRequest, Set[InstanceKey]], Generation]
-"""Send a request to others than these, where there are others; a ChituError where it cannot be sent."""
+"""Sends a request to instances other than these, if there are any; raises a ChituError if it cannot be sent."""
 Steps = Generator[Recompute, Computed | None, CheckResult]
 
 
 class CrossChecks:
-    """`on_wrong` gets every result except `agreed` and `unanswered`."""
+    """Runs the checks. `on_wrong` receives every result except `agreed` and `unanswered`."""
 
     def __init__(
         self,
@@ -55,10 +56,11 @@ class CrossChecks:
         self._ended: deque[Generation] = deque(maxlen=WAITING)
         self._checked_id = ""
         self._running: tuple[Steps, Generation] | None = None
-        """The check, and the computation that it waits for."""
+        """The running check, and the computation that it waits for."""
 
     def sampled(self, request: GenerateRequest) -> GenerateRequest | None:
-        """The request as it is to be sent, if it is to be checked. Those that ask for logprobs themselves are not."""
+        """Return the request as it is to be sent if it is to be checked, else None. Requests that ask for logprobs
+        themselves are not checked."""
         if request.sampling.logprobs is not None or random.random() >= self._fraction:
             return None
         if len(self._candidates().prefill) < 2:
@@ -67,7 +69,7 @@ class CrossChecks:
         return dataclasses.replace(request, sampling=sampling)
 
     def on_end(self, generation: Generation) -> None:
-        """A checked request is over, by whatever."""
+        """Queue a checked request that is over, however it ended, if it has logprobs."""
         if generation.first_prefill is not None and generation.logprobs:
             self._ended.append(generation)
 
@@ -94,7 +96,7 @@ class CrossChecks:
             self._judge(end.value)
 
     def _send(self, ask: Recompute) -> Generation | None:
-        """None where no P that may be asked is there, or takes requests."""
+        """Start a computation. Return None if no P that may compute it takes requests."""
         others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
         sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
         request = GenerateRequest(
@@ -120,7 +122,7 @@ class CrossChecks:
 
 
 def _computed(generation: Generation) -> Computed | None:
-    """None where it has no token with its logprobs."""
+    """Return what a generation computed; None if it has no token with logprobs."""
     if generation.first_prefill is None or not generation.logprobs:
         return None
     return Computed(generation.first_prefill, generation.output.tolist(), generation.logprobs)

@@ -1,7 +1,7 @@
-"""Things by the moment at which they run out, whatever the order in which they came. One thread.
+"""Items by deadline, whatever the order in which they are added. One thread.
 
-A wheel of buckets: adding, removing and looking costs the same however many there are, unlike a heap, which would keep
-what ended long ago until its time comes.
+A wheel of buckets: adding, removing and expiring cost the same however many items there are. A heap would keep items
+that ended early until their deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DeadlineWheel(Generic[T]):
-    """`step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
+    """Timer wheel. `step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
 
     def __init__(self, step_s: float, now_s: float) -> None:
         self._step_s = step_s
@@ -25,11 +25,11 @@ class DeadlineWheel(Generic[T]):
         return int(moment_s // self._step_s)
 
     def add(self, item: T, deadline_s: float) -> None:
-        """The deadline is yet to come."""
+        """Add an item whose deadline is in the future."""
         self._buckets.setdefault(self._bucket(deadline_s) + 1, set()).add(item)
 
     def discard(self, item: T, deadline_s: float) -> None:
-        """`deadline_s` as it was added. Nothing happens where it ran out already."""
+        """Remove an item that was added with this deadline. Does nothing if it has already expired."""
         number = self._bucket(deadline_s) + 1
         bucket = self._buckets.get(number)
         if bucket is not None:
@@ -38,7 +38,7 @@ class DeadlineWheel(Generic[T]):
                 del self._buckets[number]
 
     def expired(self, now_s: float) -> list[T]:
-        """Everything whose deadline has passed since the last call; it is not in the wheel any more."""
+        """Remove and return every item whose deadline has passed."""
         found: list[T] = []
         newest = self._bucket(now_s)
         for number in range(self._done + 1, newest + 1):

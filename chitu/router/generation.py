@@ -1,4 +1,4 @@
-"""A request on the router while its output comes in: what was asked, the tries of it on pairs, what its reader has.
+"""A request on the router while its output comes in: what was asked, its attempts on pairs, what its reader has taken.
 
 Written by `PDRequestRouter`, read by the HTTP layer after each `wake`; loop thread.
 """
@@ -22,7 +22,7 @@ from chitu.types import instance_name, room_text
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """What one choice of one prompt asks for; every default resolved."""
+    """What one choice of one prompt asks for, with every default resolved."""
 
     request_id: str
     """A label for logs; never a key."""
@@ -32,59 +32,60 @@ class GenerateRequest:
     """Prompt tokens."""
     sampling: SamplingParams
     wake_per_token: bool = True
-    """False: `wake` is called at the end only (nobody looks at tokens before)."""
+    """False: `wake` is called only at the end, because the reader needs no tokens before."""
     stop_ids: frozenset[int] = frozenset()
-    """A token of these is the last one: the request's stop ids, and eos unless it is ignored."""
+    """Tokens that end the output: the request's stop ids, and eos unless it is ignored."""
     timeout_s: float | None = None
-    """The client's own time-out, where it has one; `router.request_timeout_s` is the upper bound."""
+    """The client's own timeout, if it has one; `router.request_timeout_s` is the upper bound."""
     cache_salt: str | None = ""
-    """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
+    """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
+    none."""
     priority: int = 0
-    """The lowest is first, wherever requests wait on P and D."""
+    """The lowest value goes first, wherever requests wait on P and D."""
     trace: TraceLevel = ""
     """Whether P and D record what they do for it."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """Choices of one prompt that went out as one request: it is computed once and moved once."""
+    """Choices of one prompt that are sent as one request: the prompt is computed once and moved once."""
 
     room: bytes
-    """The prompt's: P knows no other, and D says of the prompt by it."""
+    """Room of the prompt. P sees no other, and D reports on the prompt by it."""
     attempts: list[Attempt] = field(default_factory=list)
-    """Those that are not over."""
+    """Attempts of the group that are not over."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try of a generation on one pair."""
+    """One attempt of a generation on one pair."""
 
     room: bytes
     target: Target
     generation: Generation
     prefill: InstanceKey | None
-    """None with a unified instance."""
+    """None on a unified instance."""
     decode: InstanceKey
     created_s: float
     number: int = 1
     """1 for the first attempt of its generation."""
     token_ids: bytes = b""
-    """What is prefilled, int32 LE: the prompt, and behind it the output that earlier attempts emitted."""
+    """What is prefilled, int32 LE: the prompt, then the output that earlier attempts emitted."""
     num_continued: int = 0
-    """Tokens of that output."""
+    """Output tokens of earlier attempts, at the end of `token_ids`."""
     first_token_s: float | None = None
     cached_tokens: int = 0
-    """Of what is prefilled, that needed no computing; known with the first token."""
+    """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
     error: ChituError | None = None
     """Why it failed; its generation may go on with another attempt."""
     group: PromptGroup | None = None
-    """None where it went out by itself."""
+    """None if the attempt was sent alone."""
     leads: bool = True
-    """It stands for its group, where prompts and failures of instances are counted."""
+    """Whether this attempt stands for its group where prompts and failures of instances are counted."""
 
     @property
     def has_progressed(self) -> bool:
-        """A token came that no attempt before had brought."""
+        """Whether a token came that no earlier attempt had brought."""
         return self.generation.num_emitted > self.num_continued
 
     @property
@@ -93,7 +94,7 @@ class Attempt:
 
     @property
     def forks(self) -> tuple[Fork, ...]:
-        """What D is told of its group; empty where it went out by itself."""
+        """The choices of its group as D receives them; empty if the attempt was sent alone."""
         attempts = self.group.attempts if self.group is not None else ()
         requests = [(attempt.room, attempt.generation.request) for attempt in attempts]
         return tuple(Fork(room, request.request_id, request.sampling.seed) for room, request in requests)
@@ -106,12 +107,12 @@ class Attempt:
         return name if prefill is None else f"{instance_name(prefill.role, prefill.engine_rank)}-{name}"
 
     def note_cached(self, num_tokens: int) -> None:
-        """Its instance says so with the first token."""
+        """Set the number of cached tokens, which the instance reports with the first token."""
         self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
         self.generation.cached_tokens = min(self.cached_tokens, self.generation.request.num_tokens)
 
     def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
-        """`state`: None while it runs."""
+        """Return its record. `state` is None while it runs."""
         generation = self.generation
         prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
         return RequestSnapshot(
@@ -126,7 +127,7 @@ class Attempt:
             first_token_at_s=self.first_token_s,
             ended_at_s=ended_s,
             kv_bytes=finish.kv_bytes if finish is not None else 0,
-            # Zeros: the last token came, and D's word of the end did not.
+            # All zeros if the last token came, but D's report of the end did not.
             stages=finish.stages if finish is not None and finish.stages.total_s else None,
             error=self.error.code if self.error is not None else "",
             attempt=self.number,
@@ -145,40 +146,41 @@ class Generation:
     deadline_s: float
     created_s: float
     state: GenerationState = GenerationState.ASKED
-    """Written by `GenerationMachine` alone, as are the attempts."""
+    """Only `GenerationMachine` writes it, as it does the attempts."""
     first_token_s: float | None = None
     num_woken: int = 1
-    """Of the tokens that came so far, how many the reader was woken for, and when; the first is `first_token_s`'s."""
+    """Number of tokens for which the reader was already woken; `woken_s` is when. The first token counts in
+    `first_token_s`."""
     woken_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     """Tokens not taken by the reader yet."""
     logprobs: list[bytes] = field(default_factory=list)
-    """Of the tokens that came and whose logprobs were not taken yet, packed; empty where the request asks for none."""
+    """Packed logprobs of tokens that were received and not taken yet; empty if the request asks for none."""
     kept_logprobs: list[bytes] | None = None
-    """Those that were taken, where the request may outlive the router."""
+    """Logprobs that were taken, if the request may outlive the router."""
     prompt_logprobs: bytes | None = None
-    """Of the prompt, once its first token is here, until somebody took them."""
+    """Logprobs of the prompt, from its first token until they are taken."""
     is_checked: bool = False
-    """A cross-check wants `logprobs`, and those of the first token alone; its reader did not ask for any."""
+    """Whether a cross-check wants `logprobs`, of the first token only; the reader did not ask for them."""
     first_prefill: InstanceKey | None = None
-    """Whose logits its first token was drawn from."""
+    """P whose logits the first token was drawn from."""
     num_taken: int = 0
     taken: array[int] = field(default_factory=lambda: array("i"))
-    """Those that were: another D may have to go on behind them."""
+    """Tokens that the reader has taken: another D may have to continue after them."""
     cached_tokens: int = 0
-    """Of the prompt, that the newest attempt with a token did not have to compute."""
+    """Prompt tokens that the newest attempt with a token did not have to compute."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
-    """The present one; None once it is over."""
+    """The present attempt; None once the request is over."""
     ended: list[RequestSnapshot] = field(default_factory=list)
-    """Its attempts that are over, the first one first."""
+    """Records of its attempts that are over, in order."""
     record: Record = field(default_factory=Record)
-    """What became of those that failed."""
+    """Account of its failed attempts."""
     dirty: bool = False
     """`wake` is due at the next `flush`."""
     noted: bool = False
-    """The next token needs nothing but to be appended: `wake` is due already, or is not asked for."""
+    """The next token only needs to be appended: `wake` is due already, or is not asked for."""
 
     @property
     def done(self) -> bool:
@@ -186,11 +188,11 @@ class Generation:
 
     @property
     def num_attempts(self) -> int:
-        """With the present one."""
+        """Number of attempts, the present one included."""
         return len(self.ended) + (self.attempt is not None)
 
     def attempts(self) -> list[RequestSnapshot]:
-        """All of them, the present one last; never empty."""
+        """Return the records of all attempts, the present one last; never empty."""
         return self.ended if self.attempt is None else [*self.ended, self.attempt.snapshot()]
 
     @property
@@ -200,25 +202,25 @@ class Generation:
 
     @property
     def output(self) -> array[int]:
-        """These tokens, as a new array."""
+        """All tokens received so far, as a new array."""
         return self.taken + array("i", self.tokens)
 
     def take(self) -> list[int]:
-        """The tokens that came since the last call."""
+        """Return the tokens received since the last call."""
         taken, self.tokens = self.tokens, []
         self.num_taken += len(taken)
         self.taken.extend(taken)
         return taken
 
     def take_logprobs(self) -> list[bytes]:
-        """Those that came since the last call, one for each token."""
+        """Return the logprobs received since the last call, one per token."""
         taken, self.logprobs = self.logprobs, []
         if self.kept_logprobs is not None:
             self.kept_logprobs += taken
         return taken
 
     def end_reason(self) -> str:
-        """Why the newest token is the last one; empty where more are to come. What D would say of it."""
+        """Return why the newest token is the last one, as D would report it; empty if more are to come."""
         output = self.output
         if output and output[-1] in self.request.stop_ids:
             return "stop"

@@ -1,6 +1,6 @@
-"""What happens to a request on the router (events) and what its machine wants done (effects).
+"""Events of a request on the router, and effects: what its machine wants done.
 
-`Attempts` makes the events and carries out the effects, in their order. Records alone: no code.
+`Attempts` makes the events and carries out the effects in order. Only records, no code.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from chitu.router.routing import InstanceKey, Target
 
 
 class PairChosen(Struct):
-    """For the first attempt, or as an answer to `Choose`, whose `failure` and `token_ids` it brings back."""
+    """A pair for the first attempt, or the answer to `Choose`, with the `failure` and `token_ids` of that."""
 
     target: Target
     room: bytes
     token_ids: bytes
     failure: Failure | None = None
     is_cut_off: bool = False
-    """The two do not hear each other."""
+    """D receives nothing from P."""
     group: PromptGroup | None = None
 
 
 class NoPair(Struct):
-    """The other answer."""
+    """The answer to `Choose` if no pair can serve."""
 
     failure: Failure
 
 
 class TokensBegan(Struct):
-    """Of the present attempt."""
+    """The present attempt received its first token."""
 
 
 class Finished(Struct):
-    """D said so."""
+    """D reported the end of the room."""
 
     finish: Finish
     is_prefill_here: bool = False
-    """P is a member."""
+    """P is a member of the cluster."""
 
 
 class AttemptFailed(Struct):
-    """`reporter`: P or D, or whom the router found out about itself."""
+    """An attempt failed. `reporter` is its P or D, or the instance that the router itself found at fault."""
 
     error: ChituError
     reporter: InstanceKey
     is_peer_here: bool = False
-    """The other half of the pair is a member."""
+    """The other instance of the pair is a member."""
 
 
 class NotDelivered(Struct):
-    """A half of the request does not get to its instance. After the first token nobody needs it: that took both."""
+    """A half of the request does not reach its instance. Ignored after the first token, which took both halves."""
 
     error: ChituError
     reporter: InstanceKey
 
 
 class InstanceLost(Struct):
-    """It left, was silent for too long, or died."""
+    """An instance left, was silent for too long, or died."""
 
     key: InstanceKey
     reason: str
@@ -74,11 +74,11 @@ class InstanceLost(Struct):
 
 
 class Silent(Struct):
-    """D hears nothing of P."""
+    """D receives nothing from P."""
 
 
 class FirstTokenLate(Struct):
-    """Both sides must have given the attempt up by now."""
+    """No first token came, and both sides must have given the attempt up by now."""
 
 
 class OutOfTime(Struct):
@@ -86,7 +86,7 @@ class OutOfTime(Struct):
 
 
 class GivenUp(Struct):
-    """The process ends."""
+    """The request is ended because the router's process ends."""
 
     error: ChituError
 
@@ -116,7 +116,7 @@ Event = Union[
 
 
 class Begin(Struct):
-    """Dispatch it, unless its group is."""
+    """Send an attempt, unless its group is sent as one."""
 
     attempt: Attempt
 
@@ -130,26 +130,26 @@ class Choose(Struct):
 
 
 class NoteStarted(Struct):
-    """Its first token came; `is_first`: that of its request, too."""
+    """An attempt received its first token; `is_first`: it is also the first of the request."""
 
     attempt: Attempt
     is_first: bool
 
 
 class Blame(Struct):
-    """Circuit breakers count it."""
+    """Count a failure in the circuit breakers of its suspects."""
 
     failure: Failure
 
 
 class Cancel(Struct):
-    """Tell both instances."""
+    """Cancel an attempt on both instances."""
 
     attempt: Attempt
 
 
 class NoteServed(Struct):
-    """A request was answered to its end. `stages`: as D told."""
+    """A request was answered to its end. `stages`: as D reported them."""
 
     attempt: Attempt
     reason: str
@@ -157,7 +157,8 @@ class NoteServed(Struct):
 
 
 class Ended(Struct):
-    """The attempt is over, and its request, unless it is `retried`. `is_news`: its reader does not know."""
+    """An attempt is over, and so is its request unless the record is `retried`. `is_news`: the reader does not know
+    yet."""
 
     attempt: Attempt
     record: RequestSnapshot

@@ -1,13 +1,13 @@
-"""A request on the router as one pure machine: events and the time in, effects out.
+"""A request on the router as one pure state machine: events and the time in, effects out.
 
-Owned by `Attempts`, which makes the events (on the loop thread), carries out the effects in their order, and answers
-`Choose` before anything else. No thread, socket, clock, logger or random number is in it. `_take` alone moves a
-request, by `GENERATION_TRANSITIONS`; a pair that the table does not have changes nothing. What a failure means, and
-whether another attempt may follow, is `retry.py`, pure too. A token that is not the first of its attempt is no event.
+Owned by `Attempts`, which makes the events (on the loop thread), carries out the effects in order, and answers `Choose`
+before anything else. It uses no thread, socket, clock, logger or random number. Only `_take` changes a request's state,
+by `GENERATION_TRANSITIONS`; a pair that is not in the table changes nothing. `retry.py`, pure too, decides what a
+failure means and whether another attempt may follow. Only the first token of an attempt is an event.
 
-Invariants: of an attempt there is one Begin and one Ended, of a request one Ended that is not `retried`. Every end that
-D did not report itself has a Cancel before it. An attempt that fails is followed by another in the same turn, where
-one may be, which goes on behind what was received.
+Invariants: an attempt has one Begin and one Ended, a request one Ended that is not `retried`. A Cancel precedes every
+end that D did not report itself. If another attempt is allowed, it follows the failed one in the same turn and
+continues after the tokens received.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _E = GenerationEvent
 
 
 class GenerationMachine:
-    """Has no state of its own but the effects of the call that runs: all else is in the `Generation`."""
+    """Keeps only the effects of the running call; all other state is in the `Generation`."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._retry = config.retry
@@ -48,13 +48,13 @@ class GenerationMachine:
         self._effects: list[events.Effect] = []
 
     def handle(self, generation: Generation, event: events.Event, now_s: float) -> list[events.Effect]:
-        """What is to be done now, in this order."""
+        """Return what is to be done now, in this order."""
         self._now_s, self._effects = now_s, []
         attempt = generation.attempt
         if isinstance(event, events.PairChosen):
             self._chosen(generation, attempt, event)
         elif attempt is None:
-            pass  # it is over, or was sent to nobody
+            pass  # it is over, or was sent to no instance
         elif isinstance(event, events.TokensBegan):
             self._started(generation, attempt)
         elif isinstance(event, events.Finished):
@@ -68,7 +68,7 @@ class GenerationMachine:
         elif isinstance(event, events.InstanceLost):
             self._lost(generation, attempt, event)
         elif isinstance(event, events.Silent):
-            # With one token KV may be missing; with two it is there.
+            # After one token KV may be missing; a second one proves that it is there.
             if generation.num_emitted <= attempt.num_continued + 1 and attempt.prefill is not None:
                 text = f"{_name(attempt.decode)} hears nothing of {_name(attempt.prefill)}"
                 self._doubt(generation, attempt, _E.SILENCE, Failure(SilentLink(text), frozenset()))
@@ -86,7 +86,7 @@ class GenerationMachine:
     # -------------------------------------------------------------------------------------------------------- internal
 
     def _take(self, generation: Generation, event: GenerationEvent) -> bool:
-        """The one way in which a request changes its state. False: the event is absorbed."""
+        """Move a request to its next state: the only way its state changes. Return False if the event is absorbed."""
         target = GENERATION_TRANSITIONS.get((generation.state, event))
         if target is None:
             return False
@@ -94,7 +94,7 @@ class GenerationMachine:
         return True
 
     def _chosen(self, generation: Generation, before: Attempt | None, event: events.PairChosen) -> None:
-        """Another attempt in place of the one before, or the first."""
+        """Start an attempt in place of the one before, or the first."""
         failure, target = event.failure, event.target
         pair = instance_key(target.prefill) if target.prefill is not None else None, instance_key(target.decode)
         if before is not None:
@@ -190,7 +190,7 @@ class GenerationMachine:
         dead: InstanceKey | None = None,
         by: GenerationEvent = _E.FAIL,
     ) -> None:
-        """The attempt is over. Its request goes on with another one, or ends with this error."""
+        """End the attempt. Its request continues with another one, or ends with this error."""
         if not self._take(generation, by):
             return
         failure = failure_of(error, reporter, attempt.prefill, attempt.decode, dead)
@@ -199,14 +199,13 @@ class GenerationMachine:
         self._go_on(generation, attempt, failure)
 
     def _doubt(self, generation: Generation, attempt: Attempt, by: GenerationEvent, failure: Failure) -> None:
-        """It goes on elsewhere, where it can; else it stays: what it waits for may come, and it has its deadlines. No
-        breaker counts it."""
+        """Retry elsewhere if possible. Else keep the attempt: what it waits for may come, and it has its deadlines. No
+        breaker counts this."""
         if self._take(generation, by):
             self._go_on(generation, attempt, failure)
 
     def _go_on(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
-        """Seek another pair. A request of which every token came is finished instead, and one that instances die of
-        ends."""
+        """Seek another pair. A request that has every token is finished instead, and one that kills instances ends."""
         record = generation.record
         if reason := generation.end_reason():  # nothing is missing but the end itself
             self._take(generation, _E.FINISH)
@@ -233,7 +232,7 @@ class GenerationMachine:
             self._fail(generation, attempt, error)
 
     def _fail(self, generation: Generation, attempt: Attempt, error: ChituError) -> None:
-        """It ends with this error. The instances may still compute or hold pages for it."""
+        """End the request with this error. The instances may still compute or hold pages for it."""
         attempt.error = generation.error = error
         self._effects.append(events.Cancel(attempt))
         self._end(generation, attempt, "failed")
@@ -252,8 +251,8 @@ class GenerationMachine:
 
 
 def _dead_by_report(state: GenerationState, attempt: Attempt, event: events.AttemptFailed) -> InstanceKey | None:
-    """Whose death the other half of its pair reports: it saw the process end. Of a loss that the router knew before it
-    knows itself whether that was a death."""
+    """Return the instance whose process the other half of the pair saw end, else None. If the router knew of the loss
+    first, it already knows whether that was a death."""
     error, reporter = event.error, event.reporter
     if isinstance(error, PrefillLost) and reporter == attempt.decode:
         return attempt.prefill if event.is_peer_here or state is GenerationState.DECODE_ALONE else None
