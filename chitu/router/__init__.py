@@ -1,1 +1,1 @@
-"""What becomes of a request on the router: attempts, retries, routing, and what was told to whom. No HTTP."""
+"""Requests on the router: attempts, retries, routing, and the messages to instances. No HTTP."""

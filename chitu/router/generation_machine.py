@@ -70,7 +70,7 @@ class GenerationMachine:
         elif isinstance(event, events.Silent):
             # After one token KV may be missing; a second one proves that it is there.
             if generation.num_emitted <= attempt.num_continued + 1 and attempt.prefill is not None:
-                text = f"{_name(attempt.decode)} hears nothing of {_name(attempt.prefill)}"
+                text = f"{_name(attempt.decode)} receives nothing from {_name(attempt.prefill)}"
                 self._doubt(generation, attempt, _E.SILENCE, Failure(SilentLink(text), frozenset()))
         elif isinstance(event, events.OutOfTime):
             self._give_up(generation, attempt, self._timeout_of(generation, attempt))

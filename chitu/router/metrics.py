@@ -1,12 +1,12 @@
-"""What a process of the router counts, as records that travel and add up.
+"""What a process of the router counts, as records that are sent and added up.
 
 `PDRequestRouter` writes a `RouterMetrics` on its loop thread, `PDCoordination` a `CoordinationMetrics`;
-`http/metrics_text.py` writes both as Prometheus text. Each is a msgspec struct, so each of several API processes
-sends its own as it is, and `add_up` makes them one. Counting is an addition to an attribute or a list: nothing here is
-made per token.
+`http/metrics_text.py` writes both as Prometheus text. Each is a msgspec struct, so each of several API processes sends
+its own as it is, and `add_up` makes them one. Counting adds to an attribute or a list; nothing here is allocated per
+token.
 
-Invariant: every value is zero or more, and the sum over processes means the same as the value of one. Keys of the
-dicts come from closed lists (error codes, finish reasons) or are names of instances; never ids of requests.
+Invariant: every value is zero or more, and the sum over processes means the same as the value of one. Keys of the dicts
+come from closed lists (error codes, finish reasons) or are names of instances, never request ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIME_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Upper bounds of the buckets of every histogram: finest where tokens follow each other."""
+"""Upper bounds of the buckets of every histogram; finest at usual times between tokens."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 Counts = dict[str, int]
@@ -31,11 +31,11 @@ class TimeHistogram(msgspec.Struct):
     """Seconds, counted in the buckets of `TIME_BOUNDS_S`."""
 
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TIME_BOUNDS_S) + 1))
-    """One per bound, not cumulative, and last what lies beyond all."""
+    """One count per bound, not cumulative; the last one counts longer spans."""
     sum_s: float = 0.0
 
     def observe(self, span_s: float, times: int = 1) -> None:
-        """`times` spans of this length. One below zero (clocks of two threads) counts as zero."""
+        """Add `times` spans of this length. A negative span (clocks of two threads) counts as zero."""
         if span_s < 0:
             span_s = 0.0
         self.counts[bisect_left(TIME_BOUNDS_S, span_s)] += times
@@ -59,11 +59,11 @@ def _histogram() -> Any:
 
 class _Metrics(msgspec.Struct):
     def count(self, counts: Counts, key: str, times: int = 1) -> None:
-        """Add `count` to `key` in one of the dicts."""
+        """Add `times` to `key` in one of the dicts."""
         counts[key] = counts.get(key, 0) + times
 
     def observe(self, histograms: Histograms, instance: str, span_s: float) -> None:
-        """One more span of an instance."""
+        """Add a span to the histogram of an instance."""
         histogram = histograms.get(instance)
         if histogram is None:
             histogram = histograms[instance] = TimeHistogram()
@@ -71,80 +71,81 @@ class _Metrics(msgspec.Struct):
 
 
 class RouterMetrics(_Metrics):
-    """One API process since its start. A request is one choice of one prompt; an attempt is one try of it on a pair."""
+    """Metrics of one API process since its start. A request is one choice of one prompt; an attempt is one try of it on
+    a pair."""
 
     requests: int = 0
-    """Accepted."""
+    """Accepted requests."""
     prompt_tokens: int = 0
-    """Of accepted requests."""
+    """Prompt tokens of accepted requests."""
     finished: Counts = _dict()
-    """By finish reason, `stop` or `length`; a stop string is `stop`."""
+    """Finished requests by finish reason, `stop` or `length`; a stop string is `stop`."""
     failed: Counts = _dict()
-    """Accepted, and ended with an error, by its code."""
+    """Accepted requests that ended with an error, by its code."""
     cancelled: int = 0
-    """Their client left."""
+    """Requests whose client left."""
     rejected: Counts = _dict()
-    """Not accepted, by the code of the error."""
+    """Requests that were not accepted, by the code of the error."""
     attempts: int = 0
-    """Rooms sent to a pair."""
+    """Attempts sent to a pair."""
     retries: Counts = _dict()
     """Attempts that failed and were followed by another, by the code of the failure."""
     continuations: int = 0
-    """Those of the retries that had to prefill emitted tokens again."""
+    """Retries that had to prefill emitted tokens again."""
     recomputed_tokens: int = 0
     """Prompt and emitted tokens that continuations prefilled again."""
     breaker_openings: Counts = _dict()
-    """By name of the instance."""
+    """Openings of circuit breakers by name of the instance."""
     cross_checks: Counts = _dict()
-    """By what was found (`router/cross_check.py`)."""
+    """Cross-checks by outcome (`router/cross_check.py`)."""
     tokens: int = 0
-    """Received from decode instances, stale ones included."""
+    """Tokens received from decode instances, stale ones included."""
     stale_tokens: int = 0
-    """Of rooms that are over (cancelled, timed out) or were never ours."""
+    """Tokens of rooms that are over (cancelled, timed out) or never were of this process."""
     bad_token_messages: int = 0
 
     ttft: TimeHistogram = _histogram()
-    """From acceptance to the first token, on the router, as the other two."""
+    """From acceptance to the first token, measured on the router, as the next two."""
     inter_token: TimeHistogram = _histogram()
     """Between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
     e2e: TimeHistogram = _histogram()
     """From acceptance to the end of finished requests."""
     queue: Histograms = _dict()
-    """By P (or unified instance), as it tells with the end of a request: from arrival to the first chunk."""
+    """By P (or unified instance), which reports it with the end of a request: from arrival to the first chunk."""
     prefill: Histograms = _dict()
     """By P: from the first chunk to the logits."""
     transfer: Histograms = _dict()
-    """By P: from the logits to the last byte in D's memory, which is what compute did not hide."""
+    """By P: from the logits to the last byte in D's memory; the part that compute did not hide."""
     admission: Histograms = _dict()
     """By D: from arrival to the announcement of its pages."""
     loop_lag: TimeHistogram = _histogram()
-    """How late timers of the loop came."""
+    """Delay of the event loop's timers."""
 
     in_flight: Counts = _dict()
-    """Now, by state: `prefill` until the first token, then `decode`."""
+    """Requests in flight now, by state: `prefill` until the first token, then `decode`."""
     breakers: dict[str, Counts] = _dict()
-    """Now, by name of the instance and state of its breaker: 1; summed, how many API processes see it so."""
+    """Present breaker states by name of the instance, each with count 1; summed, how many API processes see it so."""
 
 
 class CoordinationMetrics(_Metrics):
-    """What the one process that keeps the membership knows beyond the cluster view. Keys are names of instances."""
+    """What the process that keeps the membership counts beyond the cluster view. Keys are names of instances."""
 
     expired_leases: Counts = _dict()
     """Leases that ended because no heartbeat came."""
     deaths: Counts = _dict()
-    """Processes that ended without a goodbye."""
+    """Processes that ended without a Leave."""
     unknown_heartbeats: int = 0
-    """Of incarnations that are not members."""
+    """Heartbeats of incarnations that are not members."""
     bad_frames: Counts = _dict()
-    """By port: messages that could not be read."""
+    """Messages that could not be read, by port."""
     ages_s: dict[str, float] = _dict()
-    """Since the member joined."""
+    """Seconds since the member joined."""
     heartbeat_ages_s: dict[str, float] = _dict()
-    """Since the member's last heartbeat."""
+    """Seconds since the member's last heartbeat."""
 
 
 def add_up(parts: Iterable[T]) -> T:
-    """One record with the sums of all fields, as new objects. At least one part, all of one type."""
+    """Return one record with the sums of all fields, as new objects. Takes at least one part, all of one type."""
     first, *others = parts
     total = msgspec.to_builtins(first)
     for part in others:

@@ -1,10 +1,11 @@
-"""What the instances of an attempt are sent: the two halves of a request, or the whole, and its cancellation.
+"""What the router sends to the instances of an attempt: the halves of a request, or the whole, and its cancellation.
 
-Owned by `Attempts`, on the loop thread. Nothing waits here: a queue that is full is the router's business.
+Owned by `Attempts`, on the loop thread. Nothing here blocks: what to do about a full queue is decided by the caller.
 
-Every message goes by the link with its instance (`net/link.py`), which says with its heartbeats what it has; the answer
-says what came of its tokens. Invariant: what an instance is sent it gets, and once, in this order, or it is gone, or
-nothing comes through to it: then a half is told of once, and its request goes on under another room.
+Every message goes over the link with its instance (`net/link.py`). The instance acknowledges it with its heartbeats,
+and the router's answer acknowledges the instance's tokens. Invariant: an instance receives its messages once and in
+order, unless it is gone or nothing gets through to it. Then a lost half is reported once, and its request continues
+under another room.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ log = logging.getLogger(__name__)
 
 
 class ReplyAddress(NamedTuple):
-    """Where P and D answer to: goes with every request."""
+    """Where P and D send their replies; part of every request."""
 
     worker: int = 0
-    """Incarnation of the API process (`router.workers`); 0 where the router is one process."""
+    """Incarnation of the API process (`router.workers`); 0 if the router is one process."""
     token_port: int = 0
-    """Its token port; 0: the router's `token_port`."""
+    """Token port of that process; 0: the router's `token_port`."""
 
 
 THE_ROUTER = ReplyAddress()
 
 
 class Dispatched(NamedTuple):
-    """What a message on its way to an instance is: the half of a request (or the whole), or its cancellation."""
+    """What a message in flight is: the half of a request (or the whole), or its cancellation."""
 
     room: bytes
     is_cancel: bool
@@ -61,14 +62,14 @@ class Dispatched(NamedTuple):
 
 @dataclass(slots=True)
 class InstanceLink:
-    """With an instance, from its joining to its loss."""
+    """The link with an instance, from its joining to its loss."""
 
     key: InstanceKey
     sender: LinkSender[Dispatched]
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
-    """Of its tokens."""
+    """Receiving end for its tokens."""
     reads: int = 0
-    """As its last heartbeat had it."""
+    """`reads` of its last heartbeat."""
 
     @property
     def name(self) -> str:
@@ -76,15 +77,16 @@ class InstanceLink:
 
 
 class Missed(NamedTuple):
-    """A half of a request (or the whole) that did not get to its instance."""
+    """A half of a request (or the whole) that did not reach its instance."""
 
     room: bytes
     error: RequestLost
 
 
 def most_choices(instance: InstanceInfo, num_tokens: int) -> int:
-    """Of a prompt of so many tokens, that one message may ask of this D (or unified instance): it starts all of them
-    together, so it must have a slot for each, and beside the prompt's pages one for each in which the prompt ends."""
+    """Return how many choices of a prompt of so many tokens one message may ask of this D (or unified instance). It
+    starts all of them together. So it needs a slot for each, and if the prompt ends within a page, one page for each
+    beside the prompt's."""
     page_size = instance.layout.page_size
     num_free = instance.num_pages - -(-num_tokens // page_size)
     most = min(MAX_FORKS, instance.num_slots, num_free if num_tokens % page_size else MAX_FORKS)
@@ -106,12 +108,12 @@ class Dispatcher:
         self._clock = clock
         self._deadlines = deadlines
         self._links: dict[InstanceKey, InstanceLink] = {}
-        """With the instances that are there."""
+        """Links with the instances that are members."""
         self._by_id: dict[int, InstanceLink] = {}
-        """The same by the number that messages have of it."""
+        """The same links by their id in messages."""
 
     def open(self, key: InstanceKey, host: str, port: int) -> None:
-        """An instance joined, and takes requests here. Idempotent."""
+        """Open the link with an instance that joined. Idempotent."""
         self._outbox.open(key, host, port)
         if key not in self._links:
             number = 1 + secrets.randbelow((1 << 63) - 1)
@@ -119,19 +121,19 @@ class Dispatcher:
             self._links[key] = self._by_id[number] = InstanceLink(key, sender)
 
     def close(self, key: InstanceKey) -> None:
-        """It is gone, and with it what it was sent."""
+        """Close the link with an instance that is gone, and drop what was sent to it."""
         self._outbox.close_peer(key)
         link = self._links.pop(key, None)
         if link is not None:
             del self._by_id[link.sender.link]
 
     def is_open(self, key: InstanceKey) -> bool:
-        """The instance is there."""
+        """Return whether the instance is a member."""
         return key in self._links
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
-        """An attempt, or all of its group. D first, so that it can announce while P's half is on the way; neither is
-        waited for. None, or the instance whose queue is full."""
+        """Send an attempt, or its whole group. D's half goes first, so that D can announce while P's half is in flight.
+        Nothing is waited for. Return None, or the instance that is gone or whose queue is full."""
         room, forks = attempt.room if attempt.group is None else attempt.group.room, attempt.forks
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
@@ -197,16 +199,16 @@ class Dispatcher:
         return None if self._post(to_prefill, prefill_half, attempt.created_s) else attempt.prefill
 
     def cancel(self, attempt: Attempt) -> None:
-        """Idempotent on the instances; one that is gone or does not read is not told. P hears of the last of a group:
-        others still want the prompt."""
+        """Cancel an attempt on its instances, where this is idempotent. An instance that is gone is skipped. P gets
+        only the cancellation of a group's last attempt: the others still need the prompt."""
         group = attempt.group
         self._cancel(attempt.decode, attempt.room)
         if attempt.prefill is not None and (group is None or group.attempts == [attempt]):
             self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
     def take_tokens(self, batch: TokenBatch) -> tuple[bool, InstanceLink | None]:
-        """Whether a message is the next one of its link; the link too, where its instance gave up messages before it.
-        One that came before, or behind a gap, or is an answer to another router, is not."""
+        """Return whether a message is the next one of its link, and the link if its instance gave up messages before
+        it. A message that was taken before, comes after a gap, or answers another router is not the next one."""
         link = self._by_id.get(batch.link)
         if link is None:
             return False, None
@@ -219,7 +221,7 @@ class Dispatcher:
         return is_next, link if receiver.given_up else None
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
-        """What of the requests for this instance will not get there. What was lost on the way is sent again."""
+        """Send again what was lost, and return the requests that will not reach this instance."""
         link = self._links.get(key)
         if link is None:
             return []
@@ -239,7 +241,7 @@ class Dispatcher:
         return [_missed(sent, link.name, now_s) for sent in news.given_up if not sent.about.is_cancel]
 
     def _say(self, link: InstanceLink) -> None:
-        """What came of the instance's tokens. Where this gets lost, the next heartbeat is answered again."""
+        """Acknowledge the instance's tokens. If this is lost, the answer to the next heartbeat repeats it."""
         receiver = link.receiver
         self._outbox.send(link.key, encode(LinkWord(link.sender.link, receiver.last, receiver.has_gap)))
 
@@ -248,12 +250,12 @@ class Dispatcher:
         if link is not None:
             sender = link.sender
             message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
-            self._outbox.send(key, message)  # where its queue is full, it is sent again
+            self._outbox.send(key, message)  # if its queue is full, it is sent again
             sender.note(message, Dispatched(room, True), self._clock.monotonic())
 
     def _post(self, link: InstanceLink, message: SchedulerMessage, now_s: float) -> bool:
-        """The half of a request, with the next number of its link. False where too much waits there: nothing was sent
-        then."""
+        """Send the half of a request with the next number of its link. Return False, with nothing sent, if too much
+        waits there."""
         frame = encode(message)
         if link.sender.is_full or not self._outbox.send(link.key, frame):
             return False

@@ -1,8 +1,7 @@
-"""The requests that the router looks back on: what ran where, and where its time went.
+"""Recent requests of the router: what ran where, and where its time went.
 
 Kept by `PDRequestRouter` on the loop thread; read through `GET /cluster` by the web page, `chitu chat` and the
-quickstart. Bounded: the oldest record goes when a new one comes. Times named `_at_s` are on the router's monotonic
-clock.
+quickstart. Bounded: a new record evicts the oldest. Times named `_at_s` are on the router's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ KEPT_RECORDS = 64
 class RequestJournal:
     def __init__(self) -> None:
         self.ended: deque[RequestSnapshot] = deque(maxlen=KEPT_RECORDS)
-        """Oldest first."""
+        """Attempts that ended, oldest first."""
         self.version = 0
-        """Grows with every start, first token and end."""
+        """Increases with every start, first token and end."""
 
     def note_change(self) -> None:
         self.version += 1

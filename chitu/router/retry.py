@@ -1,11 +1,11 @@
-"""What a failed attempt means: the instances to blame, those to leave out of the next one, and whether there is one.
-Pure.
+"""What a failed attempt means: which instances to blame, which the next attempt avoids, and whether there is one. Pure.
 
-Called by `PDRequestRouter`. A failure is known by its error and its reporter; an error of a link has two ends, and
-one of them alone cannot say which is broken, so both are suspects: successes with others clear the innocent one.
+Called by `generation_machine.py`. A failure is known by its error and its reporter. An error of a link has two ends,
+and neither end alone can tell which is broken, so both are suspects; later successes clear the innocent one.
 
-Three bounds: `max_attempts` of what fails for a reason; `MAX_DEATHS`, since what kills those who compute it would kill
-the next one too; `MAX_CUTS` in a row without a token, since a cut is nobody's fault and the next try may be through.
+Three bounds: `max_attempts` of failures that have a cause; `MAX_DEATHS`, since a request that kills its instances would
+kill the next one too; `MAX_CUTS` in a row without a token, since a cut is no instance's fault and the next attempt may
+get through.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from chitu.router.routing import InstanceKey
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
-"""An instance has too much to do, or does not read what it is sent: it need not be asked again at once."""
+"""Errors of an instance that has too much to do or does not read its messages: the retry goes to another one."""
 FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, RequestLost, Internal)
-"""What counts for an instance's circuit breaker. To have too much to do is no fault, nor is a cut that took tokens
-of everything that runs there at once: what comes next may well come through."""
+"""Errors that count for an instance's circuit breaker. Having too much to do is no fault. Nor is a cut that took tokens
+of every request that runs there: the next one may well get through."""
 CUTS = (TokensLost, SilentLink)
-"""What a broken or silent connection did, and no instance."""
+"""Errors of a broken or silent connection, not of an instance."""
 
 MAX_DEATHS = 2
-"""Accidents of this kind under one request: then it is taken for their cause."""
+"""Accidents in which an instance died under one request; with this many, the request is taken for their cause."""
 MAX_CUTS = 20
-"""Attempts of a request in a row that were cut before they brought a token. Where all connections break at once, that
-costs two of them: the second is with a D whose loss is yet to be noticed."""
+"""Attempts of a request in a row that were cut before they brought a token. If all connections break at once, that
+costs two of them: the second goes to a D whose loss is not noticed yet."""
 
 
 @dataclass(slots=True, frozen=True)
 class Failure:
-    """An attempt's end."""
+    """The failure of an attempt."""
 
     error: ChituError
     suspects: frozenset[InstanceKey]
-    """The instances left out of further attempts of the same request, as far as others can serve it."""
+    """Instances that further attempts of the same request avoid, as long as others can serve it."""
     dead: InstanceKey | None = None
-    """Whose process died under it, where one is known to have: not where it was silent, or left."""
+    """Instance whose process is known to have died during the attempt; None if it was only silent, or left."""
 
     @property
     def needs_others(self) -> bool:
@@ -74,27 +74,27 @@ class Failure:
 
 @dataclass(slots=True)
 class Record:
-    """What became of the attempts of a request that failed."""
+    """Account of a request's failed attempts."""
 
     avoid: frozenset[InstanceKey] = frozenset()
-    """The instances that failed it so far."""
+    """Instances that failed the request so far."""
     failed: int = 0
-    """Attempts, cut ones aside."""
+    """Failed attempts, except cut ones."""
     cuts: int = 0
-    """In a row, without a token."""
+    """Cut attempts in a row, without a token."""
     deaths: int = 0
     beside: frozenset[InstanceKey] = frozenset()
-    """The instances that had the request when one of them died."""
+    """Instances that had the request when one of them died."""
 
     def note_death(self, dead: InstanceKey, pair: Iterable[InstanceKey | None]) -> None:
-        """One of its attempt's pair died. Where both die together (somebody killed them, or a host was lost), that is
-        one accident, though the second one may be noticed after the next attempt went there."""
+        """Note that an instance of the attempt's pair died. If both die together (they were killed, or a host was
+        lost), that is one accident, though the second death may be noticed only after the next attempt went there."""
         if dead not in self.beside:
             self.deaths += 1
         self.beside |= {key for key in pair if key is not None}
 
     def note(self, failure: Failure, has_progressed: bool) -> None:
-        """The attempt is over and another one follows."""
+        """Note a failed attempt that another one follows."""
         self.avoid |= failure.suspects
         self.cuts = 0 if has_progressed else self.cuts
         if not failure.is_cut:
@@ -110,8 +110,8 @@ def failure_of(
     decode: InstanceKey,
     dead: InstanceKey | None = None,
 ) -> Failure:
-    """`reporter` is one of the two, or the one that the router itself has found out about; `prefill` is None where one
-    unified instance did both halves."""
+    """Return what an error means. `reporter` is one of the pair, or the instance that the router itself found at fault;
+    `prefill` is None if one unified instance did both halves."""
     if prefill is None:
         suspects = {decode}
     elif isinstance(error, OF_THE_LINK):
@@ -121,7 +121,7 @@ def failure_of(
     elif isinstance(error, DecodeLost):
         suspects = {decode}
     elif isinstance(error, BootstrapTimeout):
-        suspects = {decode if reporter == prefill else prefill}  # it waited for the other one
+        suspects = {decode if reporter == prefill else prefill}  # the reporter waited for the other one
     else:
         suspects = {reporter}
     return Failure(error, frozenset(suspects), dead)
@@ -130,9 +130,9 @@ def failure_of(
 def may_retry(
     failure: Failure, config: RetryConfig, record: Record, num_emitted: int, has_progressed: bool, left_s: float
 ) -> bool:
-    """Whether a request goes on after this failure and those of its `record`, with `num_emitted` tokens out (some of
-    them by this attempt, where it `has_progressed`) and `left_s` seconds until it is out of time. What the client did
-    wrong fails everywhere, what it cancelled nobody reads."""
+    """Return whether a request may continue after this failure and those of its `record`. `num_emitted` tokens are out
+    (some by this attempt, if it `has_progressed`) and `left_s` seconds remain. A client's error fails everywhere, and a
+    cancelled request has no reader."""
     if not isinstance(failure.error, ServiceError) or not failure.error.retryable:
         return False
     if num_emitted and not config.continue_streams:

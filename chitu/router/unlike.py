@@ -1,4 +1,4 @@
-"""Why two instances cannot be in one cluster: unlike models, pages, or ways between their memories. Pure.
+"""Why two instances cannot be in one cluster: different models or pages, or no transport between their memories. Pure.
 
 Called by the router for each instance that joins (`pd_coordination.py`). P and D write into each other's pages; a
 unified instance only has to have the same model.
@@ -14,7 +14,7 @@ MEMORY = {"cpu": "host memory", "cuda": "GPU memory"}
 
 
 def why_unlike(new: InstanceInfo, other: InstanceInfo) -> str:
-    """A sentence with both sides and the cure; empty where they fit."""
+    """Return a sentence with both sides and the remedy; empty if they fit."""
     is_paired = Role.UNIFIED not in (new.role, other.role)
     mismatches = new.layout.mismatches(other.layout)
     model = [mismatch for mismatch in mismatches if mismatch.startswith(("model_hash:", "vocab_size:"))]
@@ -22,7 +22,7 @@ def why_unlike(new: InstanceInfo, other: InstanceInfo) -> str:
         return f"{_two(new, other)} ({'; '.join(model)}){_layouts(new, other)}: give both the same checkpoint"
     if not is_paired:
         return ""
-    # First the devices: pages of unlike dtypes may come from them.
+    # Devices first: a difference of dtypes may follow from them.
     if new.device and other.device and new.device != other.device:
         return (
             f"{_two(new, other)}: {_name(new)} has its pages in {MEMORY.get(new.device, new.device)}, "
@@ -58,7 +58,7 @@ def _cure(new: InstanceInfo, other: InstanceInfo) -> str:
     if any(have):
         without = (new, other)[have.index(False)]
         return f"install Mooncake on {without.host}, too (`chitu doctor`)"
-    return f"between machines set {PD}.transport=mooncake, within one run both as one user in one container"
+    return f"between machines set {PD}.transport=mooncake; on one machine run both as one user in one container"
 
 
 def _layouts(new: InstanceInfo, other: InstanceInfo) -> str:

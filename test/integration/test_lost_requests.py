@@ -144,7 +144,7 @@ def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_o
     answers = cluster.load.take_answers()
     for link in links:
         cluster.wires.heal(link)
-    moved = cluster.processes.logs("router").count("(bootstrap_timeout: D0 hears nothing of P0)")
+    moved = cluster.processes.logs("router").count("(bootstrap_timeout: D0 receives nothing from P0)")
     longest_s = max((answer.ended_s - answer.started_s for answer in answers), default=0.0)
     print(
         f"\nP0-D0 silent: {before} answers in {SILENCE_S:g} s before, {during} during, {moved} moved, the last answers "

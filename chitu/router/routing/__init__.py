@@ -1,4 +1,4 @@
-"""Which instances serve a request, and whether any should: pure policies, the selector that feeds them, admission."""
+"""Routing: pure policies that choose instances, the selector that feeds them, and admission."""
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
@@ -45,14 +45,15 @@ POLICIES: dict[str, Policy] = {
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name in the configuration. ConfigError for any other."""
+    """Return the policy of that name in the configuration. Raises ConfigError for any other name."""
     if name not in POLICIES:
         raise ConfigError(f"router.policy: {name!r} is none of {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
 def make_selector(config: RouterConfig, first_turn: int = 0) -> PairSelector:
-    """What `policy`, `prefill_policy` and `decode_policy` ask for. D keeps no prefixes: it is the least loaded then.
+    """Build the selector that `policy`, `prefill_policy` and `decode_policy` ask for. Prefix affinity as `policy` is
+    for P only: D is then the least loaded.
 
     `first_turn`: where round robin begins; several routers that begin apart do not all send to the same instance.
     """

@@ -1,15 +1,16 @@
-"""Early rejection: a request that would wait too long is told so at once, with the time after which to come again.
+"""Early rejection: a request that would wait too long is refused at once, with the time after which to retry.
 
 Owned by `PDRequestRouter`, on the loop thread. Pure: load reports, what was sent since, and a clock come in; a verdict
-comes out. The wait until a prompt's first chunk is what is ahead of it by the rate at which such a queue moves:
+comes out. The wait until a prompt's first chunk is the work ahead of it divided by the rate at which such a queue
+moves:
 
-* What is ahead: the newest report, and what this router sent since, less what was worked off meanwhile.
-* The rate: of the time in which something waited (`LoadReport.backlog_*`), because an instance without a queue works as
-  slowly as requests come. Before anything ever waited nothing is known, and everything is admitted.
+* Work ahead: the newest report, plus what this router sent since, minus what was worked off meanwhile.
+* Rate: measured over the time in which something waited (`LoadReport.backlog_*`), because an instance without a queue
+  works only as fast as requests come. Until something has waited, the rate is unknown, and everything is admitted.
 * P counts in prompt tokens, D in requests. Both halves of a request queue at the same time: the longer wait counts.
-* Of all instances of a role together, because routing spreads the load over them.
+* All instances of a role count together, because routing spreads the load over them.
 
-Invariants: where nothing waits, nothing is rejected; more ahead never predicts less.
+Invariants: nothing is rejected while nothing waits; more work ahead never predicts a shorter wait.
 """
 
 from __future__ import annotations
@@ -26,40 +27,41 @@ from chitu.router.routing.policy import Candidates, InstanceKey, instance_key
 from chitu.types import Role
 
 MEMORY_S = (2.0, 10.0)
-"""A rate forgets: what was measured this many seconds of backlog ago counts by 1/e. As long as the wait that it
-predicts may be, between these two: a promise of a short wait needs an early sign that an instance became slower."""
+"""Bounds of a rate's time constant: what was measured that many seconds of backlog ago counts by 1/e. Between them it
+is the longest wait that may be predicted: a promise of a short wait needs an early sign of a slower instance."""
 TURNOVER = 0.25
-"""D's rate is taken once this share of what it runs was replaced: requests that began together end together, and the
-pause before is no rate."""
+"""D's rate is updated once this share of what it runs was replaced: requests that began together end together, and the
+pause before that is no rate."""
 LOOK_S = 0.02
-"""The reports are looked through so often at most, however many instances and requests there are."""
+"""Shortest time between two passes over the reports, however many instances and requests there are."""
 MARGIN = 2 / 3
-"""A request must not die in the queue that it was admitted to: the largest share of the instances' own deadlines."""
+"""Largest share of the instances' own deadlines that a wait may take: a request must not time out in the queue that it
+was admitted to."""
 
 
 @dataclass(slots=True)
 class QueueEstimate:
-    """One instance's queue as its reports tell, in its unit."""
+    """One instance's queue according to its reports, in its unit."""
 
     role: Role
     memory_s: float = MEMORY_S[1]
     reported: int = 0
     reported_s: float = 0.0
     sent: int = 0
-    """By this router since the report."""
+    """Sent by this router since the report."""
     rate: float | None = None
     """Units a second; None while unknown."""
     _seconds: float = 0.0
     _work: float = 0.0
-    """Of backlog, fading."""
+    """`_seconds` and `_work` of backlog, decaying."""
     _taken: tuple[float, int] = (0.0, 0)
-    """The report's counters as far as they are in the sums."""
+    """Counters of the report that both sums already include."""
 
     def report(self, load: LoadReport, now_s: float) -> None:
         is_decode = self.role is Role.DECODE
         self.reported = load.waiting if is_decode else load.waiting_tokens
         if is_decode and load.unread == load.waiting:
-            self.reported = 0  # no queue: none of those looked at was left waiting
+            self.reported = 0  # no queue: no request that was looked at was left waiting
         self.reported_s, self.sent = now_s, 0
         seconds, work = load.backlog_s - self._taken[0], load.backlog_work - self._taken[1]
         enough = max(1.0, TURNOVER * (load.running + load.transferring)) if is_decode else 1.0
@@ -67,18 +69,19 @@ class QueueEstimate:
             return
         self._taken = (load.backlog_s, load.backlog_work)
         kept = math.exp(-seconds / self.memory_s)
-        share = self.memory_s * (1 - kept) / seconds  # a long stretch has faded too by its end
+        share = self.memory_s * (1 - kept) / seconds  # a long stretch has decayed too by its end
         self._seconds = self._seconds * kept + seconds * share
         self._work = self._work * kept + work * share
         self.rate = self._work / self._seconds
 
     @property
     def is_free(self) -> bool:
-        """A D without a queue: what was sent there most likely got its pages at once, or will in the next step."""
+        """Whether it is a D without a queue: what was sent there most likely got its pages at once, or will in the next
+        step."""
         return self.role is Role.DECODE and not self.reported
 
     def ahead(self, now_s: float) -> float:
-        """What a request that is sent now waits behind."""
+        """Return how much work a request that is sent now waits behind."""
         if self.is_free:
             return 0.0
         worked_off = (self.rate or 0.0) * (now_s - self.reported_s)
@@ -98,19 +101,20 @@ class RoleQueue:
         self._ahead += amount
 
     def predicted_wait_s(self, now_s: float) -> float:
-        """Until the first chunk (P, unified) or the pages (D) of a request that is sent now; 0 where unknown."""
+        """Return the wait until the first chunk (P, unified) or the pages (D) of a request sent now; 0 if unknown."""
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._ahead = sum(queue.ahead(now_s) for queue in self._queues)
             rates = [queue.rate for queue in self._queues]
             known = [rate for rate in rates if rate is not None]
-            # One that never had a queue has room.
+            # An instance that never had a queue has room.
             self._rate = sum(known) if known and len(known) == len(rates) else None
         return self._ahead / self._rate if self._rate else 0.0
 
 
 class Admission:
-    """`require` before a request is sent (and, cheaply, before it is even parsed); the rest keeps it informed."""
+    """Admission of requests. Call `require` before a request is sent (and, cheaply, before it is parsed); the rest
+    keeps it informed."""
 
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
@@ -122,7 +126,7 @@ class Admission:
         self._prefill = self._decode = RoleQueue(())
 
     def require(self) -> None:
-        """Overloaded where a request would wait longer than `max_wait_s`, with the time until it would not."""
+        """Raise Overloaded if a request would wait longer than `max_wait_s`, with the time until it would not."""
         now_s = self._clock.monotonic()
         of_prefill, of_decode = self._prefill.predicted_wait_s(now_s), self._decode.predicted_wait_s(now_s)
         wait_s = max(of_prefill, of_decode)
@@ -136,7 +140,7 @@ class Admission:
         )
 
     def on_view(self, candidates: Candidates) -> None:
-        """The cluster changed. Only instances that may get requests count."""
+        """Apply a new cluster view. Only instances that may get requests count."""
         known = self._queues
         keys = [instance_key(instance) for instance in candidates.serving]
         self._queues = {key: known.get(key) or QueueEstimate(key.role, self._memory_s) for key in keys}
@@ -145,13 +149,13 @@ class Admission:
         self._decode = RoleQueue(queue for queue in queues if queue.role is Role.DECODE)
 
     def on_report(self, key: InstanceKey, load: LoadReport) -> None:
-        """An instance's own view of its load."""
+        """Take an instance's report of its own load."""
         queue = self._queues.get(key)
         if queue is not None:
             queue.report(load, self._clock.monotonic())
 
     def on_sent(self, key: InstanceKey, prompt_tokens: int) -> None:
-        """A request (or its half) was sent there."""
+        """Count a request (or its half) that was sent to an instance."""
         queue = self._queues.get(key)
         if queue is None:
             return

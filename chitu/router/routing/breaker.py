@@ -1,11 +1,12 @@
 """Circuit breakers: an instance that failed several times in a row gets no requests for a while, then one as a probe.
 
 Owned by `PDRequestRouter`, on the loop thread. Pure: outcomes and the time come in, the set of instances to leave out
-comes out. Closed: requests come. Open: none. Half-open: the time is up, and one request may try. Its failure opens the
-breaker again for twice as long; any success closes it. A probe without an outcome (its client left, or it takes long)
-is followed by another after the same time, so a breaker that waits for nothing cannot stay half-open.
+comes out. Closed: requests come. Open: none come. Half-open: the time is up, and one request may try. Its failure opens
+the breaker again for twice as long; any success closes it. A probe without an outcome (its client left, or it takes
+long) is followed by another after the same time, so a breaker cannot stay half-open for ever.
 
-Invariant: an instance without failures costs nothing here; the selector still uses those left out where nobody else is.
+Invariant: an instance without failures costs nothing here; the selector still uses those left out if there are no
+others.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ NOBODY: frozenset[InstanceKey] = frozenset()
 @dataclass(slots=True)
 class _Breaker:
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     open_s: float = 0.0
-    """How long it stays open this time; 0 while closed."""
+    """Seconds that it stays open this time; 0 while closed."""
     again_s: float = 0.0
-    """When the next request may go there."""
+    """Time at which the next request may go there."""
     is_probing: bool = False
-    """A request was sent as a probe, and nothing is known of it yet."""
+    """A request was sent as a probe, and its outcome is not known yet."""
 
 
 class Breakers:
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
         self._breakers: dict[InstanceKey, _Breaker] = {}
-        """Of instances that failed since their last success."""
+        """Breakers of instances that failed since their last success."""
         self._num_open = 0
-        """Open or half-open ones among them."""
+        """Number of open or half-open breakers among them."""
 
     def on_failure(self, key: InstanceKey, now_s: float) -> bool:
-        """A request failed by this instance's fault. True where its breaker opened (again) now."""
+        """Count a failure that is this instance's fault. Return True if this opened its breaker (again)."""
         breaker = self._breakers.setdefault(key, _Breaker())
         breaker.failures += 1
         if breaker.open_s:
@@ -57,18 +58,19 @@ class Breakers:
         return True
 
     def on_success(self, key: InstanceKey) -> None:
-        """A request was served by this instance to its end."""
+        """Clear the failures of an instance that served a request to its end."""
         if self._breakers:
             self.forget(key)
 
     def forget(self, key: InstanceKey) -> None:
-        """The instance is gone, or as good as new."""
+        """Remove the breaker of an instance that is gone, or healthy again."""
         breaker = self._breakers.pop(key, None)
         if breaker is not None and breaker.open_s:
             self._num_open -= 1
 
     def on_sent(self, key: InstanceKey, now_s: float) -> None:
-        """A request goes to this instance. Where its breaker is half-open, that is the probe: no second one for now."""
+        """Note that a request goes to this instance. If its breaker is half-open, this is the probe: no second one for
+        now."""
         if not self._num_open:
             return
         breaker = self._breakers.get(key)
@@ -76,7 +78,7 @@ class Breakers:
             breaker.is_probing, breaker.again_s = True, now_s + breaker.open_s
 
     def blocked(self, now_s: float) -> frozenset[InstanceKey]:
-        """The instances that get no request now."""
+        """Return the instances that get no request now."""
         if not self._num_open:
             return NOBODY
         return frozenset(key for key, breaker in self._breakers.items() if breaker.again_s > now_s)

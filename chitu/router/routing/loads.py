@@ -1,7 +1,7 @@
-"""What every instance has to do, as the router knows it: a number per instance, ready for policies to compare.
+"""What every instance has to do, as the router knows it: one number per instance for policies to compare.
 
 Owned by `PairSelector`, on the loop thread. Invariant: `InstanceGroup.costs` of the newest view are the costs of its
-instances at any moment; a request changes two numbers in them, so no decision has to look at more than these lists.
+instances at any moment. A request changes two numbers in them, so a decision only reads these lists.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from chitu.types import Role
 
 @dataclass(slots=True)
 class RoutedLoad:
-    """Load of one instance: what this router has outstanding there, exact at once, and what only its reports show."""
+    """Load of one instance: what this router has outstanding there, always exact, and what only its reports show."""
 
     role: Role
     requests: int = 0
-    """Sent there and not over (on P: until the first token)."""
+    """Requests sent there and not over (on P: until the first token)."""
     prompt_tokens: int = 0
-    """Their prompt tokens."""
+    """Prompt tokens of these requests."""
     from_others: int = 0
-    """Cost of what other routers sent there, in the unit of `cost`: the last report without our own share."""
+    """Cost of what other routers sent there, in the unit of `cost`: the last report minus this router's share."""
 
     @property
     def own_cost(self) -> int:
@@ -40,10 +40,10 @@ class LoadTable:
     def __init__(self) -> None:
         self._loads: dict[InstanceKey, RoutedLoad] = {}
         self._places: dict[InstanceKey, tuple[list[int], int]] = {}
-        """Where the cost of an instance stands in the groups of the newest view."""
+        """Cost list, and index in it, of each instance in the groups of the newest view."""
 
     def add(self, key: InstanceKey) -> None:
-        """An instance joined. Idempotent."""
+        """Add an instance that joined. Idempotent."""
         self._loads.setdefault(key, RoutedLoad(key.role))
 
     def remove(self, key: InstanceKey) -> None:
@@ -51,7 +51,7 @@ class LoadTable:
         self._places.pop(key, None)
 
     def arrange(self, roles: Sequence[tuple[InstanceInfo, ...]]) -> list[InstanceGroup]:
-        """New groups, one per role, in place of all earlier ones."""
+        """Return new groups, one per role, that replace all earlier ones."""
         self._places = {}
         return [self._group(instances) for instances in roles]
 
@@ -65,7 +65,7 @@ class LoadTable:
         return InstanceGroup(instances, costs, positions, bool(instances) and instances[0].role is Role.PREFILL)
 
     def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
-        """Requests were sent to an instance, or (negative) are over there. Of one that is gone: nothing."""
+        """Count requests that were sent to an instance or (negative) are over there. Does nothing if it is gone."""
         load = self._loads.get(key)
         if load is not None:
             load.requests += requests
@@ -73,7 +73,7 @@ class LoadTable:
             self._write(key, load)
 
     def report(self, key: InstanceKey, report: LoadReport) -> None:
-        """An instance's own view of its load, up to a heartbeat old."""
+        """Take an instance's report of its own load, up to a heartbeat old."""
         load = self._loads.get(key)
         if load is None:
             return

@@ -1,7 +1,7 @@
-"""The words of routing.
+"""Types of routing.
 
 A policy is a pure function `(request, group) -> position`: which instance of a group gets a request. It keeps no state.
-What it needs comes in as values: whose turn it is, random bits, what each instance has to do, who saw the prompt's
+Its inputs are values: the turn, random bits, what each instance has to do, and which instances were sent the prompt's
 beginning before. P and D are chosen one after the other, each by its own policy; `selector.py` makes the values.
 """
 
@@ -32,18 +32,18 @@ _NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
 
 
 class RoutingRequest(NamedTuple):
-    """What a policy knows of the request, for one of its halves. Like `Target` a tuple, since every request makes some:
-    a frozen dataclass takes three times as long."""
+    """What a policy knows of the request, for one of its halves. It is a tuple, as `Target` is, since every request
+    makes some: a frozen dataclass takes three times as long."""
 
     turn: int
-    """Counts the requests, in the order of round robin for this half."""
+    """Number of the request in the order of round robin for this half."""
     num_tokens: int
     """Prompt tokens."""
     entropy: int = 0
-    """64 random bits of its own."""
+    """64 random bits of this request's own."""
     matches: Mapping[InstanceKey, int] = _NO_MATCHES
-    """The instances that were sent the beginning of this prompt before, and what that is worth in tokens. Only if the
-    policy asks."""
+    """Instances that were sent the beginning of this prompt before, and its worth in tokens. Empty unless the policy
+    uses it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,7 +54,7 @@ class InstanceGroup:
     costs: list[int]
     """What each has to do, kept up to date by the load table: prompt tokens to compute on P, requests elsewhere."""
     positions: Mapping[InstanceKey, int]
-    """Index in `instances` of each."""
+    """Index of each in `instances`."""
     counts_tokens: bool
     """Whether `costs` are tokens (P) or requests."""
 
@@ -93,11 +93,11 @@ class Candidates:
 
     @property
     def serving(self) -> tuple[InstanceInfo, ...]:
-        """The instances that new requests go to: the pairs where there is one, else the unified ones."""
+        """Instances that new requests go to: the pairs if there is one, else the unified ones."""
         return self.prefill + self.decode if self.has_pair else self.unified
 
     def why_unusable(self) -> str:
-        """One clause on what is missing; empty where a request can be served."""
+        """Return a clause on what is missing; empty if a request can be served."""
         if self.usable:
             return ""
         missing = [name for name, group in (("prefill", self.prefill), ("decode", self.decode)) if not group]

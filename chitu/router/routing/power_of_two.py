@@ -1,6 +1,6 @@
 """Power of two choices: the less loaded of two that are drawn at random.
 
-Nearly as even as least loaded, but several routers that see the same load reports do not all run to the same instance
+Nearly as even as least loaded, but several routers that see the same load reports do not all choose the same instance
 (M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
 """
 

@@ -1,9 +1,9 @@
-"""Prefix affinity: where the beginning of the prompt was sent before, as far as the load allows. One cost for both.
+"""Prefix affinity: the instance that was sent the beginning of the prompt before, as far as the load allows.
 
-Worth its while where instances keep the KV of prompts that they computed: turns of one chat, one long document, one
-system prompt. What finding it is worth (`prefix_index.py`) is set against the load. So an owner is passed over once it
-has fallen that far behind, and the instance that takes the request instead becomes an owner too: a beginning that
-everyone uses spreads as far as its load needs, a short one at once.
+It pays if instances keep the KV of prompts that they computed: turns of one chat, one long document, one system prompt.
+A match and the load are compared as one cost (`prefix_index.py` has the worth of a match). So an owner is passed over
+once it is that much busier, and the instance that takes the request instead becomes an owner too: a beginning that
+every request uses spreads as far as its load needs, a short one at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from chitu.router.routing.policy import InstanceGroup, RoutingRequest
 
 
 def prefix_affinity(request: RoutingRequest, group: InstanceGroup) -> int:
-    """The least loaded, unless an owner's match is worth more than it is behind."""
+    """Return the least loaded position, unless an owner's match is worth more than the load that it has beyond that."""
     chosen = least_loaded(request, group)
     if not request.matches:
         return chosen

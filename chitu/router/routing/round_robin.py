@@ -1,4 +1,4 @@
-"""Round robin: everyone in turn, whatever the load."""
+"""Round robin: every instance in turn, whatever the load."""
 
 from __future__ import annotations
 

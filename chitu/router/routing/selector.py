@@ -1,7 +1,7 @@
-"""`PairSelector`: the instances of the next request, and all that the choice needs to know.
+"""`PairSelector` chooses the instances of the next request, and keeps all that the choice depends on.
 
 Owned by `PDRequestRouter`, on the loop thread. It keeps the state that policies may not have: the newest view, the
-loads, which pairs are cut off from each other, the prefix index, whose turn it is.
+loads, which pairs are cut off from each other, the prefix index, the turn.
 
 Both halves of a pair advance with every request. After each common period of the two group sizes D's turn shifts by one
 more; so round robin, and the ties of least loaded, reach every pair: with 2P2D also P0-D1 and P1-D0.
@@ -33,7 +33,7 @@ ENTROPY_BITS = 64
 
 
 class PairSelector:
-    """`prefill` chooses P, and the unified instance where there is no pair; `decode` chooses D."""
+    """Chooses instances: `prefill` chooses P, and the unified instance if there is no pair; `decode` chooses D."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PairSelector:
         self._prefixes = PrefixHistory() if prefill is prefix_affinity else None
         self._loads = LoadTable()
         self._silent: dict[InstanceKey, frozenset[int]] = {}
-        """By D: incarnations of the P that it does not hear."""
+        """Incarnations of the P that a D receives nothing from, by D."""
         self._requests = first_turn
         self.candidates = Candidates()
         self.on_view(ClusterView(0, 0, ()))
@@ -56,7 +56,7 @@ class PairSelector:
     # --------------------------------------------------------------------------------------------------- membership
 
     def on_view(self, view: ClusterView) -> None:
-        """The cluster changed: the next choice sees it."""
+        """Apply a new cluster view; the next choice uses it."""
         self.candidates = Candidates.of(view)
         groups = self._loads.arrange((self.candidates.prefill, self.candidates.decode, self.candidates.unified))
         self._prefill, self._decode, self._unified = groups
@@ -72,7 +72,7 @@ class PairSelector:
     # -------------------------------------------------------------------------------------------------------- loads
 
     def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
-        """Requests were sent to an instance, or (negative) are over there."""
+        """Count requests that were sent to an instance or (negative) are over there."""
         self._loads.count(key, requests, prompt_tokens)
 
     def on_report(self, key: InstanceKey, report: LoadReport) -> None:
@@ -81,7 +81,7 @@ class PairSelector:
     # ------------------------------------------------------------------------------------------------- links of P and D
 
     def on_silent(self, decode: InstanceKey, prefills: frozenset[int]) -> bool:
-        """Incarnations of the P that a D does not hear now. True where that is news."""
+        """Set the incarnations of the P that a D receives nothing from now. Return True if they changed."""
         if prefills == self._silent.get(decode, frozenset()):
             return False
         self._silent[decode] = prefills
@@ -91,12 +91,12 @@ class PairSelector:
 
     @property
     def has_sound_pair(self) -> bool:
-        """Some P and D hear each other."""
+        """Whether there is a pair whose D receives messages from its P."""
         decodes = self._decode.positions
         return any(not self.is_silent(prefill, decode) for prefill in self._prefill.positions for decode in decodes)
 
     def is_silent(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
-        """Nothing passes between the two."""
+        """Return whether D receives nothing from P."""
         return prefill.incarnation in self._silent.get(decode, ())
 
     def is_cut_off(self, target: Target) -> bool:
@@ -112,11 +112,11 @@ class PairSelector:
         blocked: Set[InstanceKey] = NOBODY,
         cache_salt: str | None = "",
     ) -> Target:
-        """Where a request with this prompt (int32 LE) goes. NoInstance where nothing can serve.
+        """Return where a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
 
-        `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out where others can
-        serve. Where not, those to avoid are tried again rather than those that are blocked. Of the rest no pair is
-        taken between whose two nothing passes, unless there is no other. `cache_salt` as the instances get it.
+        Instances in `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out if
+        others can serve. If not, those to avoid are tried before those that are blocked. A pair of the rest that is cut
+        off from each other is chosen only if there is no other. `cache_salt` is as the instances get it.
         """
         candidates = self.candidates
         if not candidates.usable:
@@ -152,7 +152,7 @@ class PairSelector:
 
 
 def _without(group: InstanceGroup, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> InstanceGroup:
-    """The group without the unwanted, or with as few of them as it takes to leave somebody."""
+    """Return the group without the unwanted instances, or with as few of them as it takes to keep one."""
     for unwanted in (avoid | blocked, blocked, avoid):
         kept = [position for key, position in group.positions.items() if key not in unwanted]
         if len(kept) == len(group.instances):
