@@ -1,10 +1,10 @@
 """Every wire message and its codec: MessagePack through msgspec; typed, frozen, unknown fields refused.
 
-One union per socket direction. A frame is decoded against the union of the socket that it came in on, so a message can
-never arrive where it has no business. Arrays of integers travel as raw little-endian bytes (`pack_i32`), because a list
-of Python ints costs an object per element.
+One union per socket direction. A frame is decoded against the union of the socket that it came in on, so no socket
+accepts a message of another one. Arrays of integers travel as raw little-endian bytes (`pack_i32`), because a list of
+Python ints costs an object per element.
 
-`PROTOCOL_VERSION` counts its changes; `docs/protocol.md` is the prose; `test/unit/test_messages.py` holds golden frames
+`PROTOCOL_VERSION` counts its changes; `docs/protocol.md` explains it; `test/unit/test_messages.py` holds golden frames
 that the reference `msgpack` package decodes too, so any language can speak this.
 """
 

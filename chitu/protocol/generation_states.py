@@ -1,8 +1,8 @@
 """The states of a request on the router with their events and transitions.
 
-Pure table, which `router/generation_machine.py` alone walks; docs/protocol.md shows it. Invariants (checked over the
+Pure table, which only `router/generation_machine.py` walks; docs/protocol.md shows it. Invariants (checked over the
 table by `test/unit/test_generation_machine.py`): a request ends once; a request whose attempt failed gets another pair
-or ends, whatever else comes. Every state in which an attempt runs has the request's deadline, PREFILL its own, too.
+or ends, whatever else comes. Every state in which an attempt runs has the request's deadline; PREFILL also has its own.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Final
 
 
 class GenerationState(Enum):
-    """Of a request, over all of its attempts: tries on one pair (or unified instance) each."""
+    """State of a request, over all of its attempts: tries on one pair (or unified instance) each."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
     ASKED = auto()
-    """It was sent to nobody yet."""
+    """It was not sent to any instance yet."""
     PREFILL = auto()
-    """An attempt was dispatched, and no token of it came."""
+    """An attempt was dispatched, and has no token yet."""
     DECODE = auto()
-    """Tokens come."""
+    """The attempt emits tokens."""
     DECODE_ALONE = auto()
-    """As DECODE, and P's process died behind the first token: D knows whether all KV had landed, and says so if not."""
+    """As DECODE, but P's process died after the first token: D knows whether all KV had landed, and reports it if
+    not."""
     RETRYING = auto()
-    """The attempt failed, and what follows is not decided: another one, or the end."""
+    """The attempt failed, and it is not decided yet whether another one follows or the request ends."""
     FINISHED = auto()
     FAILED = auto()
     CANCELLED = auto()
@@ -36,32 +37,34 @@ class GenerationEvent(Enum):
     __hash__ = object.__hash__
 
     CHOSEN = auto()
-    """A pair was found that another attempt goes to (or the first)."""
+    """A pair was found for the first or for another attempt."""
     FIRST_TOKEN = auto()
-    """Of the present attempt."""
+    """The present attempt received its first token."""
     PREFILL_DIED = auto()
-    """Its process ended."""
+    """P's process ended."""
     FAIL = auto()
-    """The present attempt is over."""
+    """The present attempt failed."""
     STALL = auto()
-    """It has no token, and none can come: a half did not get to its instance, or both must have given up by now."""
+    """The attempt has no token and none can come: a half did not reach its instance, or both sides must have given up
+    by now."""
     PREFILL_LOST = auto()
-    """P left, was silent for too long or died. Without a token it moves if another pair is there, else it stays."""
+    """P left, was silent for too long or died. An attempt without a token moves if there is another pair, else it
+    stays."""
     SILENCE = auto()
-    """D hears nothing of P, and KV may be missing. The same."""
+    """D receives nothing from P, and KV may be missing. The attempt moves if there is another pair, else it stays."""
     NO_PAIR = auto()
-    """No other attempt may follow, or nobody is there to take it."""
+    """No other attempt may follow, or no instance can take it."""
     FINISH = auto()
-    """Every token is here."""
+    """Every token was received."""
     GIVE_UP = auto()
-    """Out of time, poison, or the process ends."""
+    """The request is out of time, is poison, or the process ends."""
     CANCEL = auto()
-    """Nobody waits for it any more."""
+    """The request has no reader any more."""
 
 
 _S, _E = GenerationState, GenerationEvent
 RUNNING: Final = (_S.PREFILL, _S.DECODE, _S.DECODE_ALONE)
-"""An attempt runs."""
+"""States in which an attempt runs."""
 
 GENERATION_TRANSITIONS: Final[Mapping[tuple[GenerationState, GenerationEvent], GenerationState]] = {
     (_S.ASKED, _E.CHOSEN): _S.PREFILL,
@@ -85,4 +88,4 @@ GENERATION_AWAITS: Final[Mapping[GenerationState, str]] = {
     GenerationState.DECODE_ALONE: "the last token of {peer}",
     GenerationState.RETRYING: "another pair than {peer}",
 }
-"""What is missing in a state that a clock ends."""
+"""What is missing in each state that a clock ends."""

@@ -1,10 +1,10 @@
-"""A request that outlives its router: the file that the next one goes on from. Pure.
+"""A request that outlives its router: the file from which the next router continues it. Pure.
 
-Written at the end of a router and read by the next one (`http/kept_folder.py`). As a receipt, it has no KV: the ids of
-the prompt, the resolved sampling with the drawn seed, and the tokens so far give the rest. The body says what kind of
-answer they are made into.
+Written at the end of a router and read by the next one (`http/kept_folder.py`). Like a receipt, it has no KV: the ids
+of the prompt, the resolved sampling with the drawn seed, and the tokens so far determine the rest. The body determines
+what kind of answer they are made into.
 
-Invariant: a file is its SHA-256 and then its JSON, so one that is cut short or changed is known as such.
+Invariant: a file is its SHA-256 and then its JSON, so one that is cut short or changed is detected.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Version of the server."""
     request_id: str
     tenant: str
-    """Who may read it: the prefix of its cache salt."""
+    """Tenant that may read it: the prefix of its cache salt."""
     route: Literal["completion", "chat", "responses"]
     body: str
-    """As the client sent it."""
+    """Request body as the client sent it."""
     created_s: int
-    """Of the answer; Unix time, as the next."""
+    """Creation of the answer; Unix time, as the next."""
     expires_s: float
     left_s: float
-    """Of its deadline, from when it goes on."""
+    """Seconds left until its deadline, from when it continues."""
     model_hash: str
     dtype: str
-    """Of K and V."""
+    """Type of K and V."""
     prompt_token_ids: list[int]
     sampling: ReceiptSampling
     token_ids: list[int]
-    """That were emitted."""
+    """Tokens that were emitted."""
     logprobs: list[bytes]
-    """Of these, packed; empty where the request asks for none."""
+    """Packed logprobs of these tokens; empty if the request asks for none."""
     finish: Literal["", "stop", "length"] = ""
-    """Why the last token is the last one, where nobody read the answer to its end."""
+    """Why the last token is the last one, if the client did not read the answer to its end."""
 
 
 class DamagedFile(ValueError):
-    """It is not what was written, or of another version."""
+    """The file is not what was written, or is of another version."""
 
 
 def pack(record: KeptRequest) -> bytes:
@@ -56,7 +56,7 @@ def pack(record: KeptRequest) -> bytes:
 
 
 def unpack(data: bytes) -> KeptRequest:
-    """DamagedFile."""
+    """Return the record. Raises DamagedFile."""
     digest, _, rest = data.partition(b"\n")
     if hashlib.sha256(rest).hexdigest().encode() != digest:
         raise DamagedFile("its digest is not that of its content")

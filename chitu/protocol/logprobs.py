@@ -1,7 +1,8 @@
-"""A token's logprobs as bytes: what executors give out, token messages carry and the HTTP layer reads. Pure.
+"""A token's logprobs as bytes: what executors return, token messages carry and the HTTP layer reads. Pure.
 
-`float32 | int32 float32 | int32 float32 | ...`, little endian: the token's own, then the most likely token ids with
-theirs, most likely first. They are of the model's raw logits: before temperature, penalties, bias and filters.
+`float32 | int32 float32 | int32 float32 | ...`, little endian: the token's own logprob, then ids and logprobs of the
+most likely tokens, most likely first. They are of the model's raw logits: before temperature, penalties, bias and
+filters.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from typing import NamedTuple
 from chitu.errors import BadFrame
 
 MAX_LOGPROBS = 20
-"""Most likely tokens that a request may ask for with each of its tokens."""
+"""Largest number of most likely tokens that a request may ask for with each token."""
 MAX_PROMPT_LOGPROBS_BYTES = 16 << 20
-"""Of one prompt: they travel in one message to D, and in one to the router."""
+"""Largest logprobs of one prompt: they travel in one message to D, and in one to the router."""
 LOGPROB_TOLERANCES = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
-"""Nats by which rounding may move a logprob from one engine, batch or device to another, by what K and V are kept
-in."""
+"""Nats by which rounding may move a logprob between engines, batches or devices, by the dtype of K and V."""
 _PAIR = struct.Struct("<if")
 _OWN = struct.Struct("<f")
 
 
 class TokenLogprobs(NamedTuple):
     logprob: float
-    """Of the token itself."""
+    """Logprob of the token itself."""
     top: Sequence[tuple[int, float]]
-    """Token ids and theirs, most likely first."""
+    """Most likely token ids and their logprobs, most likely first."""
 
 
 def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> bytes:
@@ -35,12 +35,12 @@ def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> byte
 
 
 def prompt_logprobs_bytes(num_tokens: int, count: int) -> int:
-    """Of all tokens of a prompt except the first, each with `num_top` most likely ones."""
+    """Return the size of the logprobs of all prompt tokens except the first, each with `count` most likely ones."""
     return (num_tokens - 1) * (_OWN.size + count * _PAIR.size)
 
 
 def prompt_lines(num_tokens: int, data: bytes) -> list[bytes | None]:
-    """One for each token of a prompt, the first of which has none. BadFrame if the number differs."""
+    """Return one entry per token of a prompt, None for the first one. Raises BadFrame if the number differs."""
     width, rest = divmod(len(data), num_tokens - 1) if num_tokens > 1 else (0, len(data))
     if rest:
         raise BadFrame(f"{len(data)} bytes of logprobs for a prompt of {num_tokens} tokens")
@@ -48,7 +48,7 @@ def prompt_lines(num_tokens: int, data: bytes) -> list[bytes | None]:
 
 
 def unpack_logprobs(packed: bytes) -> TokenLogprobs:
-    """BadFrame where the length is none of such a record."""
+    """Return the logprobs of one token. Raises BadFrame if the length is wrong."""
     if len(packed) % _PAIR.size != _OWN.size:
         raise BadFrame(f"logprobs of {len(packed)} bytes: not 4 and a multiple of {_PAIR.size}")
     return TokenLogprobs(_OWN.unpack_from(packed)[0], list(_PAIR.iter_unpack(packed[_OWN.size :])))

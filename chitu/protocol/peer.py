@@ -1,4 +1,4 @@
-"""P <-> D control: multipart `[room: 16 bytes][payload: one of these]`."""
+"""P <-> D control messages: multipart `[room: 16 bytes][payload: one of these]`."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class RegisterReply(Wire, frozen=True, tag="register_reply"):
 
     engine_rank: int
     incarnation: int
-    """P's."""
+    """Incarnation of P."""
     peer_incarnation: int
-    """D's, as registered: an answer to an older D is dropped."""
+    """Incarnation of D as registered: an answer to an older D is dropped."""
     code: str = ""
     message: str = ""
 
@@ -68,9 +68,9 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     """D -> P, per request: where the pages and the logits row go."""
 
     incarnation: int
-    """D's; names the registration that the indices belong to."""
+    """Incarnation of D; names the registration that the indices belong to."""
     dst_kv_indices: bytes
-    """Page indices, int32 LE, in token order. Empty: the logits row alone is wanted."""
+    """Page indices, int32 LE, in token order. Empty: only the logits row is wanted."""
     dst_aux_index: int
     num_tokens: int
     """Prompt tokens; P refuses a room whose prompt has another length."""
@@ -82,31 +82,31 @@ class KVSums(Wire, frozen=True):
     """Checksums of the KV pages of a room as P has them (formula: `kv_cache/checksum.py`)."""
 
     positions: bytes
-    """Of the pages that were summed in `dst_kv_indices`, ascending, int32 LE."""
+    """Positions in `dst_kv_indices` of the pages that were summed, ascending, int32 LE."""
     sums: bytes
-    """One for each of them, int64 LE; every KV head counts once."""
+    """One sum per position, int64 LE; every KV head counts once."""
     transport: str
-    """What P wrote with, for the log of D."""
+    """Transport that P wrote with, for D's log."""
 
 
 class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """P -> D, repeated until acknowledged."""
 
     incarnation: int
-    """P's."""
+    """Incarnation of P."""
     poll: int
     """`KVPoll`: Success or Failed."""
     settled: bool = True
-    """False: a failed write may still land; keep the pages quarantined until an AbortAck says it cannot."""
+    """False: a failed write may still land; keep the pages quarantined until an AbortAck excludes it."""
     code: str = ""
     message: str = ""
     bytes_per_rank: tuple[int, ...] = ()
     times: PrefillTimes = NO_TIMES
     """With Success."""
     kv_sums: KVSums | None = None
-    """With Success, where P's `verify_kv` is not `off`."""
+    """With Success, if P's `verify_kv` is not `off`."""
     prompt_logprobs: bytes | None = None
-    """With Success, where the router asked P for them."""
+    """With Success, if the router asked P for them."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):
@@ -117,23 +117,23 @@ class StatusAck(Wire, frozen=True, tag="status_ack"):
 
 
 class AuxReady(Wire, frozen=True, tag="aux_ready"):
-    """P -> D: the aux row is complete, before Success. Lost ones are healed by Success."""
+    """P -> D: the aux row is complete, before Success. Success makes up for a lost one."""
 
     incarnation: int
 
 
 class TransportMessage(Wire, frozen=True, tag="transport_message"):
-    """Either way, room 0: of one end of a transport to the other one, which alone reads it. Whether it comes is the
-    transport's business."""
+    """Either way, room 0: from one end of a transport to the other one, which alone reads it. The transport itself must
+    cope with its loss."""
 
     incarnation: int
-    """The sender's."""
+    """Incarnation of the sender."""
     transport: str
     payload: bytes
 
 
 class AbortTransfer(Wire, frozen=True, tag="abort_transfer"):
-    """Either side: the room is dead; stop writing and say when you have stopped. Repeated until acknowledged."""
+    """Either way: the room is dead; stop writing and acknowledge once stopped. Repeated until acknowledged."""
 
     incarnation: int
     code: str = "cancelled"
@@ -163,5 +163,5 @@ peer_codec: Codec[PeerMessage] = Codec(PeerMessage)
 
 
 def peer_frames(room: bytes, message: Wire) -> Sequence[bytes]:
-    """A P<->D control message as its two frames."""
+    """Return a P<->D control message as its two frames."""
     return (room, encode(message))

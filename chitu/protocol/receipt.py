@@ -1,8 +1,9 @@
-"""The receipt of one answer: all that its tokens depend on but the weights, to be replayed elsewhere and later. Pure.
+"""The receipt of one answer: all that its tokens depend on except the weights, to be replayed elsewhere and later.
+Pure.
 
-Made by the router for a request that asks (`return_receipt`, `http/proof.py`); read by `chitu replay`. It has no KV: a
-draw depends on the logits, the seed and the number of tokens emitted alone, so an engine of the same model gives the
-same tokens for the same prompt and sampling.
+Made by the router for a request that asks for it (`return_receipt`, `http/proof.py`); read by `chitu replay`. It has no
+KV: a draw depends only on the logits, the seed and the number of tokens emitted, so an engine of the same model gives
+the same tokens for the same prompt and sampling.
 
 Invariant: each field has its digest in `digests`, so that one that was changed later is named. A digest is no
 signature: whoever changes a field can make a new one, which only a replay finds.
@@ -34,28 +35,28 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: str
     """Served name."""
     model_hash: str
-    """Of config.json and of the headers of the weight files, not of each weight."""
+    """Hash of config.json and of the headers of the weight files, not of each weight."""
     dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
-    """Of K and V."""
+    """Type of K and V."""
     served: list[str]
-    """The pairs that it was tried on, as `P0-D1`; the last one finished it."""
+    """Pairs that it was tried on, as `P0-D1`; the last one finished it."""
     prompt_token_ids: list[int]
     sampling: ReceiptSampling
     token_ids: list[int]
-    """Of the answer, up to the one that ended it."""
+    """Tokens of the answer, up to the one that ended it."""
     finish: Literal["stop", "length", "text"]
-    """`text`: the router ended it by its text, at a stop string or behind the one call that is allowed."""
+    """`text`: the router ended it by its text, at a stop string or after the one call that is allowed."""
     digests: dict[str, str] = {}
-    """Of each other field, and of each in `sampling`: the first digits of the SHA-256 of its JSON."""
+    """Digest of each other field, and of each in `sampling`: the first digits of the SHA-256 of its JSON."""
 
 
 def sealed(receipt: Receipt) -> Receipt:
-    """With the digests of what it has."""
+    """Return the receipt with the digests of its fields."""
     return msgspec.structs.replace(receipt, digests=dict(_digests(receipt)))
 
 
 def changed_fields(receipt: Receipt) -> list[str]:
-    """Names of those that are not what the digests say, and of those that have none."""
+    """Return the names of fields that differ from their digests or have none."""
     found = dict(_digests(receipt))
     return [name for name, digest in found.items() if receipt.digests.get(name) != digest]
 

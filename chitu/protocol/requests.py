@@ -8,30 +8,32 @@ from chitu.protocol.grammars import Grammar
 from chitu.protocol.wire import Codec, Wire
 
 MAX_LOGIT_BIAS = 1024
-"""Entries of `logit_bias`. What they and the stop ids cost an instance is counted in its memory budget."""
+"""Most entries of `logit_bias`. Their cost on an instance, and that of the stop ids, is counted in its memory
+budget."""
 MAX_STOP_TOKEN_IDS = 1024
 
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
-"""Sequences of tokens; one word of a client is two of them, with and without a space ahead."""
+"""Most sequences of tokens; one word of a client is two of them, with and without a space before it."""
 MAX_BAD_WORD_TOKENS = 16
 MAX_PRIORITY = (1 << 31) - 1
-"""And the same below 0; the lowest is first."""
+"""Largest priority; the smallest is its negative. The lowest goes first."""
 MAX_FORKS = 128
-"""Choices of one prompt that one message asks for."""
+"""Most choices of one prompt that one message asks for."""
 
 TraceLevel = Literal["", "records", "frames"]
-"""Of a request: nothing, trace records (`protocol/trace.py`), or these with the frames of its messages."""
+"""What is traced of a request: nothing, trace records (`protocol/trace.py`), or these with the frames of its
+messages."""
 
 
 class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
 
-    Stop *strings* are not here: the router scans the text, since it alone detokenises.
+    Stop *strings* are not here: the router scans the text, since only the router detokenises.
     """
 
     max_tokens: int
-    """Tokens to emit at most; at least 1; already capped by the context length."""
+    """Most tokens to emit; at least 1; already capped by the context length."""
     min_tokens: int = 0
     """Until this many tokens were emitted, eos and stop ids are masked out."""
     temperature: float = 1.0
@@ -41,7 +43,7 @@ class SamplingParams(Wire, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """Resolved by the router (random where the client gave none): token n depends on (seed, n) and logits alone."""
+    """Resolved by the router (random if the client gave none): token n depends only on (seed, n) and the logits."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """Both count emitted tokens only (OpenAI)."""
@@ -53,26 +55,26 @@ class SamplingParams(Wire, frozen=True):
     """At most MAX_STOP_TOKEN_IDS."""
     ignore_eos: bool = False
     allowed_token_ids: tuple[int, ...] = ()
-    """No other token is drawn; empty: any. At most MAX_ALLOWED_TOKEN_IDS."""
+    """Only these tokens are drawn; empty: any. At most MAX_ALLOWED_TOKEN_IDS."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """The last token of each is not drawn behind the others, which must all have been emitted. At most MAX_BAD_WORDS of
-    at most MAX_BAD_WORD_TOKENS."""
+    """The last token of each is not drawn after the others of it, which must all have been emitted. At most
+    MAX_BAD_WORDS of at most MAX_BAD_WORD_TOKENS."""
     logprobs: int | None = None
-    """Number of most likely tokens (at most MAX_LOGPROBS) that come with each token's own logprob; None: no
+    """Number of most likely tokens (at most MAX_LOGPROBS) that come with each token's own logprob. None: no
     logprobs."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens but the first one; not where output of another D lies behind the prompt."""
+    """The same for the prompt's tokens except the first; not if output of another D follows the prompt."""
     grammar: Grammar | None = None
     """What the emitted tokens must follow, those of another D included."""
     page_sums: bool = False
-    """`Finish` brings checksums of its pages."""
+    """Whether `Finish` brings checksums of its pages."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler
 
 
 class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
-    """P's half: run the prompt, send KV and the first logits row to whoever announces the room."""
+    """P's half: run the prompt, send KV and the first logits row to the D that announces the room."""
 
     room: bytes
     request_id: str
@@ -81,17 +83,18 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     decode_rank: int
     decode_incarnation: int
     router_worker: int = 0
-    """Incarnation of the API process that asks (`router.workers`); 0 where the router is one process."""
+    """Incarnation of the API process that asks (`router.workers`); 0 if the router is one process."""
     link: int = 0
-    """Random, drawn by a process of the router whenever the instance joins (`net/link.py`)."""
+    """Id of the link: random, drawn by a process of the router whenever the instance joins (`net/link.py`)."""
     number: int = 0
-    """Of the messages of this link to this instance, from 1. 0: not counted."""
+    """Number of this message on its link to this instance, from 1. 0: not numbered."""
     num_kept: int = 0
-    """How many messages before this one the sender can send again: older ones were acknowledged, or given up."""
+    """How many messages before this one the sender can send again; older ones were acknowledged or given up."""
     cache_salt: str | None = ""
-    """Prompts share cached pages only where it is the same. None: this one takes none, and leaves none."""
+    """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
+    none."""
     priority: int = 0
-    """Of those that wait here the lowest is first, and of equal ones the one that came first."""
+    """The lowest of the waiting requests goes first; equal ones go in order of arrival."""
     prompt_logprobs: int | None = None
     """As in SamplingParams; they travel with Success."""
     trace: TraceLevel = ""
@@ -102,10 +105,10 @@ class Fork(Wire, frozen=True, array_like=True):
     """One of several choices of a prompt that is computed once and moved once."""
 
     room: bytes
-    """The choice's own: its tokens, its end and its cancellation go by it."""
+    """Room of the choice: its tokens, its end and its cancellation carry it."""
     request_id: str
     seed: int
-    """In place of that in `sampling`; all else is the same."""
+    """Replaces the one in `sampling`; all else is the same."""
 
 
 class DecodeRequest(Wire, frozen=True, tag="decode_request"):
@@ -119,8 +122,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     prefill_rank: int
     prefill_incarnation: int
     num_emitted: int = 0
-    """Number of last tokens of `token_ids` that another D emitted before it was lost: this one goes on behind
-    them as if it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
+    """Number of last tokens of `token_ids` that another D emitted before it was lost. This D continues after them as if
+    it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
     router_worker: int = 0
     """As in PrefillRequest."""
     reply_port: int = 0
@@ -132,7 +135,7 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """As in PrefillRequest."""
     priority: int = 0
     forks: tuple[Fork, ...] = ()
-    """Not empty: `room` is the prompt's alone, and each of these begins with it. At most MAX_FORKS."""
+    """If not empty, `room` is the prompt's alone, and each of these choices begins with it. At most MAX_FORKS."""
     trace: TraceLevel = ""
     """As in PrefillRequest."""
 
@@ -169,14 +172,14 @@ class CancelRequest(Wire, frozen=True, tag="cancel_request"):
 
 
 class LinkWord(Wire, frozen=True, tag="link_word"):
-    """What the receiving end of a link has: an instance says it in its heartbeats, the router in its answers to them,
-    and each at once where a gap opens. Not counted."""
+    """Acknowledgement of the receiving end of a link. An instance sends it in its heartbeats, the router in its answers
+    to them, and each at once if a gap opens. Not numbered."""
 
     link: int
     last: int
-    """Everything up to this number."""
+    """Number up to which everything was received."""
     has_gap: bool = False
-    """And something from behind a message that did not come: all behind `last` is to be sent again."""
+    """Whether something came after a missing message: everything after `last` is to be sent again."""
 
 
 SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
@@ -193,7 +196,7 @@ class PrefillTimes(Wire, frozen=True, omit_defaults=False):
     compute_s: float = 0.0
     """From the first chunk to the logits of the last token; layers leave meanwhile."""
     transfer_s: float = 0.0
-    """From those logits to the last byte in D's memory: what of the transfer the compute did not hide."""
+    """From those logits to the last byte in D's memory: the part of the transfer that compute did not hide."""
 
 
 NO_TIMES = PrefillTimes()
@@ -226,8 +229,8 @@ class Finish(Wire, frozen=True, array_like=True):
     """KV and logits bytes that P moved for this room; 0 on a unified instance."""
     stages: StageTimes = StageTimes()
     page_sums: bytes = b""
-    """int64 LE `[layers, pages]`, of the leading full pages that it leaves, where it asked for them; those that are too
-    much to sum up are not there."""
+    """int64 LE `[layers, pages]`, of the leading full pages that it leaves, if it asked for them. Pages too many to sum
+    up are left out."""
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
@@ -238,19 +241,20 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     tokens: list[int]
     finished: list[Finish]
     number: int = 0
-    """Of the messages of this link to this port, from 1. 0: not counted."""
+    """Number of this message on its link to this port, from 1. 0: not numbered."""
     link: int = 0
-    """That of the requests that are answered; a router drops what is of another's."""
+    """Link of the requests that are answered; a router drops messages with the link of another."""
     num_kept: int = 0
     """As in PrefillRequest."""
     logprobs: list[tuple[int, bytes]] = []
-    """With the place in `tokens`, ascending: of each token whose request asks for them (`protocol/logprobs.py`)."""
+    """Index in `tokens`, ascending, and packed logprobs of each token whose request asks for them
+    (`protocol/logprobs.py`)."""
     cached: list[tuple[bytes, int]] = []
-    """Of rooms whose first token is in here: how many tokens of the prompt were in cached pages, and not computed. Not
-    where it is none."""
+    """Rooms whose first token is in this message, with the prompt tokens that were in cached pages and so were not
+    computed. A room without any is left out."""
     prompt_logprobs: list[tuple[bytes, bytes]] = []
-    """Of rooms whose first token is in this message: one line after the other, without the prompt's first token. Once
-    for all forks of a prompt, by the prompt's room, with the first token of any of them."""
+    """Logprobs of prompts whose first token is in this message: one line after the other, without the prompt's first
+    token. Sent once for all forks of a prompt, by the prompt's room, with the first token of any of them."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

@@ -1,7 +1,7 @@
 """The states of a request on its instance, as the step thread sees it, with their events and transitions.
 
-Pure table, which `instance/scheduling/sequences.py` alone walks; docs/protocol.md shows it. Invariants (checked over
-the table by `test/unit/test_sequences.py`): a request ends once, from every state; it is LEAVING once, and then no peer
+Pure table, which only `instance/scheduling/sequences.py` walks; docs/protocol.md shows it. Invariants (checked over the
+table by `test/unit/test_sequences.py`): a request ends once, from every state; it is LEAVING once, and then no peer
 touches what it held.
 """
 
@@ -13,25 +13,26 @@ from typing import Final
 
 
 class SequenceState(Enum):
-    """P: WAITING to INFLIGHT. D: WAITING, TRANSFER and on. Unified: WAITING, COMPUTING, RUNNING and on; with forks
-    INFLIGHT, too."""
+    """State of a request on an instance. P: WAITING to INFLIGHT. D: WAITING, TRANSFER and later. Unified: WAITING,
+    COMPUTING, RUNNING and later; with forks INFLIGHT, too."""
 
     __hash__ = object.__hash__  # each is the key of its queue; Enum's own is a Python function
 
     WAITING = auto()
     """It holds nothing."""
     COMPUTING = auto()
-    """Its prompt is computed here; or its pages come from the tiers, so that less has to be."""
+    """Its prompt is computed here, or its pages come from the cache tiers, so that less has to be computed."""
     INFLIGHT = auto()
-    """P: the last chunk is launched, its KV leaves. Unified: the last chunk of a prompt with forks is launched."""
+    """P: the last chunk is launched, and its KV is being sent. Unified: the last chunk of a prompt with forks is
+    launched."""
     TRANSFER = auto()
-    """D: P was told of its pages."""
+    """D: its pages were announced to P."""
     LOGITS = auto()
-    """D: and the logits row is here. The first token can be sampled."""
+    """D: as TRANSFER, and the logits row has arrived. The first token can be sampled."""
     STARTED = auto()
-    """D: and the first token is launched. KV is still on its way."""
+    """D: as LOGITS, and the first token is launched. KV is still in flight."""
     LANDED = auto()
-    """All of its prompt's KV and the logits row are here, and no token was launched."""
+    """All of its prompt's KV and the logits row have arrived, and no token was launched."""
     RUNNING = auto()
     """It decodes."""
     RETRACTED = auto()
@@ -39,11 +40,11 @@ class SequenceState(Enum):
     FORK_WAITING = auto()
     """A choice whose prompt holds nothing yet."""
     FORK_HELD = auto()
-    """And the prompt holds pages: so does it, and a slot."""
+    """A choice whose prompt holds pages: it holds these pages and a slot, too."""
     CLOSING = auto()
     """Over for the client, but a peer may still touch its pages, or a fork needs them."""
     LEAVING = auto()
-    """All that it holds is free, or is as soon as a step in flight has been read."""
+    """All that it holds is free, or will be once a step in flight has been read."""
 
 
 class SequenceEvent(Enum):
@@ -54,12 +55,12 @@ class SequenceEvent(Enum):
     COMPUTED = auto()
     """The last chunk is launched, and no token is sampled with it."""
     GIVE_WAY = auto()
-    """P: what it holds goes to a request that D has announced."""
+    """P: what it holds is given to a request that D has announced."""
     ANNOUNCE = auto()
     """It got pages, an aux slot and a slot, for P to write to."""
     ROW_HERE = auto()
     KV_HERE = auto()
-    """Of a fork: of its prompt."""
+    """All KV has arrived; for a fork, that of its prompt."""
     START = auto()
     """Its first token is launched."""
     HOLD = auto()
@@ -67,7 +68,7 @@ class SequenceEvent(Enum):
     RETRACT = auto()
     RESUME = auto()
     END = auto()
-    """Its last token, a failure, a cancel, a deadline; on P its KV has left."""
+    """Its last token, a failure, a cancellation or a deadline came; on P, its KV was sent."""
     FREE = auto()
     """No peer and no fork needs what it holds."""
 
@@ -75,9 +76,9 @@ class SequenceEvent(Enum):
 _S, _E = SequenceState, SequenceEvent
 
 OPEN_STATES: Final = frozenset(_S) - {_S.CLOSING, _S.LEAVING}
-"""It is not over for the client."""
+"""States in which the request is not over for the client."""
 AT_PEER_STATES: Final = frozenset({_S.TRANSFER, _S.LOGITS, _S.STARTED})
-"""D: P may write to its pages."""
+"""States of D in which P may write to its pages."""
 
 SEQUENCE_TRANSITIONS: Final[Mapping[tuple[SequenceState, SequenceEvent], SequenceState]] = {
     (_S.WAITING, _E.ADMIT): _S.COMPUTING,
@@ -113,4 +114,4 @@ SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     _S.FORK_WAITING: "pages for its prompt",
     _S.FORK_HELD: "its prompt",
 }
-"""What is missing in a state that is not over."""
+"""What is missing in each state that is not over."""

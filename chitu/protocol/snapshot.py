@@ -1,8 +1,8 @@
 """What the router shows of the cluster and of its requests: the body of `GET /cluster` and of its event stream.
 
 Made by `http/cluster_snapshot.py`; read by the web page, `chitu chat`, the launchers and the quickstart. Times named
-`_at_s` are on the router's monotonic clock and only mean something against `time_s` of the same snapshot; the others
-are spans.
+`_at_s` are on the router's monotonic clock and mean something only relative to `time_s` of the same snapshot; the
+others are spans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chitu.protocol.requests import StageTimes
 
 RequestState = Literal["prefill", "decode", "finished", "retried", "failed", "cancelled"]
 """`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string.
-`retried`: this attempt failed, and the request went on with another one, which has a record of its own."""
+`retried`: this attempt failed, and the request continued with another one, which has a record of its own."""
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True):
@@ -40,16 +40,16 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     stages: StageTimes | None
     """Known when the request has finished."""
     error: str
-    """Code of `chitu.errors` where the attempt failed (`failed` or `retried`), else empty."""
+    """Code of `chitu.errors` if the attempt failed (`failed` or `retried`), else empty."""
     attempt: int = 1
     """Number of this try of its request, from 1."""
     continued_tokens: int = 0
     """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
     cached_tokens: int = 0
-    """Of what was prefilled, that was in cached pages and needed no computing; known with the first token."""
+    """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
     page_sums: str | msgspec.UnsetType = msgspec.UNSET
-    """Where it asked for them (`return_page_sums`): checksums of the leading full pages that it left on D, each 16 hex
-    digits, layer by layer."""
+    """If the request asked for them (`return_page_sums`): checksums of the leading full pages that it left on D, each
+    16 hex digits, layer by layer."""
 
 
 InstanceStatus = Literal["up", "draining", "down"]
@@ -67,10 +67,10 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     incarnation: str
     """Decimal; a string because it does not fit a JavaScript number. Empty while down."""
     load: LoadReport | None
-    """Its last heartbeat; None while down."""
+    """Load in its last heartbeat; None while down."""
     layout: KVLayout | None = None
-    """What its pages and logits rows look like: with it the bytes that a request moves can be told beforehand
-    (`test/verify_xpyd_topology.py`). `tp_size` is left out where it is 1. None while down."""
+    """Shape of its pages and logits rows, from which the bytes that a request moves can be computed beforehand
+    (`test/verify_xpyd_topology.py`). `tp_size` is left out if it is 1. None while down."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):
@@ -85,17 +85,17 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     model: str
     version: str
     max_model_len: int | None
-    """None while nothing can serve."""
+    """None while no instance can serve."""
     page_size: int
-    """Tokens a page."""
+    """Tokens per page."""
     transport: str
-    """What moves KV between P and D: as configured (`shm`, `mooncake`), or what `auto` comes to for those in the
-    cluster; `auto` while there are none."""
+    """Transport of KV between P and D: as configured (`shm`, `mooncake`), or what `auto` resolves to for the instances
+    in the cluster; `auto` while there are none."""
     time_s: float
     router_incarnation: str
     in_flight: int
     instances: tuple[InstanceSnapshot, ...]
-    """All of the topology, P first, in rank order."""
+    """All instances of the topology, P first, in rank order."""
     requests: tuple[RequestSnapshot, ...]
     """Oldest first: the last ones that ended, and those that run."""
     workers: tuple[WorkerSnapshot, ...] = ()
