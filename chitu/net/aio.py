@@ -2,8 +2,7 @@
 
 Owned and called by the loop thread alone (the router). `FrameReader` and `BulkReader` drain a socket when its
 descriptor wakes the loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is
-edge-triggered: after it fired, the socket must be read until it says EAGAIN, and after a send on the same socket be
-looked at again (`poke`).
+edge-triggered: after it fires, the socket must be read until EAGAIN, and checked again after a send on it (`poke`).
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from chitu.net.sockets import connect
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 256
-"""After this many messages the loop gets a turn, so that a flood on one socket cannot starve the others."""
+"""Messages read before yielding to the event loop, so that a flood on one socket cannot starve the others."""
 FEW_MESSAGES = 2
-"""Usual number of messages at a time; behind each of them the socket is asked whether there are more, which costs a
-third of the exception that says there are none. With more of them the one exception is cheaper."""
+"""Usual number of messages at a time. Up to this number the reader checks after each whether there are more, which
+costs a third of the exception that reports none. With more messages the one exception is cheaper."""
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class FrameReader:
-    """Hands every message of one socket to `on_message` (a list of frames).
+    """Passes every message of one socket to `on_message` (a list of frames).
 
     A message that raises ProtocolError is counted in `bad_messages`, any other exception is logged; reading goes on.
     """
@@ -50,7 +49,7 @@ class FrameReader:
         loop.call_soon(self._drain)
 
     def poke(self) -> None:
-        """Look again after a send on the same socket: the send may have swallowed the wake-up."""
+        """Check the socket again after a send on it: the send may have swallowed the wake-up."""
         self._loop.call_soon(self._drain)
 
     def close(self) -> None:
@@ -81,8 +80,8 @@ class FrameReader:
 
 
 class BulkReader(FrameReader):
-    """For a socket whose messages are many and of one frame each: `on_message` gets all that lie ready, one frame a
-    message, in one call. It minds bad ones itself, so that one does not take the others with it."""
+    """Reader of a socket with many messages of one frame each. `on_message` gets all that are ready in one call, one
+    frame per message. It handles bad ones itself, so that one does not discard the others."""
 
     def _drain(self) -> None:
         if self._closed:
@@ -106,7 +105,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 class Outbox(Generic[Key]):
     """One PUSH socket per peer incarnation. A closed peer's queued messages are dropped with its socket, so that its
-    successor on the same port never sees them."""
+    successor on the same port never receives them."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
@@ -117,7 +116,7 @@ class Outbox(Generic[Key]):
             self._sockets[key] = connect(self._context, zmq.PUSH, host, port)
 
     def send(self, key: Key, frame: bytes) -> bool:
-        """Queue a frame; False where the peer is not (or no longer) open or its queue is full."""
+        """Queue a frame. Return False if the peer is not (or no longer) open or its queue is full."""
         socket = self._sockets.get(key)
         if socket is None:
             return False
@@ -133,7 +132,7 @@ class Outbox(Generic[Key]):
             socket.close(linger=0)
 
     def close(self, linger_ms: int = 200) -> None:
-        """Close every peer; what is queued (cancellations) may still leave within `linger_ms`."""
+        """Close every peer; queued messages (cancellations) may still leave within `linger_ms`."""
         for socket in self._sockets.values():
             socket.close(linger=linger_ms)
         self._sockets.clear()

@@ -1,4 +1,4 @@
-"""`Authorization: Bearer ...`, looked at in constant time. Pure; used by the API port and by the bootstrap server."""
+"""`Authorization: Bearer ...`, compared in constant time. Pure; used by the API port and by the bootstrap server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 
 def bearer(authorization: bytes | None) -> bytes | None:
-    """The credential of the header; None where there is none."""
+    """Return the credential of the header; None if there is none."""
     scheme, _, credential = (authorization or b"").partition(b" ")
     return credential.strip() or None if scheme.lower() == b"bearer" else None
 
 
 def is_bearer(authorization: bytes | None, known: Iterable[bytes]) -> bool:
-    """Whether the header has one of the `known` credentials. How long it takes says only how many there are."""
+    """Return whether the header has one of the `known` credentials. The time it takes reveals only how many there
+    are."""
     given = bearer(authorization)
     if given is None:
         return False

@@ -1,13 +1,13 @@
 """What a `cluster_key` becomes: one CURVE key pair for all ZMQ sockets of the cluster, one token for its HTTP calls.
 
 `derive` is pure and slow on purpose (scrypt, about 50 ms); every process calls it once at its start. `make_context`
-gives the process its ZMQ context: whatever socket is opened in it (`net/sockets.py`) is encrypted and authenticated, or
-is not opened. Both ends of a connection hold the same pair. A client proves that it knows the server's public key,
-which is never sent, and a `zap` thread per context admits that one public key as a client's (ZAP, ZeroMQ RFC 27).
-Without a `cluster_key` there is no thread, and sockets are plain.
+makes the ZMQ context of the process: every socket opened in it (`net/sockets.py`) is encrypted and authenticated, or is
+not opened. Both ends of a connection hold the same pair. A client proves that it knows the server's public key, which
+is never sent, and a `zap` thread per context accepts only that public key as a client's (ZAP, ZeroMQ RFC 27). Without a
+`cluster_key` there is no thread, and sockets are plain.
 
-Invariant: in a context with secrets nothing is sent or received in clear over TCP; a missing or dead `zap` thread
-refuses every newcomer (ZAP_ENFORCE_DOMAIN).
+Invariant: in a context with secrets nothing is sent or received in clear over TCP; if the `zap` thread is missing or
+dead, every new connection is refused (ZAP_ENFORCE_DOMAIN).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from chitu.net.threads import ServiceThread
 logger = logging.getLogger(__name__)
 
 SALT = b"chitu cluster_key 1"
-"""Fixed, because nothing else is known to all processes; `cluster_key` is meant to be random anyway."""
+"""Fixed, because no other value is known to all processes; `cluster_key` is meant to be random anyway."""
 CURVE_LABEL = b"curve"
 TOKEN_LABEL = b"token"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"chitu"
 ZAP_VERSION = b"1.0"
 MAX_SOCKETS = 65_535
-"""Of one context: what libzmq can number. Its default, 1023, would be 1019 instances."""
+"""Most sockets of one context that libzmq can number. Its default, 1023, would limit a cluster to 1019 instances."""
 MAX_DESCRIPTORS = 1 << 20
-"""Taken at most, where the system would give more."""
+"""Most descriptors that are taken, even if the system would give more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """No field is ever logged, shown or written."""
+    """The secrets of a cluster. No field is ever logged, shown or written."""
 
     curve_public: bytes = field(repr=False)
-    """Z85, 40 characters. A secret too: it is what makes a server answer at all."""
+    """Z85, 40 characters. A secret too: a server answers only a client that has it."""
     curve_secret: bytes = field(repr=False)
     """Z85, 40 characters."""
     token: str = field(repr=False)
@@ -54,7 +54,8 @@ class ClusterSecrets:
 
 
 def derive(cluster_key: str) -> ClusterSecrets | None:
-    """The secrets of a cluster; None without a key. ConfigError for a weak key, MissingDependency without CURVE."""
+    """Return the secrets of a cluster; None without a key. Raises ConfigError for a weak key, MissingDependency without
+    CURVE."""
     if not cluster_key:
         return None
     if problem := why_refused(cluster_key):
@@ -67,15 +68,15 @@ def derive(cluster_key: str) -> ClusterSecrets | None:
 
 
 def _labelled(master: bytes, label: bytes) -> bytes:
-    """32 bytes that tell nothing about those of another label."""
+    """Return 32 bytes that reveal nothing about those of another label."""
     return hashlib.blake2b(label, key=master, digest_size=32).digest()
 
 
 def make_context(secrets: ClusterSecrets | None) -> zmq.Context[zmq.Socket[bytes]]:
-    """The ZMQ context of a process. `context.term()` ends its `zap` thread too.
+    """Make the ZMQ context of a process. `context.term()` ends its `zap` thread too.
 
-    The process gets all descriptors that the system gives it, since every connection of a stranger takes one until its
-    handshake is overdue (`HANDSHAKE_MS` of net/sockets.py).
+    The process gets all descriptors that the system allows, since every connection from outside the cluster takes one
+    until its handshake is overdue (`HANDSHAKE_MS` of net/sockets.py).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
@@ -90,7 +91,7 @@ def make_context(secrets: ClusterSecrets | None) -> zmq.Context[zmq.Socket[bytes
     gate.setsockopt(zmq.LINGER, 0)
     gate.bind(ZAP_ADDRESS)
     ServiceThread("zap", lambda: _admit(gate, z85.decode(secrets.curve_public))).start()
-    # Of every socket from here on. `bind` of net/sockets.py turns it into a server and looks whether all this took.
+    # For every socket from here on. `bind` of net/sockets.py makes it a server and checks that all this took effect.
     context.setsockopt(zmq.CURVE_PUBLICKEY, secrets.curve_public)
     context.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_secret)
     context.setsockopt(zmq.CURVE_SERVERKEY, secrets.curve_public)
@@ -98,26 +99,27 @@ def make_context(secrets: ClusterSecrets | None) -> zmq.Context[zmq.Socket[bytes
 
 
 def is_secret(context: zmq.Context[zmq.Socket[bytes]]) -> bool:
-    """Whether sockets of this context have to use CURVE."""
+    """Return whether sockets of this context have to use CURVE."""
     return zmq.CURVE_SERVERKEY in context.sockopts
 
 
 def serve_curve(socket: zmq.Socket[bytes]) -> None:
-    """Before `bind`: only holders of the cluster's key pair get in."""
+    """Make the socket accept only holders of the cluster's key pair. Call it before `bind`."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
 def require_curve(socket: zmq.Socket[bytes]) -> None:
-    """A context applies its options to new sockets without saying where that failed. ConfigError where it did."""
+    """Raise ConfigError if the socket did not take the keys: a context applies its options without reporting
+    failures."""
     if socket.getsockopt(zmq.MECHANISM) != zmq.CURVE:
         socket.close()
         raise ConfigError("a ZMQ socket did not take the keys of the cluster (CURVE); it is not opened")
 
 
 def _admit(gate: zmq.Socket[bytes], public_key: bytes) -> None:
-    """Answer libzmq's questions about newcomers until the context ends."""
+    """Answer libzmq's ZAP requests about new connections until the context ends."""
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             _version, request_id, *question = gate.recv_multipart()

@@ -1,4 +1,4 @@
-"""Small ASGI helpers for routes that skip the web framework: find a header, name an error.
+"""Small ASGI helpers for routes that bypass the web framework: find a header, describe an error.
 
 Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 RETRY_AFTER_S = 1
-"""Where an error does not say when."""
+"""`Retry-After` of an error that has no time of its own."""
 
 
 class ClientGone(Exception):
@@ -29,7 +29,7 @@ class ClientGone(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that lower-case name."""
+    """Return the first header of that lower-case name; None if there is none."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value)
@@ -37,13 +37,13 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def query_value(scope: Scope, name: str) -> str | None:
-    """The first of this name."""
+    """Return the first query value of this name; None if there is none."""
     values = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get(name)
     return values[0] if values else None
 
 
 def error_object(error: ChituError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     status = error.http_status
     if status == 429:
         kind = "rate_limit_error"
@@ -62,8 +62,8 @@ def error_body(error: ChituError) -> bytes:
 
 
 def error_headers(error: ChituError) -> Headers:
-    """`Retry-After` where another try can help: whole seconds, at least one. Where another try would kill more
-    instances, what keeps OpenAI's clients from it: they try again after any 5xx by themselves."""
+    """Return `Retry-After` if a retry can help: whole seconds, at least one. If a retry would kill more instances,
+    return the header that keeps OpenAI's clients from it: they retry after any 5xx by themselves."""
     if isinstance(error, PoisonRequest):
         return [(b"x-should-retry", b"false")]
     if isinstance(error, ServiceError) and error.retryable:

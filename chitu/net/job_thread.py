@@ -1,7 +1,7 @@
 """A thread of its own for jobs that may take long (checksums, scatters), done one after the other in order.
 
-Owned by a transfer role; whoever puts a job in returns at once. Without `start`, `run_one` does one in the caller's
-thread (tests).
+Each thread has one owner; `put` returns at once. Without `start`, `run_one` does one job in the caller's thread
+(tests).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 Job = TypeVar("Job")
 Spawn = Callable[[str, Callable[[], None]], threading.Thread]
-"""Makes a thread of this name that runs this; its death must end the process."""
+"""Makes a thread of this name that runs this function; its death must end the process."""
 
 
 class JobThread(Generic[Job]):
-    """`work(job)` holds no lock when it is called; an exception of it ends the thread, and so the process."""
+    """Calls `work(job)` for each job, holding no lock; an exception in it ends the thread, and so the process."""
 
     def __init__(self, name: str, work: Callable[[Job], None]) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class JobThread(Generic[Job]):
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> None:
-        """Any thread."""
+        """Queue a job. Any thread may call it."""
         self._waiting.put(job)
 
     def start(self, spawn: Spawn) -> None:
@@ -37,7 +37,7 @@ class JobThread(Generic[Job]):
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """After the jobs that wait. A thread that does not come back in time is reported."""
+        """Stop after the jobs that wait. A thread that does not end in time is reported."""
         self._waiting.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -45,7 +45,7 @@ class JobThread(Generic[Job]):
                 logger.warning("%s did not stop within %g s", self._thread.name, timeout_s)
 
     def run_one(self) -> bool:
-        """Do one job in this thread; False where none waits."""
+        """Do one job in this thread; return False if none waits."""
         try:
             job = self._waiting.get_nowait()
         except queue.Empty:

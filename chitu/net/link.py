@@ -1,17 +1,17 @@
-"""One direction of a link: numbered messages that are kept until the other end has them, and sent again if one is lost.
+"""One direction of a link: numbered messages that are kept until acknowledged, and sent again if one is lost.
 
-Sans IO. A link is what one process of the router and one instance tell each other from the joining of the instance to
-its loss: requests one way, tokens the other. The router draws its id. A connection that breaks takes with it what is on
-the way, and its tail may come behind the head of the next one. So the receiver takes messages in order alone, and drops
-what comes behind a gap; the sender sends all of that again as soon as it hears of the gap.
+Sans IO. A link carries the messages between one process of the router and one instance, from the joining of the
+instance to its loss: requests one way, tokens the other. The router draws its id. A connection that breaks loses what
+is in flight, and its tail may arrive after the head of the next one. So the receiver takes messages only in order, and
+drops what comes after a gap; the sender sends all of that again as soon as it learns of the gap.
 
-The receiver's word (`LinkWord`) comes with an instance's heartbeats and with the router's answers to them; a new gap
-brings it forward. Where the last messages were lost no gap shows it: what has no word for `repeat_s` is asked about by
-sending the newest once more. So a message that is slow costs one frame, not all of them, and a receiver that does not
+The receiver's acknowledgement (`LinkWord`) comes with an instance's heartbeats and with the router's answers to them; a
+new gap brings it forward. If the last messages were lost, no gap shows it: without an acknowledgement for `repeat_s`
+the sender sends the newest one again. So a slow message costs one frame, not all of them, and a receiver that does not
 read is sent nothing.
 
-Invariants: a message is taken once, and behind all before it that were not given up. What was given up is never taken
-behind a later one. A sender keeps at most `MAX_KEPT` messages and `MAX_KEPT_BYTES` and a frame.
+Invariants: a message is taken once, and after all before it that were not given up. A message that was given up is
+never taken after a later one. A sender keeps at most `MAX_KEPT` messages, and `MAX_KEPT_BYTES` and a frame.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from chitu.protocol import LinkWord
 
 MAX_KEPT = SEND_HIGH_WATER_MARK
 MAX_KEPT_BYTES = 64 << 20
-"""Of frames that one link's sender keeps: far beyond what a live receiver lets wait, which is what comes in a
-heartbeat."""
+"""Bytes of frames that one link's sender keeps: far more than a live receiver leaves unacknowledged, which is the
+traffic of one heartbeat."""
 MAX_LINKS = 512
-"""That a receiver knows at once; the one that was silent for longest is forgotten. An instance has a link with each API
-process of its router, and leaves one behind when it ends. One that is forgotten is taken up again where its sender
+"""Most links that a receiver keeps; the one that was silent for longest is forgotten. An instance has a link with each
+API process of its router, and a stale one of each that ended. A forgotten link resumes at the number where its sender
 stands."""
 
 T = TypeVar("T")
@@ -40,46 +40,48 @@ class Sent(NamedTuple, Generic[T]):
     frame: bytes
     sent_s: float
     about: T
-    """What its sender calls it."""
+    """What the owner of the sender knows it by."""
 
 
 @dataclass(slots=True)
 class News(Generic[T]):
-    """What a word of the receiver means."""
+    """What an acknowledgement means for the sender."""
 
     repeat: list[bytes] = field(default_factory=list)
-    """To be sent again, in this order."""
+    """Frames to be sent again, in this order."""
     given_up: list[Sent[T]] = field(default_factory=list)
-    """They will not be sent again: for too long nothing got through to a receiver that reads. The next message tells
-    it, so the owner sends one at once."""
+    """Messages that will not be sent again: for too long nothing got through to a receiver that reads. The next message
+    tells the receiver, so the owner sends one at once."""
 
 
 class LinkSender(Generic[T]):
-    """One thread."""
+    """Sending end of a link; used by one thread."""
 
     def __init__(self, link: int, repeat_s: float, patience_s: float) -> None:
-        """Words come every `repeat_s` or sooner. After `patience_s` without progress messages are given up; seconds
-        count as far as words attest them one by one, so a receiver that is slow, busy or stopped has lost nothing."""
+        """Expect acknowledgements every `repeat_s` or sooner. After `patience_s` without progress messages are given
+        up. Only time that successive acknowledgements attest counts, so a receiver that is slow, busy or stopped loses
+        nothing."""
         self.link = link
         self._repeat_s = repeat_s
         self._patience_s = patience_s
         self._kept: deque[Sent[T]] = deque()
-        """Oldest first."""
+        """Messages that are not acknowledged, oldest first."""
         self._kept_bytes = 0
         self.number = 1
-        """Of the next message."""
+        """Number of the next message."""
         self._repeated_s = 0.0
         self._gap: int | None = None
-        """Behind which number the receiver has a gap, as far as its words go."""
+        """Number after which the receiver has a gap, according to its acknowledgements."""
         self._filled_gap = -1
-        """Behind which number everything was sent again, last."""
+        """Number after which everything was sent again, last."""
         self._word_s = 0.0
         self._stalled_s = 0.0
-        """Since when each word attests that the receiver reads, and that it got nothing of what waits."""
+        """Time since which each acknowledgement attests that the receiver reads, and that it got nothing of what
+        waits."""
 
     @property
     def num_kept(self) -> int:
-        """Goes with the next message: how many before it can be sent again."""
+        """How many messages before the next one can be sent again; the next one carries it."""
         return len(self._kept)
 
     @property
@@ -87,14 +89,14 @@ class LinkSender(Generic[T]):
         return len(self._kept) >= MAX_KEPT or self._kept_bytes >= MAX_KEPT_BYTES
 
     def note(self, frame: bytes, about: T, now_s: float) -> None:
-        """The message `number` is on its way."""
+        """Record that the message `number` is in flight."""
         self._kept.append(Sent(frame, now_s, about))
         self._kept_bytes += len(frame)
         self.number += 1
 
     def on_word(self, word: LinkWord | None, is_reading: bool, now_s: float) -> News[T]:
-        """The receiver's newest word; None where it has nothing new to say of this link. `is_reading`: since the word
-        before it has found its port empty, so what came was taken."""
+        """Handle the receiver's newest acknowledgement; None if it has none for this link. `is_reading`: since the one
+        before, the receiver found its port empty, so it took what had arrived."""
         kept, news = self._kept, News[T]()
         acknowledged = 0 if word is None else max(0, word.last - (self.number - 1 - len(kept)))
         for _ in range(min(acknowledged, len(kept))):
@@ -120,7 +122,7 @@ class LinkSender(Generic[T]):
         return news
 
     def give_up(self, sent_s: float) -> list[Sent[T]]:
-        """Forget what was sent up to then."""
+        """Forget the messages sent up to then, and return them."""
         given_up = []
         while self._kept and self._kept[0].sent_s <= sent_s:
             given_up.append(self._forget_oldest())
@@ -137,14 +139,15 @@ class LinkReceiver:
     last: int = 0
     """Number of the last message taken."""
     has_gap: bool = False
-    """Something came from behind a message that did not."""
+    """Whether something came after a message that did not."""
     is_gap_new: bool = False
-    """The sender should hear of it at once; the owner sets it back."""
+    """Whether the sender should learn of the gap at once; the owner resets it."""
     given_up: int = 0
-    """How many messages the sender gave up that were not taken; the owner sets it back."""
+    """How many messages the sender gave up that were not taken; the owner resets it."""
 
     def take(self, number: int, num_kept: int) -> bool:
-        """Whether a message that came is the next one. Else it is dropped: it came before, or will come again."""
+        """Return whether a message is the next one. Otherwise it is dropped: it was taken before, or will come
+        again."""
         if number != self.last + 1:
             num_gone = number - max(0, num_kept) - 1 - self.last
             if num_gone > 0:
@@ -160,7 +163,7 @@ class LinkReceiver:
 
 
 class LinkReceivers:
-    """Of an instance, by link. The comm thread takes, the heartbeat thread asks for the words."""
+    """Receivers of an instance, by link. The comm thread calls `take`, the heartbeat thread `words`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -170,7 +173,7 @@ class LinkReceivers:
         self._alarm = False
 
     def take(self, link: int, number: int, num_kept: int) -> bool:
-        """As `LinkReceiver`. A number of 0 is not counted."""
+        """Take a message as `LinkReceiver` does. A message with number 0 is not numbered, and is taken."""
         if number <= 0:
             return True
         with self._lock:
@@ -189,15 +192,15 @@ class LinkReceivers:
             return is_next
 
     def take_alarm(self) -> bool:
-        """Whether a gap opened since the last call: its sender should know at once. Asked once all that lies ready was
-        taken."""
+        """Return whether a gap opened since the last call: its sender should know at once. Call it after taking all
+        that is ready."""
         with self._lock:
             alarm, self._alarm = self._alarm, False
             return alarm
 
     def words(self) -> tuple[LinkWord, ...]:
-        """Of the links from which something came since the last call. They may be lost: a sender that waits for one
-        sends its newest message again, which is news."""
+        """Return the acknowledgements of links that received something since the last call. They may be lost: a sender
+        that waits for one sends its newest message again, which renews it."""
         with self._lock:
             news, self._news = self._news, set()
             links = [(link, receiver) for link, receiver in self._links.items() if link in news]

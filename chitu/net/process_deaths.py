@@ -1,9 +1,9 @@
-"""Deaths of processes of this machine, known in the moment they happen: a pidfd per process, watched by the loop.
+"""Deaths of processes of this machine, detected at once: a pidfd per process, watched by the event loop.
 
 Owned by `CoordinationPorts`; loop thread. A pid alone proves nothing: it may be a process of another machine or of
-another pid namespace (a container behind the same address), or one that took the number of a dead one. So a process
-says where its pid means something (`pid_namespace`) and when it started (`start_ticks`), and it is watched only where
-both are what is found here. Everything else is left to the leases, and so is a process that is only stopped.
+another pid namespace (a container behind the same address), or it may be reused. So a process reports the namespace of
+its pid (`pid_namespace`) and its start time (`start_ticks`), and is watched only if both match what is found here.
+Everything else is left to the leases, and so is a process that is only stopped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class ProcessName(NamedTuple):
     """One process of one machine, for all time."""
 
     pid_namespace: str
-    """As `pid_namespace()` of that process says; empty: unknown."""
+    """`pid_namespace()` in that process; empty: unknown."""
     pid: int
     start_ticks: int
-    """As `start_ticks(pid)` says."""
+    """`start_ticks(pid)` in that process."""
 
 
 def pid_namespace() -> str:
-    """Equal for two processes that know each other by the same pids: same boot, same pid namespace. Empty: unknown."""
+    """Return a text that is equal for processes with the same pids: same boot, same pid namespace. Empty: unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
@@ -39,7 +39,7 @@ def pid_namespace() -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since the boot (field 22 of /proc/PID/stat); 0 where there is none."""
+    """Return when a process started, in clock ticks since the boot (field 22 of /proc/PID/stat); 0 if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The command's name, in brackets, may hold spaces and brackets itself.
@@ -59,7 +59,7 @@ class ProcessDeaths(Generic[K]):
         self._followed: set[K] = set()
 
     def follow(self, processes: Mapping[K, ProcessName]) -> None:
-        """From now on exactly these. A key means the same process for ever."""
+        """Watch exactly these processes from now on. A key means the same process for ever."""
         for key in self._followed - processes.keys():
             self._forget(key)
         for key in processes.keys() - self._followed:
@@ -80,7 +80,7 @@ class ProcessDeaths(Generic[K]):
         except OSError as error:
             log.warning("cannot watch pid %d (%s): its end is detected when its lease expires", process.pid, error)
             return
-        # After the pidfd is open the number cannot change hands any more, so the answer is about what is watched.
+        # Once the pidfd is open the pid cannot be reused, so the answer is about the process that is watched.
         if start_ticks(process.pid) != process.start_ticks:
             os.close(pidfd)
             self._loop.call_soon(self._died, key)
@@ -91,7 +91,7 @@ class ProcessDeaths(Generic[K]):
     def _died(self, key: K) -> None:
         if key in self._followed:
             self._forget(key)
-            # It is still in the list of whoever follows it, and must not be reported again.
+            # The caller's list still has it, and it must not be reported again.
             self._followed.add(key)
             self._on_death(key)
 

@@ -1,7 +1,7 @@
 """Token buckets, one per client, in bounded memory. Pure: a clock in, waits out. Used by the router on its loop thread.
 
-A bucket holds `burst` requests and fills with `per_s` a second. Invariant: at most `max_buckets` are kept; the one that
-was used longest ago makes room, which can only be to the good of its client.
+A bucket holds `burst` requests and fills with `per_s` a second. Invariant: at most `max_buckets` are kept; the least
+recently used one is evicted, which can only help its client.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Bucket:
 
 
 class RateLimiter(Generic[Client]):
-    """`per_s` 0: without limit."""
+    """Limits the requests of each client. `per_s` 0: without limit."""
 
     def __init__(self, clock: Clock, per_s: float, burst: int, max_buckets: int = MAX_BUCKETS) -> None:
         self._clock = clock
@@ -38,7 +38,8 @@ class RateLimiter(Generic[Client]):
         return len(self._buckets)
 
     def take(self, client: Client) -> float:
-        """0: the request may go on, and counts. Else how many seconds until one may; this one does not count."""
+        """Return 0 if the request may proceed; it then counts. Else return the seconds until one may; this one does not
+        count."""
         if not self._per_s:
             return 0.0
         now_s = self._clock.monotonic()

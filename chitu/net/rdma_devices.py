@@ -1,4 +1,4 @@
-"""The RDMA devices of this machine, and whether they reach GPU memory. Read from /sys and /proc: nothing is opened.
+"""The RDMA devices of this machine, and whether they reach GPU memory. Read from /sys and /proc; no device is opened.
 
 Called by launchers before anything starts, and by the transport that uses them. `choose_protocol` and `why_no_rdma` are
 pure.
@@ -22,9 +22,9 @@ ACTIVE = "ACTIVE"
 @dataclass(frozen=True, slots=True)
 class Rdma:
     devices: Mapping[str, str] = field(default_factory=dict)
-    """The state of each one's best port by its name: `ACTIVE`, `DOWN`, `INIT`."""
+    """State of each device's best port, by device name: `ACTIVE`, `DOWN`, `INIT`."""
     gpu_direct: str = ""
-    """By what they reach GPU memory; empty where they do not."""
+    """What gives them access to GPU memory; empty if they have none."""
 
     @property
     def active(self) -> list[str]:
@@ -56,8 +56,8 @@ def _gpu_direct() -> str:
 
 
 def why_no_rdma(found: Rdma, ib_device: str, has_gpus: bool = False) -> str:
-    """Why this machine cannot write over RDMA, as the end of a sentence; empty where it can. `ib_device`: names to use,
-    comma separated, or any; `has_gpus`: whether GPU memory is written."""
+    """Return why this machine cannot write over RDMA, as the end of a sentence; empty if it can. `ib_device`: names to
+    use, comma separated; empty: any. `has_gpus`: whether GPU memory is written."""
     if not found.devices:
         return f"this host has no RDMA device (nothing in {INFINIBAND})"
     wanted = [name.strip() for name in ib_device.split(",") if name.strip()]
@@ -72,7 +72,7 @@ def why_no_rdma(found: Rdma, ib_device: str, has_gpus: bool = False) -> str:
 
 
 def choose_protocol(pd: PDDisaggregationConfig, found: Rdma, has_gpus: bool) -> tuple[str, str]:
-    """What Mooncake writes over from this machine, and why, as a phrase. Other nodes are taken for its like."""
+    """Return what Mooncake writes over from this machine, and why, as a phrase. Other nodes are assumed to be alike."""
     reason = why_no_rdma(found, pd.ib_device, has_gpus)
     if pd.mooncake_protocol == "tcp":
         return "tcp", "as the topology says"

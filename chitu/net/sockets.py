@@ -14,30 +14,30 @@ from chitu.net.curve import is_secret, require_curve, serve_curve
 
 TCP_SILENCE_MS = 10_000
 """A connection whose other end acknowledges nothing for this long (a pulled cable; a stopped process still does) is
-closed and made anew, where TCP by itself would try for a quarter of an hour, or for ever where nothing is sent: each
-end asks by keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its
-connections, which it would lose with ZMQ's own heartbeats."""
+closed and reopened. TCP by itself would retry for a quarter of an hour, or wait for ever if nothing is sent: so each
+end sends keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its connections,
+which it would lose with ZMQ's own heartbeats."""
 KEEPALIVE_S = 2
-"""After this long without data an end probes the connection, and again. Once packets pass again, an end whose other end
-is gone hears so (a reset) by its next question."""
+"""An end probes the connection after this long without data, and again after as long. Once packets pass again, an end
+whose other end is gone gets a reset in answer to its next probe."""
 CONNECT_TIMEOUT_MS = 2_000
-"""A connection that does not come about within it is tried anew: TCP's own next try may be a minute away."""
+"""A connection attempt that takes longer is repeated: TCP's own next try may be a minute away."""
 SEND_HIGH_WATER_MARK = 100_000
 """Messages queued for a peer that does not read. Far beyond any live load, so a full queue means a dead peer."""
 HANDSHAKE_MS = 3_000
-"""Whoever connected and has not shown by then that he speaks ZMTP, and with a cluster key that he has it, is cut off:
-until then he takes a descriptor."""
+"""A connection that has not proved by then that it speaks ZMTP (with a cluster key: that it has the key) is closed;
+until then it takes a descriptor."""
 MAX_FRAME_BYTES = 64 << 20
-"""A sender of a larger frame is cut off: the token ids of the longest prompt fit."""
+"""The sender of a larger frame is disconnected; the token ids of the longest prompt fit."""
 MAX_SMALL_FRAME_BYTES = 1 << 20
-"""Where only heartbeats, joins and their like are expected. libzmq holds all frames of a message until the last came,
-and counts them only in bytes a frame."""
+"""Largest frame of ports that expect only heartbeats, joins and the like. libzmq holds all frames of a message until
+the last arrives, and limits only the bytes of each frame."""
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,255}")
 
 
 def check_address(host: str, port: int) -> None:
-    """BadFrame where no socket could ever connect there: addresses of peers come in messages."""
+    """Raise BadFrame if no socket could ever connect there: addresses of peers come in messages."""
     if not _HOST.fullmatch(host) or not 0 < port <= 65535:
         raise BadFrame(f"{host[:255]!r}:{port} is no address")
 
@@ -62,7 +62,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
 def bind(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, port: int, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> tuple[zmq.Socket[bytes], int]:
-    """Bind a socket; port 0 lets the OS pick. Returns it with its port. zmq.ZMQError where the port is taken."""
+    """Bind a socket; port 0 lets the OS pick. Return it with its port. Raises zmq.ZMQError if the port is taken."""
     socket = _open(context, kind)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
@@ -85,13 +85,13 @@ def connect(
     *,
     queues_unconnected: bool = True,
 ) -> zmq.Socket[bytes]:
-    """Connect a socket; reconnects by itself for as long as it lives.
+    """Connect a socket, which reconnects by itself for as long as it lives.
 
-    Without `queues_unconnected` a send while there is no connection is zmq.Again, and what is queued is lost with its
-    connection: for what is repeated anyway and says nothing new the hundredth time.
+    Without `queues_unconnected` a send without a connection raises zmq.Again, and queued messages are lost with their
+    connection: this is for messages that are repeated anyway.
 
-    BadFrame where no socket can be opened to such an address: it came with a message. Capacity where this process has
-    no socket or descriptor left: later there may be one.
+    Raises BadFrame if no socket can be opened to such an address, which came with a message. Raises Capacity if this
+    process has no socket or descriptor left; there may be one later.
     """
     check_address(host, port)
     try:

@@ -1,5 +1,5 @@
-"""Threads of a worker process. A thread that dies unexpectedly takes its process with it, loudly: a half-dead process
-would keep its lease and lose requests in silence."""
+"""Threads of a worker process. A thread that dies unexpectedly ends its process, and logs it: a half-dead process would
+keep its lease and lose requests silently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ EXIT_DEAD_THREAD = 70
 class ServiceThread(threading.Thread):
     """Runs `target` to its end; an exception ends the process with `EXIT_DEAD_THREAD`.
 
-    It works on the GPU of the thread that makes it. CUDA would give it the first of the machine, and memory there.
+    It uses the GPU of the thread that creates it. CUDA's default is the first GPU of the machine, and would take memory
+    there.
     """
 
     def __init__(self, name: str, target: Callable[[], None]) -> None:
@@ -44,13 +45,13 @@ class ServiceThread(threading.Thread):
 
 
 def _name_os_thread(name: str) -> None:
-    """Show the name in top and py-spy; threads are all called `python` otherwise."""
+    """Set the thread's name in top and py-spy, where all threads are called `python` otherwise."""
     pr_set_name = 15
     ctypes.CDLL(None).prctl(pr_set_name, name.encode()[:15], 0, 0, 0)
 
 
 def _cuda_in_use() -> Any:
-    """`torch.cuda`, where this process computes on a GPU; else None. Imports nothing."""
+    """Return `torch.cuda` if this process computes on a GPU, else None. Imports nothing."""
     torch: Any = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 

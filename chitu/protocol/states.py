@@ -3,10 +3,10 @@
 Those of a request on the router are in `generation_states.py`, on its instance in `sequence_states.py`.
 
 Pure tables. `kv_transfer/transfer_table.py` walks them, and is the only writer of their states and deadlines;
-docs/protocol.md says what ends each of them. Invariants (checked over the tables by `test/unit/test_states.py`): a room
-that succeeded or failed never does the other thing; from every state a terminal one can be reached; every state of a
-room that is not terminal either has a deadline by the clock or waits for an event that the protocol repeats until it
-comes; what a state with a deadline waits for has words, which are the text of its error.
+docs/protocol.md shows what ends each of them. Invariants (checked over the tables by `test/unit/test_states.py`): a
+room that succeeded never fails, and the other way round; from every state a terminal one can be reached; every state of
+a room that is not terminal either has a deadline by the clock or waits for an event that the protocol repeats until it
+comes; a state with a deadline has a text for what it waits for, which its error quotes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class KVPoll(IntEnum):
 
 
 class Deadline(Enum):
-    """What ends a stay in a state when nothing else does. It runs from the first of the neighbouring states that have
-    the same one: a later state of the same room does not extend it."""
+    """What ends a stay in a state if nothing else does. It runs from the first of the neighbouring states that have the
+    same one: a later state of the same room does not extend it."""
 
     BOOTSTRAP = auto()
     """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
     TRANSFER = auto()
     """`transfer_s` from TransferInfo, on either side."""
     REPEAT = auto()
-    """`transfer_s` of repeating a status that nobody acknowledges; then the room is forgotten."""
+    """`transfer_s` of repeating a status without an acknowledgement; then the room is forgotten."""
     HANDSHAKE = auto()
-    """None by the clock: time alone must never free memory that a peer may touch. Left when the writer stopped."""
+    """No clock: time alone must never free memory that a peer may touch. Left when the writer has stopped."""
     TERMINAL = auto()
     """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
 
 
 NO_CLOCK: Final = frozenset({Deadline.HANDSHAKE, Deadline.TERMINAL})
-"""Deadlines that no clock of their own ends."""
+"""Deadlines that no clock ends."""
 
 
 def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
-    """The text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
+    """Return the text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
     return f"{who} waited {waited_s:.1f} s in {state.name} for {what}"
 
 
@@ -65,24 +65,24 @@ class SenderState(Enum):
     ANNOUNCED = auto()
     """TransferInfo is here, the router's half is not."""
     WAITING = auto()
-    """Both halves are here, nothing was written yet."""
+    """Both halves are here, and no byte was written yet."""
     TRANSFERRING = auto()
-    """Something was written; no thread writes now."""
+    """Some bytes were written; no thread writes now."""
     WRITING = auto()
     """A transfer thread is inside a write."""
     SUCCEEDED = auto()
     """Every byte landed. The Success status is repeated until D acknowledges it."""
     STOPPING = auto()
-    """Failed while a transfer thread is inside a write: pages stay where they are, on both sides, until it is back."""
+    """Failed while a transfer thread is inside a write: pages stay allocated on both sides until it returns."""
     UNSETTLED = auto()
-    """Failed, and a write of it that failed may still land. The transport is asked to settle it again and again."""
+    """Failed, and a write of it that failed may still land. The transport is asked repeatedly to settle it."""
     SETTLING = auto()
-    """As UNSETTLED, and a transfer thread asks now, or will. Of the rooms of one D it asks for one at a time."""
+    """As UNSETTLED, and a transfer thread settles it now, or will. Rooms of one D are settled one at a time."""
     RELEASED = auto()
     """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
     FORGOTTEN = auto()
-    """D knows, has given up itself, or is gone. So is a room that fails before its first byte: as long as D has heard
-    nothing it repeats TransferInfo, and the tombstone answers."""
+    """D knows the outcome, has given up itself, or is gone. Also a room that failed before its first byte: D has
+    received nothing, so it repeats TransferInfo, and the tombstone answers."""
 
 
 class SenderEvent(Enum):
@@ -92,25 +92,25 @@ class SenderEvent(Enum):
     ANNOUNCE = auto()
     WRITE_BEGAN = auto()
     WRITE_ENDED = auto()
-    """It landed, and it was not the last one."""
+    """A write landed, and it was not the last one."""
     LANDED = auto()
     """The last byte is in D's memory."""
     ABORT = auto()
     """P's own scheduler gave the room up."""
     PEER_ABORT = auto()
-    """D gave it up (AbortTransfer)."""
+    """D gave the room up (AbortTransfer)."""
     PEER_LOST = auto()
     """D's incarnation left the cluster view or was replaced."""
     WRITE_FAILED = auto()
-    """None of it can land any more, or D takes no writes."""
+    """A write failed and can no longer land, or D takes no writes."""
     WRITE_UNSETTLED = auto()
-    """It failed and may still land."""
+    """A write failed and may still land."""
     REFUSED = auto()
     """The two halves contradict each other (prompt length, page list)."""
     DEADLINE = auto()
     SETTLE_BEGAN = auto()
     SETTLE_FAILED = auto()
-    """The attempt is over; the write may still land."""
+    """An attempt to settle is over; the write may still land."""
     SETTLED = auto()
     """The write that failed cannot land any more."""
     ACKNOWLEDGED = auto()
@@ -134,7 +134,7 @@ SENDER_FAILURES: Final = frozenset(
 )
 
 SENDER_NO_HEARERS: Final = frozenset({SenderEvent.PEER_ABORT, SenderEvent.PEER_LOST})
-"""Behind these no status is owed to D."""
+"""After these P owes D no status."""
 
 SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
     (None, SenderEvent.ADD_REQUEST): SenderState.REQUESTED,
@@ -195,7 +195,7 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     SenderState.SUCCEEDED: "{peer}'s acknowledgement",
     SenderState.RELEASED: "{peer}'s acknowledgement",
 }
-"""What is missing in a state that a clock ends."""
+"""What is missing in each state that a clock ends."""
 
 
 # ----------------------------------------------------------------------------------------------------- D: the receiver
@@ -203,37 +203,38 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
 
 class ReceiverState(Enum):
     BOOTSTRAPPING = auto()
-    """Announced by the scheduler; P does not have our registration yet, so nobody was told of the pages."""
+    """Announced by the scheduler; P does not have D's registration yet, so it was not sent the pages."""
     WAITING = auto()
     """TransferInfo was sent (and is repeated until P's first sign)."""
     CHECKING = auto()
-    """P says that the aux row is here; D looks at it."""
+    """P reported that the aux row is here; D verifies it."""
     LOGITS = auto()
-    """The aux row is here and verified; KV is on its way."""
+    """The aux row is here and verified; KV is in flight."""
     WRITTEN = auto()
-    """P said Success: nothing writes here any more, whatever becomes of the room. D looks at the aux row first."""
+    """P reported Success: it writes nothing here any more, whatever becomes of the room. D verifies the aux row
+    first."""
     VERIFYING = auto()
-    """As WRITTEN, and the aux row is verified; D looks at the KV (`verify_kv`)."""
+    """As WRITTEN, and the aux row is verified; D verifies the KV (`verify_kv`)."""
     SUCCEEDED = auto()
     """All bytes are here; the pages belong to the request again."""
     QUARANTINED = auto()
-    """Failed; P may still write. AbortTransfer is repeated until P says that it stopped, or is known dead."""
+    """Failed; P may still write. AbortTransfer is repeated until P acknowledges that it stopped, or is known dead."""
     RELEASED = auto()
-    """Failed, and nothing writes the pages any more."""
+    """Failed, and P cannot write the pages any more."""
 
 
 class ReceiverEvent(Enum):
     ANNOUNCE = auto()
     SENT = auto()
-    """P acknowledged our registration, TransferInfo leaves."""
+    """P acknowledged D's registration, and TransferInfo is sent."""
     ROW_SENT = auto()
-    """AuxReady."""
+    """P sent AuxReady."""
     LOGITS = auto()
-    """The aux row is right."""
+    """The aux row is correct."""
     SUCCESS = auto()
     """P wrote its last byte, as many as were announced."""
     VERIFIED = auto()
-    """The KV is right."""
+    """The KV is correct."""
     ABORT = auto()
     """D's own scheduler gave the room up."""
     PEER_FAILED = auto()
@@ -250,7 +251,7 @@ class ReceiverEvent(Enum):
 
 
 RECEIVER_OWN_FAILURES: Final = frozenset({ReceiverEvent.ABORT, ReceiverEvent.CORRUPT, ReceiverEvent.DEADLINE})
-"""Of what P has written, P takes nothing back: only these end a room behind its Success."""
+"""Failures that can end a room after P's Success: P cannot take back what it has written."""
 RECEIVER_FAILURES: Final = RECEIVER_OWN_FAILURES | {ReceiverEvent.PEER_FAILED, ReceiverEvent.PEER_LOST}
 _WRITTEN_TO: Final = (ReceiverState.WAITING, ReceiverState.CHECKING, ReceiverState.LOGITS)
 
@@ -298,20 +299,20 @@ RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
 
 
 class RegistrationState(Enum):
-    """Of D with an incarnation of P."""
+    """State of D's registration with an incarnation of P."""
 
     ASKED = auto()
-    """The registration is sent, and repeated until P replies."""
+    """The registration was sent, and is repeated until P replies."""
     ACCEPTED = auto()
     REFUSED = auto()
-    """For good: P will not change its mind within this incarnation."""
+    """P refused for good: it will not change its answer within this incarnation."""
 
 
 class RegistrationEvent(Enum):
     ACCEPT = auto()
     REFUSE = auto()
     LOST = auto()
-    """P left the view, or has another address now: it may have forgotten us."""
+    """P left the view, or has another address now: it may have forgotten D."""
 
 
 REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEvent], RegistrationState]] = {

@@ -1,8 +1,8 @@
 """Trace records: what router, P and D saw of a request that is traced, and how records come to the router.
 
 `chitu/tracing/` writes and reads them as JSON lines; `client/timeline.py` joins them. Times named `at_s` are on the
-monotonic clock of the process that wrote the record: only spans between records of one process mean something. They
-have token ids of prompts and outputs, and frames whole messages.
+monotonic clock of the process that wrote the record: only spans between records of one process mean something. Records
+contain token ids of prompts and outputs, and frames whole messages.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from chitu.protocol.snapshot import RequestSnapshot
 from chitu.protocol.wire import Wire
 
 MAX_LISTED_PAGES = 256
-"""Of a list of pages; more are counted."""
+"""Page numbers recorded of a list; further ones are only counted."""
 HEAD_TOKENS = 16
 MAX_FRAME_BYTES = 64 << 10
-"""Of a frame; a larger one is recorded without its bytes, since a part of it cannot be read."""
+"""Largest frame that is recorded with its bytes: a part of a larger one could not be read."""
 
 
 class TraceRecord(Wire, frozen=True, kw_only=True, omit_defaults=False, tag_field="kind"):
-    """What all of them have."""
+    """Fields that every trace record has."""
 
     request_id: str
-    """With several choices of a request `<id>-<choice>`."""
+    """Id of the request; with several choices `<id>-<choice>`."""
     room: str
     """UUID of the attempt; empty in the router's record of the whole request."""
     instance: str
@@ -38,11 +38,11 @@ class TracedPages(Wire, frozen=True, omit_defaults=False):
 
     count: int
     numbers: tuple[int, ...]
-    """The first `MAX_LISTED_PAGES`."""
+    """The first `MAX_LISTED_PAGES` numbers."""
     lowest: int
     highest: int
     dtype: str = "int32"
-    """Of the numbers, as they travel."""
+    """Type of the numbers as they are sent."""
 
     @classmethod
     def of(cls, pages: Sequence[int]) -> TracedPages:
@@ -51,7 +51,7 @@ class TracedPages(Wire, frozen=True, omit_defaults=False):
 
 
 class TracedLayout(Wire, frozen=True, omit_defaults=False):
-    """What a page of that instance is."""
+    """Shape of a page on that instance."""
 
     num_layers: int
     num_kv_heads: int
@@ -66,18 +66,18 @@ class TracedSums(Wire, frozen=True, omit_defaults=False):
     """Hashes of a window of a prompt's pages, K and V of all layers (formula: `kv_cache/checksum.py`)."""
 
     positions: tuple[int, ...]
-    """In the list of pages."""
+    """Positions in the list of pages."""
     sums: tuple[str, ...]
-    """16 hex digits each."""
+    """One sum per position, 16 hex digits each."""
     head_copies: int = 1
-    """How many ranks hold the same KV head, each of which is summed up: the others' sums count once."""
+    """Number of ranks that hold the same KV head. These sums include every copy; P's sums count each head once."""
 
 
 class TraceArrival(TraceRecord, frozen=True, kw_only=True, tag="arrival"):
-    """The request, or its half, came."""
+    """The request, or its half, arrived."""
 
     prompt_tokens: int
-    """That are prefilled here: behind the client's prompt may be output of earlier attempts."""
+    """Tokens that are prefilled here: the client's prompt and, after it, output of earlier attempts."""
     continued_tokens: int
     prompt_head: tuple[int, ...]
     """The first `HEAD_TOKENS` ids."""
@@ -89,35 +89,35 @@ class TraceSend(TraceRecord, frozen=True, kw_only=True, tag="send"):
     prompt_tokens: int
     cached_tokens: int
     token_range: tuple[int, int]
-    """Of the prompt, whose pages are written: D had what is before."""
+    """Range of the prompt whose pages are written: D already had what is before it."""
     slot: int
     """Executor slot."""
     pages: TracedPages
     peer_pages: TracedPages
-    """D's, to which they are written; none where D wants the logits row alone."""
+    """Pages of D to which they are written; none if D wants only the logits row."""
     layout: TracedLayout
     bytes_by_layer: tuple[int, ...]
-    """Of KV, to all ranks of D."""
+    """KV bytes to all ranks of D, by layer."""
     total_bytes: int
-    """With the logits row."""
+    """Bytes including the logits row."""
 
 
 class TraceWrite(TraceRecord, frozen=True, kw_only=True, tag="write"):
-    """P: one submit to the transport, when it is complete."""
+    """P: one submit to the transport, recorded when it is complete."""
 
     what: Literal["kv", "logits"]
     transport: str
     device: str
-    """`cpu`, `cuda`: where P's buffers are."""
+    """Where P's buffers are: `cpu`, `cuda`."""
     dtype: str
     layers: tuple[int, int]
-    """First and behind the last; both 0 for logits."""
+    """The first layer and the one after the last; both 0 for logits."""
     num_buffers: int
-    """Of the main rank."""
+    """Buffers of the main rank."""
     buffer_bytes: tuple[int, int]
-    """The smallest and the largest."""
+    """Bytes of the smallest and the largest buffer."""
     total_bytes: int
-    """Of all ranks; 0 where it failed."""
+    """Bytes of all ranks; 0 if the write failed."""
     latency_s: float
     """From the submit to the completion."""
     error: str
@@ -129,7 +129,7 @@ class TraceSent(TraceRecord, frozen=True, kw_only=True, tag="sent"):
     total_bytes: int
     times: PrefillTimes
     hashes: TracedSums | None
-    """Of P's own pages; null where they could not be made."""
+    """Hashes of P's own pages; null if they could not be made."""
 
 
 class TraceRestored(TraceRecord, frozen=True, kw_only=True, tag="restored"):
@@ -137,47 +137,47 @@ class TraceRestored(TraceRecord, frozen=True, kw_only=True, tag="restored"):
 
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, whose pages were here already."""
+    """Prompt tokens whose pages were here already."""
     slot: int
     aux_slot: int
     pages: TracedPages
     layout: TracedLayout
     bytes_by_layer: tuple[int, ...]
-    """That came."""
+    """KV bytes that arrived, by layer."""
     total_bytes: int
-    """With the logits row."""
+    """Bytes including the logits row."""
     admission_s: float
     """From the arrival to the announcement of the pages."""
     landed_s: float
-    """From the arrival; of a unified instance, to the first token."""
+    """From the arrival to the KV; on a unified instance, to the first token."""
     times: PrefillTimes = NO_TIMES
-    """Of a unified instance."""
+    """Times of a unified instance."""
     hashes: TracedSums | None = None
 
 
 class TraceStep(TraceRecord, frozen=True, kw_only=True, tag="step"):
-    """D or a unified instance: a token."""
+    """D or a unified instance: one token."""
 
     index: int
-    """From 0, of this attempt."""
+    """Number of the token in this attempt, from 0."""
     last_token: int
-    """Behind which it was drawn."""
+    """Token after which it was drawn."""
     next_token: int
     new_pages: tuple[int, ...]
-    """Since the record before."""
+    """Pages added since the record before."""
     ended: str
-    """`stop` or `length` with the last one."""
+    """`stop` or `length` with the last token, else empty."""
 
 
 class TraceEnd(TraceRecord, frozen=True, kw_only=True, tag="end"):
-    """The instance is done with it."""
+    """The instance is done with the request."""
 
     reason: str
     """`stop`, `length`, `sent` (P), `cancelled`, `error`."""
     code: str
     message: str
     output_tokens: int
-    """Of this attempt."""
+    """Output tokens of this attempt."""
 
 
 class TraceFrame(TraceRecord, frozen=True, kw_only=True, tag="frame"):
@@ -188,25 +188,25 @@ class TraceFrame(TraceRecord, frozen=True, kw_only=True, tag="frame"):
     """`request`, `control`, `token`."""
     num_bytes: int
     data: bytes
-    """Empty where it is larger than `MAX_FRAME_BYTES`."""
+    """The message; empty if it is larger than `MAX_FRAME_BYTES`."""
 
 
 class TraceRequest(TraceRecord, frozen=True, kw_only=True, tag="request"):
-    """The router, when the answer is over: what `return_proof` and the spans of OpenTelemetry are made of, too."""
+    """The router, when the answer is over. `return_proof` and the spans of OpenTelemetry are made from it, too."""
 
     path: str
     tenant: str
-    """Of the API key that asked (a hash)."""
+    """Tenant of the API key that asked (a hash)."""
     arrived_s: float
     received_s: float
     error: str
-    """Code, where the request has no answer because of it."""
+    """Error code, if the request has no answer because of it."""
     choices: tuple[tuple[RequestSnapshot, ...], ...]
-    """Of each its attempts."""
+    """Attempts of each choice."""
 
 
 class TraceLoss(TraceRecord, frozen=True, kw_only=True, tag="loss"):
-    """Records of this process that are missing from here on back: there was no room for them. Of any request."""
+    """Records of this process, of any request, that were dropped before this one for lack of room."""
 
     num_records: int
 

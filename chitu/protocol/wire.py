@@ -15,11 +15,12 @@ PROTOCOL_VERSION = 9
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of every record that crosses a socket. What the HTTP API shows too (loads, times) keeps its zeros."""
+    """Base of every record that crosses a socket. Records that the HTTP API shows too (loads, times) keep their
+    zeros."""
 
 
 def pack_i32(values: Iterable[int]) -> bytes:
-    """Integers as int32 little-endian bytes. OverflowError where one does not fit."""
+    """Return integers as int32 little-endian bytes. Raises OverflowError if one does not fit."""
     packed = values if isinstance(values, array) and values.typecode == "i" else array("i", values)
     if sys.byteorder == "big":
         packed = array("i", packed)
@@ -28,7 +29,7 @@ def pack_i32(values: Iterable[int]) -> bytes:
 
 
 def unpack_i32(data: bytes) -> array[int]:
-    """The inverse of `pack_i32`; BadFrame where the length is no multiple of 4."""
+    """Return the integers of `pack_i32`. Raises BadFrame if the length is no multiple of 4."""
     if len(data) % 4:
         raise BadFrame(f"an int32 array of {len(data)} bytes: not a multiple of 4")
     values = array("i")
@@ -43,7 +44,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Wire) -> bytes:
-    """Any message as one MessagePack frame."""
+    """Return a message as one MessagePack frame."""
     return _encoder.encode(message)
 
 

@@ -1,6 +1,6 @@
 """What a process of the router records of the requests that are traced. Loop thread.
 
-`TraceChoice` says which are; the records go to `TraceFiles`, whose thread writes them.
+`RouterTrace.level` decides which are; the records go to `TraceFiles`, whose thread writes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEVELS: dict[bytes, TraceLevel] = {b"0": "", b"1": "records", b"frames": "frames
 
 
 def trace_folder(config: TraceConfig) -> Path:
-    """As configured, or a new name under the temporary folder; nothing is made."""
+    """Return the configured folder, or a new name under the temporary folder. Creates nothing."""
     if config.dir:
         return Path(config.dir).expanduser().absolute()
     return Path(tempfile.gettempdir()) / f"chitu-trace-{secrets.token_hex(8)}"
@@ -32,16 +32,17 @@ def trace_folder(config: TraceConfig) -> Path:
 
 class RouterTrace:
     def __init__(self, config: TraceConfig, files: TraceFiles, name: str, clock: Clock) -> None:
-        """`name`: of this process: `router`, `router.1`."""
+        """`name` is that of this process: `router`, `router.1`."""
         self._config = config
         self._name = name
         self._clock = clock
         self.files = files
         self.framed: dict[bytes, str] = {}
-        """Rooms of which token messages are recorded, with their request ids; empty where none are."""
+        """Rooms whose token messages are recorded, with their request ids; empty if there are none."""
 
     def level(self, given: bytes | None) -> TraceLevel:
-        """Of a new request, by its header `X-Chitu-Trace`. InvalidRequest for what it cannot be."""
+        """Return the level of a new request, by its header `X-Chitu-Trace`. Raises InvalidRequest if it is not
+        allowed."""
         if given is None:
             return "records" if self._config.sample and random.random() < self._config.sample else ""
         level = LEVELS.get(given)
@@ -62,7 +63,7 @@ class RouterTrace:
         error: str,
         choices: list[list[RequestSnapshot]],
     ) -> None:
-        """Its answer is over."""
+        """Record a request whose answer is over."""
         record = TraceRequest(
             request_id=request_id,
             room="",

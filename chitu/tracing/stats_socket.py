@@ -1,4 +1,4 @@
-"""The way of trace records to the router: a PUSH socket to its stats port. Thread `trace` only."""
+"""Socket that takes trace records to the router: PUSH to its stats port. Used by thread `trace` only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zmq
 from chitu.net.sockets import connect
 
 MAX_MESSAGES = 64
-"""That wait for a router that does not read; of more the records are dropped. Trace batches are some 128 KiB."""
+"""Messages queued for a router that does not read; records beyond them are dropped. A batch is some 128 KiB."""
 LINGER_MS = 200
 
 
 class StatsSocket:
-    """`tracer.TraceSocket`. BadFrame or Capacity where it cannot be opened."""
+    """A `tracer.TraceSocket`. Raises BadFrame or Capacity if it cannot be opened."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
         self._socket = connect(context, zmq.PUSH, host, port)

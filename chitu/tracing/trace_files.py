@@ -1,9 +1,9 @@
-"""Where trace records lie: `NAME.jsonl` of each process in one folder of the router's machine, and how they are found.
+"""Trace files: `NAME.jsonl` of each process in one folder of the router's machine, and how records are found in them.
 
-Written by each process of the router (its own records, and those that instances send to it), read for
-`GET /trace/ID` and by `chitu trace --dir`. `write` returns at once; a thread of its own writes. Bounded: beyond
-`max_bytes` a file goes on empty, and `NAME.jsonl.1` keeps what was in it until the next time. A record that finds no
-room on its way, or cannot be written, is dropped, counted, and named in a `TraceLoss` behind it.
+Written by each process of the router (its own records, and those that instances send to it), read for `GET /trace/ID`
+and by `chitu trace --dir`. `write` returns at once; a thread of its own writes. Bounded: beyond `max_bytes` a file
+starts again empty, and `NAME.jsonl.1` keeps its content until the next time. A record that finds no room on its way, or
+cannot be written, is dropped and counted; a `TraceLoss` after it reports the count.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from chitu.protocol.trace import AnyTraceRecord, TraceLoss
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 16 << 20
-"""Of records that are to be written; beyond it they are dropped: a disk may be slow or full."""
+"""Bytes of records that wait to be written. Beyond it records are dropped: a disk may be slow or full."""
 MAX_FOUND_BYTES = 8 << 20
-"""Of records of one request that are read."""
+"""Bytes of records of one request that are read."""
 BLOCK_BYTES = 256 << 10
-"""Looked through in one go."""
+"""Bytes that are searched at a time."""
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyTraceRecord] = msgspec.json.Decoder(AnyTraceRecord)
@@ -37,16 +37,16 @@ _decoder: msgspec.json.Decoder[AnyTraceRecord] = msgspec.json.Decoder(AnyTraceRe
 
 class FoundRecords(msgspec.Struct, frozen=True):
     records: list[AnyTraceRecord]
-    """In the order of each file."""
+    """Records in the order of each file."""
     num_unreadable: int = 0
-    """Lines that are none of this version's records."""
+    """Lines that are not records of this version."""
     is_cut: bool = False
-    """There are more than `MAX_FOUND_BYTES`."""
+    """Whether there are more than `MAX_FOUND_BYTES`."""
 
 
 class TraceFiles:
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """The folder is made with the first record; only this user can look into it."""
+        """Write to `folder`, which is created with the first record; only this user can access it."""
         self.folder = folder
         self._max_bytes = max_bytes
         self._files: dict[str, BinaryIO] = {}
@@ -58,11 +58,11 @@ class TraceFiles:
         self._is_started = False
 
     def add(self, record: AnyTraceRecord) -> None:
-        """One of this process. Never blocks."""
+        """Write a record of this process. Never blocks."""
         self.write(record.instance, _encoder.encode(record) + b"\n")
 
     def write(self, name: str, lines: bytes, num_dropped: int = 0) -> None:
-        """Records of the process `name`, which dropped so many before these. Never blocks."""
+        """Write records of the process `name`, which dropped `num_dropped` before these. Never blocks."""
         if not self._is_started:
             self._is_started = True
             self._writer.start(ServiceThread)
@@ -105,14 +105,14 @@ class TraceFiles:
     def _open(self, name: str) -> BinaryIO:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = open(os.open(self.folder / f"{name}.jsonl", flags, 0o600), "ab", 0)  # noqa: SIM115 - as long as we live
+        file = open(os.open(self.folder / f"{name}.jsonl", flags, 0o600), "ab", 0)  # noqa: SIM115 - open until rotated
         file.seek(0, os.SEEK_END)
         self._files[name] = file
         return file
 
 
 def find_records(folder: Path, request_id: str) -> FoundRecords:
-    """Those of a request and of its choices, with every word of records that are missing. Blocks."""
+    """Return the records of a request and its choices, and every report of missing records. Blocks."""
     text = _encoder.encode(request_id)[1:-1]
     needles = (b'"request_id":"' + text, b'"kind":"loss"')
     records: list[AnyTraceRecord] = []
@@ -134,12 +134,12 @@ def find_records(folder: Path, request_id: str) -> FoundRecords:
 
 
 def is_of(name: str, request_id: str) -> bool:
-    """Whether a record's `request_id` is that of the request, or of one of its choices."""
+    """Return whether a record's `request_id` is that of the request, or of one of its choices."""
     return name == request_id or (name.startswith(f"{request_id}-") and name[len(request_id) + 1 :].isdigit())
 
 
 def _lines_with(path: Path, needles: Sequence[bytes]) -> Iterator[bytes]:
-    """Whole lines that have one of them. Blocks without any are only looked through, which is fast."""
+    """Yield whole lines that contain a needle. Blocks of the file without any are only scanned, which is fast."""
     rest = b""
     try:
         with path.open("rb") as file:
@@ -147,5 +147,5 @@ def _lines_with(path: Path, needles: Sequence[bytes]) -> Iterator[bytes]:
                 whole, newline, rest = (rest + block).rpartition(b"\n")
                 if newline and any(needle in whole for needle in needles):
                     yield from (line for line in whole.split(b"\n") if any(needle in line for needle in needles))
-    except OSError as error:  # rotated away in this moment, or not ours
+    except OSError as error:  # just rotated away, or not readable
         logger.warning("%s cannot be read: %s", path, error.strerror or error)

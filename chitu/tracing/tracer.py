@@ -1,9 +1,9 @@
 """What an instance records of the requests that are traced, on its way to the router.
 
-Made by the process entry, used by every thread of an instance: the comm thread says which rooms are traced (`begin`),
-whoever sees something of one of them adds a record, and the thread `trace`, which starts with the first of them, sends
-them to the router's stats port. Invariants: `rooms` is empty where nothing is traced, and one look at it is all that
-tracing costs then; `add` never blocks; what finds no room is counted, and the router is told.
+Made by the process entry, used by every thread of an instance. The comm thread registers traced rooms (`begin`), any
+thread that sees something of one adds a record, and the thread `trace`, which starts with the first of them, sends the
+records to the router's stats port. Invariants: `rooms` is empty while nothing is traced, and then one lookup in it is
+all that tracing costs; `add` never blocks; records that find no room are counted, and the count is sent to the router.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED = 8192
 """Records that wait to be sent."""
 MAX_FRAME_SHARE_BYTES = 8 << 20
-"""Bytes of recorded frames that wait."""
+"""Bytes of recorded frames that wait to be sent."""
 BATCH_BYTES = 128 << 10
-"""Of one message to the router, about; its port takes 1 MiB."""
+"""Approximate bytes of one message to the router; its port takes 1 MiB."""
 PAUSE_S = 0.05
-"""Between two looks at what waits, while something is traced."""
+"""Seconds between two sends while something is traced."""
 MAX_ROOMS = 1024
-"""Traced at once; of more the oldest are traced no more."""
+"""Rooms that are traced at once; beyond it the oldest are no longer traced."""
 LINGER_S = 2.0
-"""After its end frames of a room may still come."""
+"""Seconds after the end of a room in which frames of it may still come."""
 
 
 class TraceSocket(Protocol):
-    """To the router; used by the thread `trace` alone."""
+    """Socket to the router; used by the thread `trace` alone."""
 
     def send(self, frame: bytes) -> bool:
-        """False where its queue is full."""
+        """Queue a frame. Return False if the queue is full."""
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class TracedRoom:
-    """What the writers of its records remember between two of them."""
+    """What the writers of a room's records remember between two of them."""
 
     request_id: str
     room: str
     has_frames: bool
     slot: int = -1
     num_pages: int = 0
-    """That records have named."""
+    """Number of pages that records have named."""
     hashes: TracedSums | None = None
     ended_s: float | None = None
 
@@ -101,19 +101,19 @@ class Tracer:
         self._open_socket = open_socket
         self._clock = clock
         self.rooms: dict[bytes, TracedRoom] = {}
-        """That are traced, oldest first. Others' threads only look."""
+        """Traced rooms, oldest first. Other threads only read it."""
         self._queue: deque[AnyTraceRecord] = deque()
         self._frame_bytes = 0
         self._num_dropped = 0
         self._lock = threading.Lock()
-        """Of changes of `rooms`, and of the count of what was dropped."""
+        """Guards changes of `rooms` and the count of dropped records."""
         self._thread: ServiceThread | None = None
         self._is_wanted, self._closing = threading.Event(), threading.Event()
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def begin(self, message: PrefillRequest | DecodeRequest | UnifiedRequest, frame: bytes) -> None:
-        """A request that is traced has come."""
+        """Start tracing a request that arrived, and its forks."""
         has_frames = message.trace == "frames"
         pairs = [(message.room, message.request_id)]
         if not isinstance(message, PrefillRequest):
@@ -141,7 +141,7 @@ class Tracer:
     # ------------------------------------------------------------------------------------------------------ any thread
 
     def add(self, room: bytes, kind: type[Any], **fields: Any) -> None:
-        """A record of this room, if it is traced. Never blocks."""
+        """Add a record of this room, if it is traced. Never blocks."""
         traced = self.rooms.get(room)
         if traced is None:
             return
@@ -159,7 +159,7 @@ class Tracer:
         )
 
     def frame(self, room: bytes, direction: str, port: str, frame: bytes) -> None:
-        """A message of this room, if its frames are wanted."""
+        """Add a message of this room, if its frames are wanted."""
         traced = self.rooms.get(room)
         if traced is None or not traced.has_frames:
             return
@@ -167,11 +167,11 @@ class Tracer:
         if self._frame_bytes + len(data) > MAX_FRAME_SHARE_BYTES:
             self._drop(1)
             return
-        self._frame_bytes += len(data)  # by several threads: about so many
+        self._frame_bytes += len(data)  # several threads write it: approximate
         self.add(room, TraceFrame, direction=direction, port=port, num_bytes=len(frame), data=data)
 
     def end(self, room: bytes) -> None:
-        """Its last record was added."""
+        """Note that the last record of a room was added."""
         traced = self.rooms.get(room)
         if traced is not None:
             traced.ended_s = self._clock.monotonic()
@@ -201,7 +201,8 @@ class Tracer:
         socket.close()
 
     def send_waiting(self, socket: TraceSocket) -> None:
-        """In messages of about `BATCH_BYTES`; what the router does not take is dropped, and it hears how much."""
+        """Send the records in messages of about `BATCH_BYTES`. What the router does not take is dropped, and the next
+        message reports how much."""
         encoder, lines, num_lines = msgspec.json.Encoder(), bytearray(), 0
         while self._queue:
             record = self._queue.popleft()
@@ -216,7 +217,7 @@ class Tracer:
                 lines, num_lines = bytearray(), 0
 
     def _forget_ended(self) -> None:
-        """The rooms of requests that are over, when nothing more can come of them."""
+        """Forget rooms of requests that are over, once no more records of them can come."""
         end_s = self._clock.monotonic() - LINGER_S
         with self._lock:
             over = [room for room, each in self.rooms.items() if each.ended_s is not None and each.ended_s < end_s]
