@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Return seconds since an arbitrary start; never goes back."""
         ...
 
 
@@ -18,8 +18,8 @@ class RealClock:
 
 
 class Silence:
-    """How long a counter has stood still, counted in the caller's own turns of `interval_s`: a process that was stopped
-    itself blames nobody for it."""
+    """How long a counter has stood still, counted in the caller's own turns of `interval_s`, so that a process that was
+    stopped itself blames no peer for it."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -27,7 +27,7 @@ class Silence:
         self._turns = 0
 
     def seconds(self, count: int) -> float:
-        """To be called every `interval_s` with the counter."""
+        """Return how long the counter has stood still. Call it every `interval_s`."""
         self._turns = self._turns + 1 if count == self._count else 0
         self._count = count
         return self._turns * self._interval_s

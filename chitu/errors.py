@@ -1,4 +1,4 @@
-"""The exception tree. Each error has a wire code (closed list), an HTTP status, and says whether a retry makes sense.
+"""The exception tree. Each error has a wire code (closed list), an HTTP status, and tells whether a retry makes sense.
 
 ChituError
 |-- ConfigError                    a key, a value, a path: one sentence, before any model loads
@@ -32,7 +32,7 @@ class ChituError(Exception):
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
     retry_after_s: float | None = None
-    """When another try can help, where that is known."""
+    """Seconds after which a retry can help, if that is known."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class MissingDependency(ConfigError):
 
 
 class RankTaken(ConfigError):
-    """Another process is that instance."""
+    """Another process already is that instance."""
 
     code = "rank_taken"
 
@@ -90,7 +90,7 @@ class HeadersTooLarge(RequestError):
 
 
 class SlowRequest(RequestError):
-    """Its head or body did not come in time."""
+    """The head or body of the request did not arrive in time."""
 
     code = "slow_request"
     http_status = 408
@@ -102,21 +102,21 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """Not from there, whoever it is."""
+    """The client's address may not use this route, whatever its credentials."""
 
     code = "forbidden"
     http_status = 403
 
 
 class UnknownTrace(RequestError):
-    """Of an admin route: there are no trace records of that request."""
+    """There are no trace records of that request (admin route)."""
 
     code = "unknown_trace"
     http_status = 404
 
 
 class UnknownRequest(RequestError):
-    """No request of this id was taken up, or it is somebody else's."""
+    """No request of this id was accepted, or it belongs to another client."""
 
     code = "unknown_request"
     http_status = 404
@@ -130,7 +130,7 @@ class UnknownInstance(RequestError):
 
 
 class LastInstance(RequestError):
-    """Of an admin route: without that instance nothing could be served."""
+    """Without that instance no request could be served (admin route)."""
 
     code = "last_instance"
     http_status = 409
@@ -146,13 +146,13 @@ class Capacity(ServiceError):
 
 
 class TooManyRequests(Capacity):
-    """The router's own admission bound; same wire code, but the client is asked to slow down."""
+    """The router's own admission bound is reached; same wire code, but the client is asked to slow down."""
 
     http_status = 429
 
 
 class Overloaded(ServiceError):
-    """The router's prediction: the request would wait too long. Nobody was asked, so nobody is asked again."""
+    """The router predicts that the request would wait too long. It was sent to no instance, so it is not retried."""
 
     code = "overloaded"
 
@@ -189,7 +189,7 @@ class NoInstance(ServiceError):
 
 
 class RequestKept(ServiceError):
-    """Its router ends, and wrote down how it goes on."""
+    """The router ends, and saved the request so that the next router can continue it."""
 
     code = "request_kept"
     retryable = False
@@ -204,13 +204,13 @@ class DecodeLost(ServiceError):
 
 
 class TokensLost(ServiceError):
-    """Nothing of D came through to the router for long, and what was on the way is gone. D itself goes on."""
+    """The router received nothing from D for long, and what was in flight is lost. D itself goes on."""
 
     code = "tokens_lost"
 
 
 class RequestLost(ServiceError):
-    """An instance lives, but what the router sends it does not come through."""
+    """An instance is alive, but what the router sends to it does not get through."""
 
     code = "request_lost"
 
@@ -220,7 +220,7 @@ class BootstrapTimeout(ServiceError):
 
 
 class SilentLink(BootstrapTimeout):
-    """P and D live, and D hears nothing of P; same wire code."""
+    """P and D are alive, but D receives nothing from P; same wire code."""
 
 
 class TransferFailed(ServiceError):
@@ -247,8 +247,8 @@ class Internal(ServiceError):
 
 
 class StepFailed(ServiceError):
-    """An instance could not compute this one request, alone and on a sound device: the same is to be expected of every
-    other. The instance goes on, and is not to blame."""
+    """An instance could not compute this one request, alone and on a healthy device: every other instance is expected
+    to fail, too. The instance goes on, and is not blamed."""
 
     code = "step_failed"
     http_status = 500
@@ -256,8 +256,8 @@ class StepFailed(ServiceError):
 
 
 class PoisonRequest(ServiceError):
-    """Instances, or processes that worked on its body, died under it, one after the other: another one shall not. Not
-    for the client to send again either."""
+    """Instances, or processes that worked on its body, died one after the other while they had this request: it is not
+    sent to another one. The client should not send it again either."""
 
     code = "poison_request"
     http_status = 500
@@ -286,7 +286,7 @@ def _subclasses(cls: type[ChituError]) -> list[type[ChituError]]:
 
 
 def from_code(code: str, message: str) -> ChituError:
-    """The error a peer reported by its wire code; an unknown code is `Internal` with the code in its message."""
+    """Return the error that a peer reported by its wire code; an unknown code is `Internal` with it in its message."""
     for cls in _subclasses(ChituError)[1:]:
         if cls.__dict__.get("code") == code:
             return cls(message)

@@ -1,6 +1,6 @@
 """Log set-up and the anchors: lines that tests, operators and the topology check search for.
 
-Invariant: whoever logs is not hurt by a log that cannot be written (a full disk, a reader that is gone). The line is
+Invariant: a log that cannot be written (a full disk, a reader that is gone) never harms the code that logs. The line is
 lost, and the next one is tried again.
 """
 
@@ -40,7 +40,7 @@ class _Formatter(logging.Formatter):
         self._process = process
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """As RFC 3339 has it, in the machine's own zone."""
+        """Format the time as RFC 3339 does, in the machine's own zone."""
         second = int(record.created)
         if second != self._second:
             local = time.localtime(second)
@@ -60,7 +60,7 @@ class _Formatter(logging.Formatter):
 
 
 class _JsonFormatter(_Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -78,14 +78,14 @@ class _JsonFormatter(_Formatter):
 
 
 def about(request_id: str) -> dict[str, str]:
-    """`extra` of a line that is about one request."""
+    """Return `extra` for a line that is about one request."""
     return {"request_id": request_id}
 
 
 class _LeanRecord(logging.LogRecord):
-    """What the formatter reads and no more: the full record costs more than writing it."""
+    """A log record with only the fields that the formatter reads; a full LogRecord costs more than writing the line."""
 
-    def __init__(  # its parent's would find out the rest
+    def __init__(  # the parent's would compute the rest
         self,
         name: str,
         level: int,
@@ -109,20 +109,20 @@ class _LeanRecord(logging.LogRecord):
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes each line at once. Neither a line nor `flush` raises where the stream takes nothing."""
+    """Writes each line at once. Neither a line nor `flush` raises if the stream cannot be written."""
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             super().flush()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # stderr, which would be told, is what cannot be written
+        if not isinstance(sys.exc_info()[1], OSError):  # it is stderr itself that cannot be written
             super().handleError(record)
 
 
 class DeferredHandler(LogHandler):
-    """Leaves INFO and DEBUG lines in the stream's buffer until `flush`: whoever uses it calls that from a timer. From
-    WARNING on a line is written at once, with all that wait before it; at exit `logging` flushes."""
+    """Leaves INFO and DEBUG lines in the stream's buffer until `flush`, which its owner calls from a timer. Lines from
+    WARNING on are written at once, with all that wait before them; at exit `logging` flushes."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -134,7 +134,8 @@ class DeferredHandler(LogHandler):
 
 
 def module_levels(entries: Iterable[str]) -> dict[str, str]:
-    """Level by logger, of entries such as `kv_transfer=DEBUG`. ValueError names the one that is none."""
+    """Return the level by logger, from entries such as `kv_transfer=DEBUG`. Raises ValueError for an entry that is
+    none."""
     levels = {}
     for entry in entries:
         name, _, level = entry.partition("=")
@@ -157,9 +158,10 @@ def _is_part(name: str) -> bool:
 def setup_logging(
     process: str, level: str = "INFO", modules: Iterable[str] = (), form: str = "text", deferred: bool = False
 ) -> logging.Handler:
-    """One line a record on stderr: time, process name (`router`, `P0`), level, module, message. `modules`, `form`: as
-    the keys of `log` have them. `deferred`: see `DeferredHandler`; the handler is returned for its `flush`."""
-    # What no line here shows need not be found out: logging's own advice for speed.
+    """Log one line per record to stderr: time, process name (`router`, `P0`), level, module, message. `modules` and
+    `form` are as the keys of `log` have them. `deferred`: see `DeferredHandler`; the handler is returned for its
+    `flush`."""
+    # Do not collect what no line here shows: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler: LogHandler

@@ -1,14 +1,14 @@
 """Membership of the cluster: which instances are alive, in which incarnation, until when.
 
 The pure core: messages and a clock in, replies and a view out. `serve/coordination_ports.py` is its shell on the
-router's loop thread, which alone calls it.
+router's loop thread, and its only caller.
 
-Invariants: at most one live incarnation of an instance (role, engine_rank): a process that joins for the first time
-takes the place of another one, unless it yields; a replaced one is refused from then on, as is one that returns to
-find its place taken; all live P and D can exchange pages (`unlike.py`); an instance is in the view exactly while its
-lease runs, or until its death is known sooner (by its pid on this machine, by the word of its launcher on another). A
-lost instance is reported once through `on_lost`, after it left the view. One is called dead in the view only where all
-its processes are known to have ended; silence and a Leave of its own prove nothing. Nothing here knows of requests.
+Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time
+replaces another one, unless it yields. A replaced one is refused from then on, as is one that returns to find its place
+taken. All live P and D can exchange pages (`unlike.py`). An instance is in the view exactly while its lease runs, or
+until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is reported
+once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are known to
+have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 MAX_TICK_GAP_S = 0.5
 """A longer gap between two ticks is a stall of the router; instances are not blamed for it."""
 LINGER_S = 2.0
-"""Delay from the end of an instance's processes until it is called dead: its kernel may still have been sending what
-they wrote, as it does over TCP."""
+"""Delay from the end of an instance's processes until it is called dead: its kernel may still be sending what they
+wrote, as it does over TCP."""
 KEPT_REPLACED = 1024
-"""Incarnations whose place was taken, to be refused."""
+"""Replaced incarnations that are remembered, to be refused."""
 KEPT_DEAD = 64
-"""Deaths in a view; peers remember those of their own peers."""
+"""Deaths listed in a view; peers remember those of their own peers."""
 KEPT_LOST = 8
-"""Losses in a view, with their reasons; API processes see every view."""
+"""Losses listed in a view, with their reasons; API processes see every view."""
 
 
 @dataclass(slots=True)
@@ -62,24 +62,25 @@ class _Member:
     info: InstanceInfo
     lease_end_s: float
     identity: bytes
-    """ZMQ identity of the connection that it joined through: where a Drain goes."""
+    """ZMQ identity of the connection that it joined through; a Drain is sent there."""
     joined_s: float
     heard_s: float
-    """When its last heartbeat came."""
+    """Time of its last heartbeat."""
     load: LoadReport = field(default_factory=LoadReport)
 
 
 @dataclass(slots=True)
 class CoordinationEvents:
-    """Callbacks. `on_joined` may raise: then the instance is not taken. `on_lost` runs after the instance left
-    the view, `on_change` after every change of it."""
+    """Callbacks. If `on_joined` raises, the instance is not admitted. `on_lost` runs after the instance left the view,
+    `on_change` after every change of it."""
 
     on_joined: Callable[[InstanceInfo], None]
     on_lost: Callable[[InstanceInfo, str, bool], None]
-    """Whom, why, and whether its process is known to have died: not where it was silent or said goodbye itself."""
+    """The instance, the reason, and whether its process is known to have died: not if it was silent or left by
+    itself."""
     on_change: Callable[[ClusterView], None]
     on_heartbeat: Callable[[Heartbeat], None]
-    """A live incarnation renewed its lease."""
+    """Called when a live incarnation renewed its lease."""
 
 
 class PDCoordination:
@@ -91,20 +92,20 @@ class PDCoordination:
         self._events = events
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
-        """The incarnation that joined as this instance last, member or not."""
+        """Incarnation that joined last as this instance, member or not."""
         self._replaced: deque[int] = deque(maxlen=KEPT_REPLACED)
         self._ended: list[tuple[float, int]] = []
-        """Incarnations without a process, and when they may be called dead; in this order."""
+        """Incarnations without a process, each after the time from which it may be called dead; in this order."""
         self._last_tick_s = clock.monotonic()
         self.view = ClusterView(router_incarnation, 0, ())
         self._metrics = CoordinationMetrics()
 
     def on_message(self, message: CoordinationMessage, identity: bytes = b"") -> CoordinationReply | None:
-        """One message of an instance; the reply to it, if it has one."""
+        """Handle one message of an instance; return the reply, if it has one."""
         if isinstance(message, Join):
             try:
                 self._join(message, identity)
-            except Capacity as error:  # of this process: no word against the instance, which asks again
+            except Capacity as error:  # this process has no socket left; the instance asks again
                 log.warning("%s cannot join now: %s", _name(message.instance), error)
                 return None
             except ChituError as error:
@@ -124,7 +125,8 @@ class PDCoordination:
         return None
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> bool:
-        """Renew a lease. False (and nothing else) for an incarnation that is not a member: it will join again."""
+        """Renew a lease. Return False, and do nothing else, for an incarnation that is not a member: it will join
+        again."""
         member = self._live(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
         if member is None:
             self._metrics.unknown_heartbeats += 1
@@ -136,7 +138,7 @@ class PDCoordination:
         return True
 
     def tick(self) -> None:
-        """End the leases that ran out. At least every `MAX_TICK_GAP_S`."""
+        """End the leases that ran out. Call it at least every `MAX_TICK_GAP_S`."""
         now_s = self._clock.monotonic()
         stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if stall_s > MAX_TICK_GAP_S:
@@ -153,16 +155,16 @@ class PDCoordination:
             self._publish()
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
-        """The process has ended: there is nothing to wait for."""
+        """Remove an instance whose process has ended, without waiting for its lease."""
         member = self._live(role, engine_rank, incarnation)
         if member is not None:
             self._metrics.count(self._metrics.deaths, _name(member.info))
-            if not member.info.follower_pids:  # which write, too, and end a little later
+            if not member.info.follower_pids:  # followers write, too, and end a little later
                 self._note_ended(member.info)
             self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
 
     def metrics(self) -> CoordinationMetrics:
-        """What it counted since its start, and how old members and their loads are."""
+        """Return the counts since the start, and the ages of members and of their heartbeats."""
         now_s = self._clock.monotonic()
         return msgspec.structs.replace(
             self._metrics,
@@ -171,22 +173,23 @@ class PDCoordination:
         )
 
     def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
-        """Which API processes live (`router.workers`): the requests of one that is left out are nobody's."""
+        """Set the API processes that live (`router.workers`); requests of one that is left out have no reader."""
         self.view = msgspec.structs.replace(self.view, workers=workers)
         self._publish()
 
     def flush_caches(self, number: int) -> None:
-        """Every instance that sees a view with this number forgets what it has cached; views repeat it."""
+        """Publish a flush: every instance that sees a view with this number drops what it has cached; views repeat
+        it."""
         self.view = msgspec.structs.replace(self.view, cache_flush=number)
         self._publish()
 
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
-        """The last report of each member."""
+        """Return the last report of each member."""
         return {key: member.load for key, member in self._members.items()}
 
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
-        """From now on an instance gets no new requests, and reads in the view that it shall finish and leave. Its
-        connection and record; None where it is not a member. Idempotent."""
+        """Stop new requests to an instance; the view tells it to finish and leave. Return its connection and record, or
+        None if it is not a member. Idempotent."""
         member = self._members.get((role, engine_rank))
         if member is None:
             return None
@@ -194,7 +197,7 @@ class PDCoordination:
         return member.identity, member.info
 
     def knows(self, role: Role, engine_rank: int, incarnation: int) -> bool:
-        """Whether that is the process that joined as this instance last; it may have left since."""
+        """Return whether this process is the one that joined as this instance last; it may have left since."""
         last = self._last.get((role, engine_rank))
         return last is not None and last.incarnation == incarnation
 
@@ -239,7 +242,7 @@ class PDCoordination:
         if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s
-            # Peers that see it for the first time are to know that it was new to this router.
+            # Peers that see it for the first time must learn that it was new to this router.
             info = msgspec.structs.replace(info, first_view=present.info.first_view)
             if present.info != info and not present.info.draining:
                 present.info = info
@@ -247,7 +250,7 @@ class PDCoordination:
             return
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
-        self._events.on_joined(info)  # raises where it cannot be sent anything: then it is no member
+        self._events.on_joined(info)  # raises if it gets no socket: then it is no member
         if is_other:
             self._replaced.append(last.incarnation)
         self._last[key] = info
@@ -277,7 +280,7 @@ def _name(info: InstanceInfo) -> str:
 
 
 def _proves_death(leave: Leave, info: InstanceInfo) -> bool:
-    """Whether a launcher has seen all processes of the instance end. It must mean the same ones: pids of another
-    machine or container say nothing."""
+    """Return whether a launcher has seen all processes of the instance end. It must mean the same ones: pids of another
+    machine or container prove nothing."""
     is_same_place = bool(info.pid_namespace) and leave.pid_namespace == info.pid_namespace
     return is_same_place and info.pid > 0 and {info.pid, *info.follower_pids} <= set(leave.dead_pids)

@@ -1,4 +1,4 @@
-"""Ids and roles: the words every other module is written in.
+"""Ids and roles, which every other module uses.
 
 Imports nothing of chitu. A *room* names one attempt of one request on one (P, D) pair; a *request id* is the client's
 label and never a key. An *instance* is one torchrun; it is addressed as (role, engine_rank).
@@ -12,13 +12,14 @@ from enum import StrEnum
 from typing import Any, NewType, Protocol
 
 Room = NewType("Room", bytes)
-"""16 raw bytes (a UUID). Minted by the router, one per attempt; a retry is a new room."""
+"""16 raw bytes (a UUID). Drawn by the router, one per attempt; a retry is a new room."""
 
 REGISTRATION_ROOM = Room(bytes(16))
 """Room 0: the frame registers a peer instead of belonging to a request."""
 
 Incarnation = NewType("Incarnation", int)
-"""Names one process for ever: random, never 0, and without an order. Which one is an instance now, the router says."""
+"""Names one process for ever: random, never 0, and without an order. The router decides which process is an instance
+now."""
 
 
 class Role(StrEnum):
@@ -35,20 +36,21 @@ class Role(StrEnum):
 
 
 class Ready(Protocol):
-    """A point in a device's queue of work: passed once everything that was launched before it is done. What
-    `torch.cuda.Event` is after `record`; host code needs none, it has done what it says."""
+    """A point in a device's queue of work, passed once everything launched before it is done. A `torch.cuda.Event` is
+    one after `record`; host code needs none, because its work is done when it returns."""
 
     def synchronize(self) -> None:
-        """Wait for it in this thread."""
+        """Block this thread until the point is passed."""
         ...
 
     def wait(self, stream: Any = None) -> None:
-        """Have what is launched on this stream from now on wait for it, on the device."""
+        """Make what is launched on this stream from now on wait for it, on the device."""
         ...
 
 
 def new_room() -> Room:
-    """A fresh random room: the bytes of a version 4 UUID, without its class, which takes longer than they do."""
+    """Return a new random room: the bytes of a version 4 UUID. Building a `uuid.UUID` takes longer than drawing
+    them."""
     raw = bytearray(os.urandom(16))
     raw[6] = raw[6] & 0x0F | 0x40
     raw[8] = raw[8] & 0x3F | 0x80
@@ -56,12 +58,12 @@ def new_room() -> Room:
 
 
 def new_incarnation() -> Incarnation:
-    """This process's incarnation; call it once, at start."""
+    """Return a new incarnation for this process; call it once, at start."""
     return Incarnation(int.from_bytes(os.urandom(8)) >> 1 | 1)
 
 
 def _to_uuid(text: str) -> uuid.UUID:
-    """Map any string to a UUID: itself where it is one, else its UUID5."""
+    """Map any string to a UUID: itself if it is one, else its UUID5."""
     try:
         return uuid.UUID(text)
     except ValueError:
@@ -69,11 +71,11 @@ def _to_uuid(text: str) -> uuid.UUID:
 
 
 def room_text(room: bytes) -> str:
-    """A room as logs print it."""
+    """Return a room as logs print it."""
     text = bytes(room).hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])) if len(room) == 16 else text
 
 
 def instance_name(role: Role, engine_rank: int) -> str:
-    """`P0`, `D2`, `U0`."""
+    """Return the name of an instance: `P0`, `D2`, `U0`."""
     return f"{role.letter}{engine_rank}"
