@@ -1,4 +1,4 @@
-"""The exception tree. Each error has a wire code (closed list), an HTTP status, and tells whether a retry makes sense.
+"""The exception tree. Each error has a wire code (closed list), an HTTP status, and a flag whether a retry makes sense.
 
 ChituError
 |-- ConfigError                    a key, a value, a path: one sentence, before any model loads
@@ -123,7 +123,7 @@ class UnknownRequest(RequestError):
 
 
 class UnknownInstance(RequestError):
-    """Of an admin route: the cluster has no such instance."""
+    """The cluster has no such instance (admin route)."""
 
     code = "unknown_instance"
     http_status = 404

@@ -30,8 +30,8 @@ MAX_KEPT_BYTES = 64 << 20
 traffic of one heartbeat."""
 MAX_LINKS = 512
 """Most links that a receiver keeps; the one that was silent for longest is forgotten. An instance has a link with each
-API process of its router, and a stale one of each that ended. A forgotten link resumes at the number where its sender
-stands."""
+API process of its router, and a stale one of each that ended. A forgotten link resumes at the number that its sender
+has reached."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Sent(NamedTuple, Generic[T]):
     frame: bytes
     sent_s: float
     about: T
-    """What the owner of the sender knows it by."""
+    """The owner's label for the message."""
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class LinkReceivers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._links: dict[int, LinkReceiver] = {}
-        """In order of their last message."""
+        """Receivers by link, in order of their last message."""
         self._news: set[int] = set()
         self._alarm = False
 

@@ -212,7 +212,7 @@ class InstanceInfo(Wire, frozen=True):
     pid: int = 0
     draining: bool = False
     follower_pids: tuple[int, ...] = ()
-    """Pids of TP ranks 1, 2, ...: they write too, so the instance can write nothing only once they are gone."""
+    """Pids of TP ranks 1, 2, ...: they write too, so the instance has stopped writing only once they are gone."""
     pid_namespace: str = ""
     """Where `pid` is valid (`net/process_deaths.py`): a reader in another namespace learns nothing from it."""
     start_ticks: int = 0
@@ -316,8 +316,8 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     """Random number of the last requested flush of the prefix caches: an instance that sees a new one drops what it has
     cached. 0: none was requested since the router's start."""
     dead: tuple[int, ...] = ()
-    """Latest incarnations of which certainly no process exists any more: nothing can write for them. Others that are
-    missing in `instances` may only be frozen."""
+    """Latest incarnations that certainly have no process any more: nothing can write for them. Others that are missing
+    in `instances` may only be frozen."""
     lost: tuple[LostInstance, ...] = ()
     """Latest members that left, and why."""
 

@@ -88,4 +88,4 @@ GENERATION_AWAITS: Final[Mapping[GenerationState, str]] = {
     GenerationState.DECODE_ALONE: "the last token of {peer}",
     GenerationState.RETRYING: "another pair than {peer}",
 }
-"""What is missing in each state that a clock ends."""
+"""What a request waits for in each state that a clock ends."""

@@ -102,11 +102,11 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     message: str = ""
     bytes_per_rank: tuple[int, ...] = ()
     times: PrefillTimes = NO_TIMES
-    """With Success."""
+    """Sent with Success."""
     kv_sums: KVSums | None = None
-    """With Success, if P's `verify_kv` is not `off`."""
+    """Sent with Success, if P's `verify_kv` is not `off`."""
     prompt_logprobs: bytes | None = None
-    """With Success, if the router asked P for them."""
+    """Sent with Success, if the router asked P for them."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):

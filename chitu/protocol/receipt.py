@@ -6,7 +6,7 @@ KV: a draw depends only on the logits, the seed and the number of tokens emitted
 the same tokens for the same prompt and sampling.
 
 Invariant: each field has its digest in `digests`, so that one that was changed later is named. A digest is no
-signature: whoever changes a field can make a new one, which only a replay finds.
+signature: anyone who changes a field can make a new one, which only a replay finds.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class SamplingParams(Wire, frozen=True):
     """Number of most likely tokens (at most MAX_LOGPROBS) that come with each token's own logprob. None: no
     logprobs."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens except the first; not if output of another D follows the prompt."""
+    """Number of most likely tokens that come with each prompt token except the first; not if output of another D
+    follows the prompt."""
     grammar: Grammar | None = None
     """What the emitted tokens must follow, those of another D included."""
     page_sums: bool = False
@@ -211,7 +212,7 @@ class StageTimes(Wire, frozen=True, omit_defaults=False):
     first_token_s: float = 0.0
     """D: from the arrival to token 1."""
     kv_landed_s: float = 0.0
-    """D: from the arrival to the whole KV; 0 on a unified instance, where nothing travels."""
+    """D: from the arrival to the whole KV; 0 on a unified instance, which has no transfer."""
     total_s: float = 0.0
     """D: from the arrival to the last token."""
 
@@ -229,8 +230,8 @@ class Finish(Wire, frozen=True, array_like=True):
     """KV and logits bytes that P moved for this room; 0 on a unified instance."""
     stages: StageTimes = StageTimes()
     page_sums: bytes = b""
-    """int64 LE `[layers, pages]`, of the leading full pages that it leaves, if it asked for them. Pages too many to sum
-    up are left out."""
+    """Checksums, int64 LE `[layers, pages]`, of the leading full pages that the request leaves, if it asked for them.
+    Pages too many to sum up are left out."""
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):

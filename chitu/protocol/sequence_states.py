@@ -114,4 +114,4 @@ SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     _S.FORK_WAITING: "pages for its prompt",
     _S.FORK_HELD: "its prompt",
 }
-"""What is missing in each state that is not over."""
+"""What a request waits for in each state that is not over."""

@@ -44,7 +44,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     attempt: int = 1
     """Number of this try of its request, from 1."""
     continued_tokens: int = 0
-    """Output of earlier attempts that was prefilled again here, behind the prompt. `output_tokens` counts it too."""
+    """Output of earlier attempts that was prefilled again here, after the prompt. `output_tokens` counts it too."""
     cached_tokens: int = 0
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
     page_sums: str | msgspec.UnsetType = msgspec.UNSET

@@ -195,7 +195,7 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     SenderState.SUCCEEDED: "{peer}'s acknowledgement",
     SenderState.RELEASED: "{peer}'s acknowledgement",
 }
-"""What is missing in each state that a clock ends."""
+"""What a room waits for in each state that a clock ends."""
 
 
 # ----------------------------------------------------------------------------------------------------- D: the receiver

@@ -1,5 +1,4 @@
-"""Check whether a second P computes the same logits for a prompt as the first, and if not, which of them is wrong.
-Pure.
+"""Check whether a second P computes the same logits for a prompt as the first, and if not, which is wrong. Pure.
 
 `cross_check` is a generator: it yields computations to be made and is sent their results. `cross_checks.py` runs it.
 

@@ -105,19 +105,19 @@ class RouterMetrics(_Metrics):
     bad_token_messages: int = 0
 
     ttft: TimeHistogram = _histogram()
-    """From acceptance to the first token, measured on the router, as the next two."""
+    """Time from acceptance to the first token, measured on the router, as the next two."""
     inter_token: TimeHistogram = _histogram()
-    """Between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
+    """Time between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
     e2e: TimeHistogram = _histogram()
-    """From acceptance to the end of finished requests."""
+    """Time from acceptance to the end of finished requests."""
     queue: Histograms = _dict()
-    """By P (or unified instance), which reports it with the end of a request: from arrival to the first chunk."""
+    """Time from arrival to the first chunk, by P (or unified instance), which reports it with the end of a request."""
     prefill: Histograms = _dict()
-    """By P: from the first chunk to the logits."""
+    """Time from the first chunk to the logits, by P."""
     transfer: Histograms = _dict()
-    """By P: from the logits to the last byte in D's memory; the part that compute did not hide."""
+    """Time from the logits to the last byte in D's memory (the part that compute did not hide), by P."""
     admission: Histograms = _dict()
-    """By D: from arrival to the announcement of its pages."""
+    """Time from arrival to the announcement of its pages, by D."""
     loop_lag: TimeHistogram = _histogram()
     """Delay of the event loop's timers."""
 

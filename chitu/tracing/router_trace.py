@@ -41,8 +41,8 @@ class RouterTrace:
         """Rooms whose token messages are recorded, with their request ids; empty if there are none."""
 
     def level(self, given: bytes | None) -> TraceLevel:
-        """Return the level of a new request, by its header `X-Chitu-Trace`. Raises InvalidRequest if it is not
-        allowed."""
+        """Return the level of a new request, by its header `X-Chitu-Trace`. Raises InvalidRequest if that is invalid or
+        not allowed."""
         if given is None:
             return "records" if self._config.sample and random.random() < self._config.sample else ""
         level = LEVELS.get(given)

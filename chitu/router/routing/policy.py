@@ -52,7 +52,8 @@ class InstanceGroup:
 
     instances: tuple[InstanceInfo, ...]
     costs: list[int]
-    """What each has to do, kept up to date by the load table: prompt tokens to compute on P, requests elsewhere."""
+    """Outstanding work of each, kept up to date by the load table: prompt tokens to compute on P, requests
+    elsewhere."""
     positions: Mapping[InstanceKey, int]
     """Index of each in `instances`."""
     counts_tokens: bool
