@@ -1,10 +1,10 @@
-"""Page lists x regions -> the fewest copies. Pure integers; called by transfer threads and by tests.
+"""Plans the fewest copies for page lists and regions. Pure integers; called by transfer threads and by tests.
 
-A *run* is a stretch of the page lists where both the source and the destination pages follow each other, so it is one
-copy per region. Where the two sides hold different KV heads (other TP sizes), a *slice* of each page moves, and each
-page is its own copy: heads lie outside the tokens, so the slice is one piece. Every index is range checked here, on
-both sides, because it becomes an address next: an own page that is out of range is a bug (`TransferFailed`), a peer's
-page is a bad message of that peer (`BadFrame`).
+A *run* is a stretch of the page lists in which both the source and the destination pages are consecutive, so it is one
+copy per region. If the two sides hold different KV heads (other TP sizes), a *slice* of each page moves, and each page
+is its own copy: heads are the outer dimension of a page and tokens the inner one, so the slice is contiguous. Every
+index is range-checked here, on both sides, because it becomes an address next: an own page that is out of range is a
+bug (`TransferFailed`), a peer's page is a bad message of that peer (`BadFrame`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from chitu.kv_transfer.transports.transport import CopyList, Int64s
 
 
 class PageSlice(NamedTuple):
-    """The part of a page that moves, in bytes: where it is in a page of the source and in one of the destination."""
+    """The part of a page that moves, in bytes: its offset in a source page and in a destination page, and its size."""
 
     src_offset: int
     dst_offset: int
     nbytes: int
 
     def is_whole(self, src: PagedMemory, dst: PagedMemory) -> bool:
-        """Whether it is the whole page on both sides, so that neighbouring pages can move as one."""
+        """Return whether it is the whole page on both sides, so that neighbouring pages can move as one copy."""
         return self.nbytes == src.page_bytes == dst.page_bytes
 
 
 def layer_regions(layers: range, regions_per_layer: int = 2) -> range:
-    """Regions of these (consecutive) layers: K and V of each, or the one latent region."""
+    """Return the regions of these (consecutive) layers: K and V of each, or the one latent region."""
     if layers.step != 1:
         raise ValueError(f"layers {layers} are not consecutive")
     return range(regions_per_layer * layers.start, regions_per_layer * layers.stop)
@@ -49,10 +49,10 @@ def plan_page_copies(
     part: PageSlice | None = None,
     regions_per_layer: int = 2,
 ) -> CopyList:
-    """Copies that bring `src_pages[i]` to `dst_pages[i]` for all regions of `layers`, region by region.
+    """Return the copies that bring `src_pages[i]` to `dst_pages[i]` for all regions of `layers`, region by region.
 
-    `part`: what of each page moves; None: all of it. Raises TransferFailed where our side is out of range or the
-    memories do not match, BadFrame where the peer's is.
+    `part`: the slice of each page that moves; None: all of it. Raises TransferFailed if our side is out of range or the
+    memories do not match, BadFrame if the peer's side is out of range.
     """
     if len(src_pages) != len(dst_pages):
         raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
@@ -92,14 +92,15 @@ def _check_slice(part: PageSlice, src: PagedMemory, dst: PagedMemory) -> None:
 
 
 def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s]:
-    """`(starts, lengths)` of the longest runs that are contiguous in both lists, in list order."""
+    """Return `(starts, lengths)` of the longest runs that are contiguous in both lists, in list order."""
     breaks_P = (np.diff(src_pages_P) != 1) | (np.diff(dst_pages_P) != 1)
     starts = np.concatenate(([0], np.flatnonzero(breaks_P) + 1)).astype(np.int64)
     return starts, np.diff(np.append(starts, len(src_pages_P))).astype(np.int64)
 
 
 def plan_aux_copy(src: PagedMemory, dst: PagedMemory, src_slot: int, dst_slot: int) -> CopyList:
-    """The one copy that brings aux row `src_slot` to `dst_slot`. Errors as in `plan_page_copies`."""
+    """Return the one copy that brings aux row `src_slot` to `dst_slot`. Raises the same errors as
+    `plan_page_copies`."""
     if src.aux_row_bytes != dst.aux_row_bytes:
         raise TransferFailed(f"aux rows of {src.aux_row_bytes} bytes here and {dst.aux_row_bytes} bytes there")
     if not 0 <= src_slot < src.num_aux_slots:
@@ -114,7 +115,7 @@ def plan_aux_copy(src: PagedMemory, dst: PagedMemory, src_slot: int, dst_slot: i
 
 
 def join(*parts: CopyList) -> CopyList:
-    """The copies of all parts, in order, as one list."""
+    """Return the copies of all parts, in order, as one list."""
     src, dst, length = array("q"), array("q"), array("q")
     for part in parts:
         src.extend(part.src)
@@ -126,7 +127,7 @@ def join(*parts: CopyList) -> CopyList:
 def checked_pages(
     pages: Sequence[int], num_pages: int, side: str, error: type[TransferFailed] | type[ProtocolError]
 ) -> Int64s:
-    """As int64, each of them a page and none twice; else `error`."""
+    """Return the pages as int64. Raise `error` if one is out of range or listed twice."""
     try:
         pages_P = np.asarray(pages, dtype=np.int64)
     except (OverflowError, ValueError, TypeError) as cause:

@@ -1,10 +1,11 @@
-"""D's half of the transfer protocol as one pure machine: events and the time in, effects out.
+"""D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-Owned by `DecodeReceiver`, which guards it with its lock; no thread, socket, lock, clock or logger is in it. Of the
-view it only reads what was taken in; pids are its owner's. `_take` alone moves a room, by `RECEIVER_TRANSITIONS`, and
-`_enter` says what each state does when it is entered; a pair that the table does not have changes nothing.
-Invariants: LOGITS_READY, SUCCESS, FAILED and RELEASED come once per room; a room of which P was told is RELEASED only
-when its writer is known to have stopped (QUARANTINED has no deadline and repeats AbortTransfer).
+`DecodeReceiver` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads
+only the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by
+`RECEIVER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table does
+not have changes nothing. Invariants: LOGITS_READY, SUCCESS, FAILED and RELEASED come once per room; a room that was
+announced to P is RELEASED only when its writer is known to have stopped (QUARANTINED has no deadline and repeats
+AbortTransfer).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ReceiveEntry = Entry[ReceiverState, events.ReceiveRoom]
 
 
 class ReceiverMachine:
-    """`registration`: what every P is told of this instance."""
+    """State machine of all rooms of one D. `registration`: what this instance sends to every P."""
 
     def __init__(self, config: KVManagerConfig, registration: KVArgsRegisterInfo, view: PeerView) -> None:
         self.prefills = PrefillDirectory(registration, config.deadlines.retry_interval_s, view)
@@ -77,11 +78,11 @@ class ReceiverMachine:
         self._effects: list[events.Effect] = []
         self.bytes_moved = 0
         self.stale_frames = 0
-        """Frames of incarnations that are gone, or that are not the writer of their room."""
+        """Number of frames from incarnations that are gone or are not the writer of their room."""
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
-        """What is to be done now, in this order. Raises BadFrame for a frame that no P sends to a D, and ValueError for
-        a second announcement of a live room; neither changes a room."""
+        """Apply one event and return the effects to carry out, in order. Raises BadFrame for a frame that no P sends to
+        a D, and ValueError for a second announcement of a live room; neither changes a room."""
         self._now_s, self._effects = now_s, []
         match event:
             case events.Announced(room, record):
@@ -108,14 +109,14 @@ class ReceiverMachine:
     # --------------------------------------------------------------------------------------------------------- look-ups
 
     def feared_writers(self) -> set[tuple[int, int]]:
-        """(engine_rank, incarnation) of the P that quarantined pages wait for."""
+        """Return (engine_rank, incarnation) of every P that quarantined pages wait for."""
         return {
             (entry.data.prefill_rank, entry.data.prefill_incarnation)
             for _, entry in self.table.items()
             if entry.state is ReceiverState.QUARANTINED
         }
 
-    # ------------------------------------------------------------------------------------------------ a room's one road
+    # ------------------------------------------------------------------------------------------------ state transitions
 
     def _take(
         self,
@@ -124,7 +125,8 @@ class ReceiverMachine:
         error: ChituError | None = None,
         new: events.ReceiveRoom | None = None,
     ) -> bool:
-        """The one way in which a room changes. `error`: why, if the event ends it. False: the event is absorbed."""
+        """Apply an event to a room; no other code changes a room. `error`: why, if the event ends it. Return False if
+        the event is absorbed."""
         transition = self.table.apply(room, event, self._now_s, new)
         if transition is None:
             return False
@@ -139,7 +141,7 @@ class ReceiverMachine:
     def _enter(
         self, room: bytes, record: events.ReceiveRoom, before: ReceiverState | None, state: ReceiverState
     ) -> None:
-        """What a state does when it is entered."""
+        """Do what the room's new state requires on entry."""
         if state is ReceiverState.WAITING:
             self._send_repeated(room, record, record.info)
         elif state is ReceiverState.CHECKING or (
@@ -204,12 +206,12 @@ class ReceiverMachine:
             self._take(room, ReceiverEvent.ABORT, error)
         elif tombstone is None:
             self._tell(Kind.RELEASED, room)
-        elif not tombstone.code:  # it succeeded: say RELEASED once, not at every call
+        elif not tombstone.code:  # it succeeded: report RELEASED once, not at every call
             self._tell(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(error.code, error.message))
 
     def _offer(self, room: bytes, record: events.ReceiveRoom) -> None:
-        """Tell P of a room, if this P took our registration, or fail it, if P refused that."""
+        """Send a room's TransferInfo if P accepted our registration; fail the room if P refused it."""
         peer = self.prefills.peer(record.prefill_rank, record.prefill_incarnation)
         if peer is not None and peer.state is RegistrationState.REFUSED:
             self._take(room, ReceiverEvent.PEER_FAILED, peer.refusal)
@@ -217,7 +219,7 @@ class ReceiverMachine:
             record.host, record.port = peer.host, peer.port
             self._take(room, ReceiverEvent.SENT)
 
-    # ----------------------------------------------------------------------------------------------------- hearing of P
+    # ------------------------------------------------------------------------------------------------------ frames of P
 
     def _receive(self, room: bytes, message: object) -> None:
         if isinstance(message, RegisterReply):
@@ -240,7 +242,7 @@ class ReceiverMachine:
 
     def _on_room_message(self, room: bytes, message: AuxReady | TransferStatus | AbortAck | AbortTransfer) -> None:
         entry = self.table.get(room)
-        if isinstance(message, TransferStatus):  # those of forgotten rooms too: P repeats until it hears
+        if isinstance(message, TransferStatus):  # also for forgotten rooms: P repeats it until acknowledged
             address = (entry.data.host, entry.data.port) if entry is not None and entry.data.port else None
             if address := address or self.prefills.address_of(message.incarnation):
                 self._effects.append(Send(*address, room, StatusAck(self._incarnation, message.poll)))
@@ -252,7 +254,7 @@ class ReceiverMachine:
         elif isinstance(message, AuxReady):
             self._take(room, ReceiverEvent.ROW_SENT)
         elif isinstance(message, AbortAck):
-            # P stopped for good, so a room that still waited has failed; its Failed status was lost or is late.
+            # P stopped for good, so a room that still waits has failed; its Failed status was lost or is late.
             self._take(room, ReceiverEvent.STOPPED, TransferFailed("P stopped writing"))
         elif isinstance(message, AbortTransfer):
             self._effects.append(Send(record.host, record.port, room, AbortAck(self._incarnation)))
@@ -264,11 +266,11 @@ class ReceiverMachine:
             text = f"P moved {moved_bytes} bytes, {record.expected_bytes} were expected"
             self._take(room, ReceiverEvent.STOPPED, Integrity(text))
         else:
-            record.status = record.status or message  # what comes behind it is a repeat
+            record.status = record.status or message  # a later one is a repeat
             self._take(room, ReceiverEvent.SUCCESS)
 
     def _on_reply(self, message: RegisterReply) -> None:
-        """P took or refused the registration: tell it of its rooms, or fail them."""
+        """Take P's answer to the registration: announce the rooms that wait for it, or fail them."""
         peer = self.prefills.peer(message.engine_rank, message.incarnation)
         if peer is None or message.peer_incarnation != self._incarnation:
             self.stale_frames += 1
@@ -285,7 +287,7 @@ class ReceiverMachine:
         else:
             self.stale_frames += 1
 
-    # ----------------------------------------------------------------------------------------------- what arrived, seen
+    # ------------------------------------------------------------------------------------------------ results of checks
 
     def _row_checked(self, room: bytes, error: ChituError | None, cached_tokens: int) -> None:
         entry = self.table.get(room)
@@ -305,10 +307,10 @@ class ReceiverMachine:
             text = "%s refuses what P%d sent of %s: %s"
             self._effects.append(Line(logging.ERROR, text, values, record.request_id))
 
-    # --------------------------------------------------------------------------------------------- time; P that is gone
+    # --------------------------------------------------------------------------------------------------- timers; lost P
 
     def _tick(self) -> None:
-        """Deadlines and repeats."""
+        """Apply deadlines and send what is due again."""
         self._effects += self.prefills.tick(self._now_s)
         for room in self.table.expired(self._now_s):
             self._expire(room)
@@ -325,7 +327,7 @@ class ReceiverMachine:
         self._take(room, ReceiverEvent.DEADLINE, error)
 
     def _repeat(self, room: bytes, entry: ReceiveEntry) -> None:
-        """What P has not answered yet; P itself, where it owes an answer to nothing of this room."""
+        """Repeat what P has not answered. Unless the room is quarantined, also probe P with the registration."""
         record = entry.data
         if entry.state is ReceiverState.QUARANTINED:
             self._send_abort(room, record)
@@ -336,13 +338,13 @@ class ReceiverMachine:
         self._effects += self.prefills.ask(record.prefill_rank, record.prefill_incarnation, self._now_s)
 
     def _fail_lost(self) -> None:
-        """Rooms whose P left the view or was replaced; their pages stay quarantined while it may only be frozen."""
+        """Fail the rooms whose P left the view or was replaced. Their pages stay quarantined: P may only be frozen."""
         for room, entry in self.table.items():
             rank = entry.data.prefill_rank
             if self._view.is_lost(rank, entry.data.prefill_incarnation):
                 self._take(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{rank} is gone"))
 
-    # -------------------------------------------------------------------------------------------------------------- out
+    # --------------------------------------------------------------------------------------------------------- outgoing
 
     def _tell(self, kind: Kind, room: bytes, error: ChituError | None = None) -> None:
         self._effects.append(TransferEvent(kind, room, error))

@@ -1,13 +1,13 @@
-"""P's half of the transfer protocol as one pure machine: events and the time in, effects out.
+"""P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-Owned by `PrefillSender`, which guards it with its lock; no thread, socket, lock, clock or logger is in it. Of the view
-it only reads what was taken in; pids are its owner's. `_take` alone moves a room, by `SENDER_TRANSITIONS`, and `_enter`
-says what each state does when it is entered; a pair that the table does not have changes nothing. Invariants: a room
-goes on only if both halves name the same D and the same prompt length, and every page and slot that D names was checked
-against its registered memory; a TransferInfo that is not taken is answered with a Failed status, and D's repeats of it
-with another one; FAILED, SUCCESS and RELEASED come once per room; RELEASED comes only when no write of the room waits,
-runs or can still land; Success follows the last byte; a write that failed and may still land suspends its D until a
-settle succeeded, and of one D's rooms one at a time is SETTLING.
+`PrefillSender` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads only
+the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by `SENDER_TRANSITIONS`,
+and `_enter` does what each state requires on entry; a (state, event) pair that the table does not have changes nothing.
+Invariants: a room goes on only if the router's request and D's announcement name the same D and the same prompt length,
+and every page and slot that D names was checked against its registered memory; a TransferInfo that is not accepted is
+answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and RELEASED come once per room; RELEASED
+comes only when no write of the room waits, runs or can still land; Success follows the last byte; a write that failed
+and may still land suspends its D until a settle succeeded, and only one room of a D is SETTLING at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPEN_STATES = frozenset(
         SenderState.WRITING,
     }
 )
-"""It has neither failed nor succeeded."""
+"""States in which a room has neither failed nor succeeded."""
 WRITABLE_STATES = frozenset(
     {
         SenderState.WAITING,
@@ -62,15 +62,15 @@ WRITABLE_STATES = frozenset(
         SenderState.SETTLING,
     }
 )
-"""A write to D's pages may run or come."""
+"""States in which a write to D's pages may run, may start or may still land."""
 _TO_WRITE = frozenset({SenderState.WAITING, SenderState.TRANSFERRING})
-"""A write may begin."""
+"""States in which a write may begin."""
 _QUIET = frozenset({SenderState.WRITING, SenderState.TRANSFERRING})
-"""Nothing is to be done when they are entered."""
+"""States that require nothing on entry."""
 _ACKNOWLEDGED = frozenset({(SenderState.SUCCEEDED, KVPoll.Success), (SenderState.RELEASED, KVPoll.Failed)})
-"""What D acknowledges, by state."""
+"""Status that D acknowledges in each state."""
 _TOLD_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
-"""Of the states of failed rooms, those that D hears of when an open room comes there; of RELEASED it hears always."""
+"""States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 
 
 class SenderMachine:
@@ -91,10 +91,10 @@ class SenderMachine:
         self._effects: list[events.Effect] = []
         self.bytes_moved = 0
         self.stale_frames = 0
-        """Acknowledgements of others than their room's D."""
+        """Number of acknowledgements from a D that is not the room's own."""
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
-        """What is to be done now, in this order."""
+        """Apply one event and return the effects to carry out, in order."""
         self._now_s, self._effects = now_s, []
         match event:
             case events.Visited(job):
@@ -123,10 +123,11 @@ class SenderMachine:
                 self._tick()
         return self._effects
 
-    # ------------------------------------------------------------------------------------------------ a room's one road
+    # ------------------------------------------------------------------------------------------------ state transitions
 
     def _take(self, room: bytes, event: E, error: ChituError | None = None, new: events.SendRoom | None = None) -> bool:
-        """The one way in which a room changes. `error`: why, if the event ends it. False: the event is absorbed."""
+        """Apply an event to a room; no other code changes a room. `error`: why, if the event ends it. Return False if
+        the event is absorbed."""
         transition = self.table.apply(room, event, self._now_s, new)
         if transition is None:
             return False
@@ -150,7 +151,7 @@ class SenderMachine:
     def _enter(
         self, room: bytes, entry: SendEntry, destination: events.Destination, before: SenderState | None, event: E
     ) -> None:
-        """What a state of an announced room does when it is entered."""
+        """Do what the new state of an announced room requires on entry."""
         state, record, peer = entry.state, entry.data, destination.peer
         if state is SenderState.WAITING:
             self._effects.append(TransferEvent(Kind.ANNOUNCED, room))
@@ -174,7 +175,7 @@ class SenderMachine:
         if before in OPEN_STATES and state in _TOLD_AT_ONCE and event not in SENDER_NO_HEARERS:
             self._send_status(room, entry, peer)
 
-    # ------------------------------------------------------------------------------------------------ the router's half
+    # --------------------------------------------------------------------------------------------- the router's request
 
     def _request(self, event: events.Requested) -> None:
         room, entry = event.room, self.table.get(event.room)
@@ -189,7 +190,8 @@ class SenderMachine:
                 self._take(room, E.REFUSED, _other_length(info.num_tokens, event.num_tokens))
         tombstone = self.table.tombstone(room)
         if tombstone is not None:
-            # D gave up before the router's half came (or the room is used twice): the step thread must not wait for it.
+            # D gave up before the router's request came (or the room is used twice): the step thread must not wait for
+            # it.
             error = from_code(tombstone.code or "protocol", tombstone.message or "this room ended already")
             self._effects.append(TransferEvent(Kind.FAILED, room, error))
             self._effects.append(TransferEvent(Kind.RELEASED, room))
@@ -206,7 +208,7 @@ class SenderMachine:
         if self._view.is_lost(record.decode_rank, record.decode_incarnation):
             self._take(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
 
-    # --------------------------------------------------------------------------------------------------------- D's half
+    # ------------------------------------------------------------------------------------------------------ frames of D
 
     def _announce(self, room: bytes, info: TransferInfo, peer: DecodePeer, unreachable: ChituError | None) -> None:
         entry, tombstone = self.table.get(room), self.table.tombstone(room)
@@ -244,26 +246,26 @@ class SenderMachine:
     def _announced_again(
         self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: events.Destination
     ) -> None:
-        """The same again is D's repeat and changes nothing; another one is refused, whichever D sent it."""
+        """Ignore an identical TransferInfo, which is D's repeat; refuse a different one, whichever D sent it."""
         if destination.info != info or destination.peer is not peer:
             is_settled = destination.peer is not peer  # nothing was ever written to a D that this room is not for
             self._refuse(room, peer, TransferFailed("this room was announced already"), is_settled)
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, pages: Sequence[int]) -> None:
-        """BadFrame where something of this announcement may still be written for another room of the same D: it gives
-        nothing to a request, and keeps nothing for later ones, before it heard that we stopped."""
+        """Raise BadFrame if a page or slot of this announcement may still be written for another room of the same D. A
+        correct D does not reuse them before P has reported that it stopped."""
         self._require_free("aux slot", info.dst_aux_index, peer.aux_rooms.get(info.dst_aux_index))
         for page in pages:
             self._require_free("page", page, peer.page_rooms.get(page))
 
     def _require_free(self, what: str, number: int, room: bytes | None) -> None:
-        """BadFrame where `room`, the last one that this was announced for, may still be written to."""
+        """Raise BadFrame if `room`, the last room that announced this page or slot, may still be written to."""
         entry = self.table.get(room) if room is not None else None
         if room is not None and entry is not None and entry.state in WRITABLE_STATES:
             raise BadFrame(f"{what} {number} is announced for room {room_text(room)}")
 
     def _acknowledge(self, room: bytes, message: StatusAck) -> None:
-        """D knows how the room ended."""
+        """Take D's acknowledgement of how the room ended."""
         entry = self.table.get(room)
         if entry is None:
             return
@@ -273,7 +275,7 @@ class SenderMachine:
             self._take(room, E.ACKNOWLEDGED)
 
     def _peer_abort(self, room: bytes, message: AbortTransfer, peer: DecodePeer) -> None:
-        """D gave the room up; it hears AbortAck once nothing writes to its pages."""
+        """Stop a room that D gave up. D gets AbortAck once nothing writes to its pages."""
         entry = self.table.get(room)
         if entry is None:
             if self.table.tombstone(room) is None:
@@ -300,7 +302,7 @@ class SenderMachine:
             self._effects.append(events.Write(job, entry.data, destination))
 
     def _written(self, event: events.Written) -> None:
-        """The logits row or the chunks of the job are in D's memory, or may be."""
+        """Record that the job's logits row or chunks are in D's memory, or that the write failed."""
         room, job, entry = event.job.room, event.job, self.table.get(event.job.room)
         if entry is None or entry.data.destination is None:
             return
@@ -312,7 +314,7 @@ class SenderMachine:
         record.bytes_per_rank = tuple(before + now for before, now in totals)
         self.bytes_moved += sum(event.bytes_per_rank)
         record.units_left -= job.num_units
-        if job.is_aux and entry.state is SenderState.WRITING:  # else it failed meanwhile
+        if job.is_aux and entry.state is SenderState.WRITING:  # else the room failed meanwhile
             self._log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
             self._send(room, destination.peer, AuxReady(self._config.incarnation))
         self._take(room, E.WRITE_ENDED if record.units_left else E.LANDED)
@@ -336,10 +338,10 @@ class SenderMachine:
         if not peer.is_suspended:
             self._log(logging.INFO, "%s takes writes again", peer.name)
 
-    # --------------------------------------------------------------------------------------------- time; D that is gone
+    # --------------------------------------------------------------------------------------------------- timers; lost D
 
     def _tick(self) -> None:
-        """Deadlines, due settle attempts and status repeats."""
+        """Apply deadlines, start settle attempts that are due, and repeat statuses."""
         for room in self.table.expired(self._now_s):
             self._expire(room)
         for room, entry in self.table.items():
@@ -361,7 +363,7 @@ class SenderMachine:
         self._take(room, E.DEADLINE, error)
 
     def _ask_to_settle(self, room: bytes, peer: DecodePeer) -> None:
-        """One attempt for each D at a time."""
+        """Queue a settle attempt, unless another room of this D is being settled."""
         entries = (self.table.get(other) for other in peer.unsettled)
         if not any(entry is not None and entry.state is SenderState.SETTLING for entry in entries):
             peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
@@ -369,13 +371,13 @@ class SenderMachine:
             self._effects.append(events.AskToSettle(room))
 
     def _fail_lost(self) -> None:
-        """D left the cluster view or was replaced: its rooms fail, and nobody is left to hear how others ended."""
+        """Fail the rooms of each D that left the cluster view or was replaced, and stop repeating statuses to it."""
         for room, entry in self.table.items():
             rank, incarnation = entry.data.decode_rank, entry.data.decode_incarnation
             if self._view.is_lost(rank, incarnation):
                 self._take(room, E.PEER_LOST, DecodeLost(f"D{rank} is gone"))
 
-    # -------------------------------------------------------------------------------------------------------------- out
+    # --------------------------------------------------------------------------------------------------------- outgoing
 
     def _send_status(self, room: bytes, entry: SendEntry, peer: DecodePeer) -> None:
         record = entry.data

@@ -1,14 +1,15 @@
-"""A main rank makes all ranks work: an order to every follower, the own part meanwhile, then wait for all answers.
+"""The main rank makes all TP ranks work: it sends an order to every follower, does its own part, then waits for all
+answers.
 
-On P all write and sum up pages; on D, where nobody writes, they sum up (`verify_kv`). Where pages are kept in tiers all
-copy theirs.
+On P all ranks write pages and compute their checksums; on D, which writes nothing, they compute checksums
+(`verify_kv`). If pages are kept in tiers, every rank copies its own.
 
-`FanOut` owns the *lanes* to the followers. A lane is one socket per follower and is used by one thread at a time, under
-its lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers
-(comm thread), lane 1 sums up pages (transfer threads, D's verifying thread), lane 2 copies them (`tiers`), the others
-write and settle (transfer threads). A copy may take longer than a sum may wait, so they do not share one.
+`FanOut` owns the *lanes* to the followers. A lane is one socket per follower. One thread at a time uses it, under its
+lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers (comm
+thread), lane 1 computes checksums (transfer threads, D's verifying thread), lane 2 copies pages (`tiers`), the other
+lanes write and settle (transfer threads). A copy may take longer than a checksum may wait, so they do not share a lane.
 The sockets lie in a folder that only this user can enter, until all followers have connected.
-Invariant: all writes and settles of one D go through the same lane, which a follower works off in order, so a settle
+Invariant: all writes and settles of one D go through the same lane, which a follower processes in order, so a settle
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
 """
 
@@ -58,13 +59,13 @@ SUM_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
-"""How long a socket without its follower blocks the sender."""
+"""Time for which a socket blocks the sender if its follower does not read."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes, Linux."""
+"""Longest path of a socket in bytes (Linux)."""
 FOLDER_PREFIX = "chitu-lanes-"
 HELLO = 0
-"""Number of the answer that nobody asked for: a follower has connected."""
+"""Number of the unsolicited answer with which a follower reports that it has connected."""
 
 T = TypeVar("T")
 
@@ -74,8 +75,8 @@ def lane_address(base: str, lane: int, tp_rank: int) -> str:
 
 
 def make_lane_folder() -> str:
-    """A new folder of mode 0700, which keeps other users from the sockets in it. In the temporary folder, or in /tmp
-    where a path in that would be longer than a socket's may be. Raises ConfigError where there is none."""
+    """Create a folder of mode 0700, which keeps other users from the sockets in it. It lies in the temporary folder, or
+    in /tmp if a socket's path would be too long there. Raises ConfigError if it cannot be created."""
     longest = MAX_SOCKET_PATH - len(os.fsencode(f"/{FOLDER_PREFIX}12345678/99.99"))
     parent = next((path for path in (tempfile.gettempdir(), "/tmp") if len(os.fsencode(path)) <= longest), None)
     try:
@@ -86,13 +87,13 @@ def make_lane_folder() -> str:
 
 @dataclass(slots=True, frozen=True)
 class FanOutResult(Generic[T]):
-    """Of one order: the own outcome, and each follower's answer (None: it did not come in time)."""
+    """Result of one order: our own outcome, and each follower's answer (None: it did not come in time)."""
 
     mine: T | ChituError
     answers: list[OrderAnswer | None]
 
     def failures(self) -> list[ChituError]:
-        """Everything that went wrong, our own failure first. A missing answer is unsettled."""
+        """Return everything that went wrong, our own failure first. A missing answer is unsettled."""
         found: list[ChituError] = [self.mine] if isinstance(self.mine, ChituError) else []
         for rank, answer in enumerate(self.answers, start=1):
             if answer is None:
@@ -105,20 +106,21 @@ class FanOutResult(Generic[T]):
 
 
 class Lane:
-    """One socket per follower; whoever holds the lock owns them all."""
+    """One socket per follower; the thread that holds the lock owns them all."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], base: str, number: int, num_followers: int) -> None:
         self._lock = threading.Lock()
         self._sockets: list[zmq.Socket[bytes]] = []
         for tp_rank in range(1, num_followers + 1):
             socket = context.socket(zmq.PAIR)
-            socket.setsockopt(zmq.LINGER, 500)  # the last word is EndOrder
+            socket.setsockopt(zmq.LINGER, 500)  # EndOrder is the last message
             socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
             socket.bind(lane_address(base, number, tp_rank))
             self._sockets.append(socket)
 
     def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> FanOutResult[T]:
-        """Have the followers obey while `mine` runs here. Raises WriteError (settled) where the lane stays busy."""
+        """Send an order to the followers, run `mine` meanwhile and collect the answers. Raises WriteError (settled) if
+        the lane stays busy."""
         if not self._lock.acquire(timeout=timeout_s):
             raise WriteError(f"the followers were busy for {timeout_s} s", settled=True)
         try:
@@ -130,16 +132,16 @@ class Lane:
             self._lock.release()
 
     def wait_connected(self, deadline_s: float) -> bool:
-        """Whether all followers are there. Before the first order."""
+        """Wait until all followers have connected, before the first order. Return False at the deadline."""
         return all(_answer_to(HELLO, socket, deadline_s) is not None for socket in self._sockets)
 
     def tell(self, order: Order) -> None:
-        """Say something that is not answered."""
+        """Send an order that is not answered."""
         with self._lock:
             self._send(order)
 
     def close(self) -> bool:
-        """EndOrder the followers' threads of this lane. False: a thread here does not let go of it."""
+        """End the followers' threads of this lane. Return False if a thread here does not release the lane."""
         if not self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             return False
         try:
@@ -155,7 +157,7 @@ class Lane:
         for tp_rank, socket in enumerate(self._sockets, start=1):
             try:
                 socket.send(frame)
-            except zmq.Again:  # it is dead, and so is the instance in a moment; its answer will be missing
+            except zmq.Again:  # the follower is dead, and so is the instance in a moment; its answer will be missing
                 logger.warning("TP rank %d does not take commands: its socket is full", tp_rank)
 
 
@@ -179,7 +181,8 @@ def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Ord
 
 
 class FannedWriter:
-    """Implements `DecodeWriter` for the main rank of several: its own shard and, by order, those of the followers."""
+    """Implements `DecodeWriter` for the main rank of several: it writes its shard and orders the followers to write
+    theirs."""
 
     def __init__(self, fan_out: FanOut, own: ShardWriter, lane: Lane, incarnation: int) -> None:
         self._fan_out = fan_out
@@ -225,9 +228,9 @@ class FannedWriter:
 
 
 class FannedPageSums:
-    """Implements `PageSums` for the main rank of several: the sums of all ranks, added up.
+    """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up.
 
-    `copies`: how many ranks hold the same KV head. `count_all`: D looks at every copy; P (False) counts each head once.
+    `copies`: how many ranks hold the same KV head. `count_all`: D counts every copy; P (False) counts each head once.
     """
 
     def __init__(self, fan_out: FanOut, own: PageSums, copies: int, count_all: bool) -> None:
@@ -250,9 +253,9 @@ class FannedPageSums:
 
 
 class FannedPageCopies:
-    """Implements `PageCopies` for the main rank of several, each of which copies the heads that it holds. `memory`: of
-    all ranks; contents lie in it. Internal where a rank takes `timeout_s`: what it may still copy, and where, nobody
-    knows."""
+    """Implements `PageCopies` for the main rank of several; each rank copies the heads that it holds. `memory`: shared
+    by all ranks; contents lie in it. Raises Internal if a rank takes longer than `timeout_s`: it is unknown then what
+    that rank may still copy, and where to."""
 
     def __init__(self, fan_out: FanOut, own: PageCopies, memory: memoryview, timeout_s: float) -> None:
         self._fan_out = fan_out
@@ -279,10 +282,10 @@ def _address_of(memory: memoryview) -> int:
 
 
 class FanOut:
-    """Built by the main rank before its followers start; they need `base` and `num_lanes` to connect.
+    """Lanes from a main rank to its followers. Built before the followers start; they need `base` and `num_lanes`.
 
-    `transfer_threads`: of P; 0 on D. `answer_grace_s`: an answer may come so much later than the time that its work is
-    given.
+    `transfer_threads`: their number on P; 0 on D. `answer_grace_s`: how much longer an answer may take than the timeout
+    of its work.
     """
 
     def __init__(self, num_followers: int, transfer_threads: int, answer_grace_s: float = 1.0) -> None:
@@ -297,15 +300,15 @@ class FanOut:
         self._num_opened = 0
 
     def wait_connected(self) -> None:
-        """Then the names of the sockets are gone: nobody else can connect, and a process that is killed leaves nothing
-        behind. Raises Internal where a follower does not come."""
+        """Wait until every follower has connected, then remove the sockets' names: no other process can connect, and a
+        killed process leaves nothing behind. Raises Internal if a follower does not connect."""
         deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         if not all(lane.wait_connected(deadline_s) for lane in self._lanes):
             raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
         shutil.rmtree(self.base, ignore_errors=True)
 
     def open(self, info: KVArgsRegisterInfo, open_own: Callable[[], ShardWriter]) -> FannedWriter:
-        """Connect all ranks to a D. Comm thread. Raises TransferFailed with the reasons of those that could not."""
+        """Connect all ranks to a D. Comm thread. Raises TransferFailed with the reasons of the ranks that could not."""
         result = self._control.order(OpenPeer(self.next_number(), info), open_own, OPEN_TIMEOUT_S)
         failures = result.failures()
         if failures:
@@ -326,7 +329,7 @@ class FanOut:
         return next(self._numbers)
 
     def close(self) -> None:
-        """EndOrder the followers' lane threads. No transfer thread runs any more."""
+        """End the followers' lane threads. No transfer thread may run any more."""
         if all([lane.close() for lane in self._lanes]):
             self._context.term()
         shutil.rmtree(self.base, ignore_errors=True)

@@ -1,37 +1,35 @@
-"""Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts (or processes of one).
+"""Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts or processes of one host.
 
 One engine per process (its destructor takes a second). Measured with mooncake-transfer-engine-non-cuda 0.3.13.post1
-over TCP; RDMA was never run here. What the code below is shaped by:
+over TCP; RDMA was never run here. These properties shape the code below:
 
-* The engine LISTENS on 0.0.0.0 (handshake) and [::] (data) whatever host it is given, and asks for no credential:
-  whoever reaches these ports can read and write registered memory. Use it in a trusted network only.
-* Its calls answer with integers and `initialize` says 0 for anything, so protocol, device and host are checked here.
-* More than about 2048 entries in flight to a peer fail, the accepted part still goes out: at most `MAX_ENTRIES` are in
-  flight, under a lock per peer, and the queue limits are raised before the engine is made.
+* The engine LISTENS on 0.0.0.0 (handshake) and [::] (data) whatever host it is given, and asks for no credential: any
+  process that reaches these ports can read and write registered memory. Use it in a trusted network only.
+* Its calls return integers and `initialize` returns 0 for anything, so protocol, device and host are checked here.
+* If more than about 2048 entries are in flight to a peer, the call fails but the accepted part still goes out. So at
+  most `MAX_ENTRIES` are in flight, under a lock per peer, and the queue limits are raised before the engine is made.
 * The synchronous calls spin on a core, so nothing here calls them. A list goes out as one asynchronous batch plus its
-  last entry as a single write, which can be polled with sleeps; there is one lane, so when that entry has ended, so has
+  last entry as a single write, which can be polled with sleeps. There is one lane, so when that entry has ended, so has
   the batch.
-* A write that did not end in time goes on: queued entries are written later, from the then current source bytes. An
+* A write that did not end in time goes on: queued entries are written later, from the source bytes of that moment. An
   entry is COMPLETED when the peer has acknowledged it, which it does after the last byte was put into its memory. So
-  handles of late writes are kept, and `settle` waits until they have ended: that all were COMPLETED proves that nothing
-  of them is to come. For this the engine's own time limits are set to a day: each would drop a connection that is
-  merely slow, with bytes under way that nobody tells of; TCP repeats what a silent network has swallowed.
-* FAILED is an entry whose connection broke, and its end is not known: bytes may lie unread in the peer's kernel, where
-  a new connection overtakes them (with a stopped peer they landed 0.1 to 0.2 ms after a read on a new connection that
+  handles of late writes are kept, and `settle` waits until they have ended: if all were COMPLETED, nothing of them can
+  land any more. For this the engine's own timeouts are set to a day: each would drop a connection that is merely slow,
+  with bytes in flight that nothing reports. TCP retransmits what a silent network has swallowed.
+* An entry is FAILED if its connection broke, and its end is not known: bytes may lie unread in the peer's kernel, and a
+  new connection overtakes them (with a stopped peer they landed 0.1 to 0.2 ms after a read on a new connection that
   succeeded, in 2 of 5 runs). The engine sends one entry at a time, so that is one entry at most. Evidence that it is
-  over, in this order: all handles have ended; our kernel has no closed connection to that host with bytes that were
-  not acknowledged; and a *drain*, a read of twice as many bytes as that entry has, has succeeded behind them. The
-  peer's one I/O thread takes turns between its connections and moves one piece (MC_TCP_SLICE_SIZE) a turn, be it of
-  ours that it reads or of the drain that it sends, so it has reached the end of the one before that of the other. This
-  last step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
+  over, in this order: all handles have ended; our kernel has no closed connection to that host with unacknowledged
+  bytes; and a *drain*, a read of twice as many bytes as that entry has, has succeeded after that. The peer's one I/O
+  thread takes turns between its connections and moves one piece (MC_TCP_SLICE_SIZE) a turn, whether it reads a piece of
+  our entry or sends a piece of the drain. So it reaches the end of the entry before the end of the drain. This last
+  step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
   settled at once. Over RDMA only a dead peer is settled.
-* `connect` fetches the peer's segment description, for which the engine waits 60 s (no setting) if the peer freezes
-  just then.
-* One entry a round trip: over a real network many small pieces are slow, which is another reason for `staged/`.
-* GPU memory is registered and sent like the host's, by a build with CUDA; without it only staging memory on the host
-  can be used, and the sessions say so. It copies pieces of GPU memory one by one (6 us each), hence `staged/`. Both
-  ways were never run here.
-* A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then `close`.
+* `connect` fetches the peer's segment description; if the peer freezes just then, the engine waits 60 s (no setting).
+* One entry takes a round trip: over a real network many small pieces are slow, which is another reason for `staged/`.
+* A build with CUDA registers and sends GPU memory like host memory, piece by piece (6 us each), hence `staged/`.
+  Without CUDA only staging memory on the host can be used, and the sessions report that. Neither way was ever run here.
+* A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then call `close`.
 """
 
 from __future__ import annotations
@@ -57,15 +55,15 @@ from chitu.protocol import RankMemory, TransportSession
 
 NAME = "mooncake"
 MAX_ENTRIES = 512
-"""Entries in flight to one peer, over all threads."""
+"""Most entries in flight to one peer, over all threads."""
 PENDING, DONE = 0, 1
-"""Of an entry's status; another number is a failure."""
+"""Values of an entry's status; any other number is a failure."""
 FENCE_BYTES = 64
 FENCE_TIMEOUT_S = 3.0
-"""Of the read that `connect` tries: two round trips, or a lost packet."""
+"""Timeout of the test read in `connect`: enough for two round trips, or for a lost packet."""
 FENCE_TRIES = 3
-"""The engine may have a connection that broke while it was idle: the first try finds that out, the next fails without
-being sent, and the third waits for a new connection."""
+"""Number of test reads in `connect`. The engine may have a connection that broke while it was idle: the first read
+detects that, the next fails without being sent, and the third waits for a new connection."""
 REFUSED_TIMEOUT_S = 0.5
 NEVER_S = "86400"
 FORCED_ENVIRONMENT = {
@@ -74,34 +72,34 @@ FORCED_ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": NEVER_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": NEVER_S,
 }
-"""`settle` and the polling of batches rely on it."""
+"""Environment of the engine that `settle` and the polling of batches rely on."""
 DEFAULT_ENVIRONMENT = {
     "MC_TRANSFER_TIMEOUT": "5",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""What an operator may set otherwise. Read by the engine when it is made."""
+"""Environment of the engine that an operator may override. The engine reads it when it is made."""
 
 
 @dataclass(slots=True, frozen=True)
 class LateWrite:
-    """Did not end in time: handles of its last entry and of the entries before (0: there are none)."""
+    """A write that did not end in time: handles of its last entry and of the batch of entries before it (0: none)."""
 
     last: int
     batch: int
     largest_bytes: int
-    """Of its entries."""
+    """Size of its largest entry."""
 
 
 @dataclass(slots=True, frozen=True)
 class FenceRead:
-    """A read on its way. `target` is kept until it has ended, because the engine writes there."""
+    """A read in flight. `target` is kept until the read has ended, because the engine writes there."""
 
     handle: int
     target: np.ndarray[Any, np.dtype[np.uint8]]
     doubts: int
-    """Of the peer, when it was begun."""
+    """The peer's `doubts` when this read began."""
 
 
 @dataclass(slots=True)
@@ -110,17 +108,17 @@ class MooncakePeer:
     host: str
     port: int
     arenas: tuple[Arena, ...]
-    """Where it can be written; the first is read by the fence."""
+    """Memory of the peer that can be written; the fence reads the first arena."""
     reaches_pages: bool = True
-    """See `transports/transport.py`; so the next."""
+    """See `transports/transport.py`, also for `reaches_host_segments`."""
     reaches_host_segments: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while entries are in flight, and by whoever settles."""
+    """Held while entries are in flight, and during `settle`."""
     late: list[LateWrite] = field(default_factory=list)
     doubts: int = 0
-    """Writes so far whose end is not known."""
+    """Number of writes so far whose end is not known."""
     doubtful_bytes: int = 0
-    """Of the largest entry of those that no drain has followed; 0: every write has ended well."""
+    """Size of the largest entry of those writes that no drain has followed; 0: every write has ended well."""
     drain: FenceRead | None = None
     is_closed: bool = False
 
@@ -130,10 +128,10 @@ class MooncakePeer:
 
 
 class MooncakeTransport:
-    """See `kv_transfer.transport.Transport`.
+    """Implements `kv_transfer.transports.transport.Transport`.
 
-    `host`: this process's address as peers reach it. Raises MissingDependency where the library cannot be imported and
-    ConfigError where it could not work (RDMA without a device, a host name that does not resolve).
+    `host`: this process's address as peers reach it. Raises MissingDependency if the library cannot be imported and
+    ConfigError if it could not work (RDMA without a device, a host name that does not resolve).
     """
 
     name = NAME
@@ -152,11 +150,11 @@ class MooncakeTransport:
         os.environ.update(FORCED_ENVIRONMENT)
         if protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"
-            os.environ["MC_TRANSFER_TIMEOUT"] = NEVER_S  # a batch that is asked for later than this has "failed"
+            os.environ["MC_TRANSFER_TIMEOUT"] = NEVER_S  # a batch that is polled later than this has "failed"
         module = _import_engine()
         self._has_cuda = bool(getattr(module, "SUPPORT_CUDA", True))
         self._is_host_only = False
-        """The pool is in GPU memory that this build cannot send."""
+        """True if the pool is in GPU memory that this build cannot send."""
         self._engine: Any = module.TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
         if code != 0:
@@ -204,8 +202,8 @@ class MooncakeTransport:
             raise TransferFailed(f"mooncake: {session.session_id} has GPU memory that it cannot offer, and no staging")
         reaches_pages = not self._is_host_only and MEMORY not in session.attributes
         peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
-        # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen: do it
-        # now, while the peer has just spoken to us, so that no write can meet it.
+        # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen. Do it
+        # now, when the peer has just sent us a message, so that no write blocks on it.
         if not any(self._fence(peer) for _ in range(FENCE_TRIES)):
             raise TransferFailed(f"mooncake: {session.session_id} refuses a read of its arena")
         return peer
@@ -219,7 +217,7 @@ class MooncakeTransport:
         src, dst, length = list(copies.src), list(copies.dst), list(copies.length)
         for start in range(0, len(src), MAX_ENTRIES):
             part = slice(start, start + MAX_ENTRIES)
-            # Raised from here, the parts before this one have ended well: nothing is in flight.
+            # If this raises, the parts before this one have ended well: nothing is in flight.
             if not peer.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
                 raise WriteError(f"mooncake: {peer.session_id} was busy for {timeout_s} s", settled=True)
             try:
@@ -245,12 +243,12 @@ class MooncakeTransport:
             peer.lock.release()
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """The engine keeps no handle of ours; its connection goes when the peer does."""
+        """Mark the peer as closed. The engine keeps no handle of ours; its connection ends when the peer does."""
         assert isinstance(peer, MooncakePeer)
         peer.is_closed = True
 
     def close(self) -> None:
-        """Destroy the engine (about a second). Every transfer thread was joined before."""
+        """Destroy the engine (about a second). Every transfer thread must have been joined."""
         if self._engine is not None:
             for base, _ in self._ranges:
                 self._engine.unregister_memory(base)
@@ -260,7 +258,7 @@ class MooncakeTransport:
     def _write_part(
         self, peer: MooncakePeer, src: list[int], dst: list[int], length: list[int], deadline_s: float
     ) -> None:
-        """At most MAX_ENTRIES: all but the last as one batch, then the last, whose end is polled for."""
+        """Write at most MAX_ENTRIES: all but the last as one batch, then the last, whose end is polled for."""
         batch = 0
         if len(src) > 1:
             batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
@@ -281,7 +279,7 @@ class MooncakeTransport:
             raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", settled=False)
 
     def _wait(self, handle: int, deadline_s: float) -> int:
-        """Status of a single entry (of which the engine forgets the handle), or PENDING."""
+        """Return the status of a single entry that has ended (the engine then forgets its handle), or PENDING."""
         started_s = time.monotonic()
         while (status := int(self._engine.transfer_check_status(handle))) == PENDING:
             now_s = time.monotonic()
@@ -291,24 +289,26 @@ class MooncakeTransport:
         return status
 
     def _has_ended_well(self, write: LateWrite, status: int) -> bool:
-        """Whether all entries were acknowledged. The last one has this status; over TCP the others have ended then."""
+        """Return whether all entries were acknowledged. `status`: of the last one; over TCP the others have ended
+        then."""
         if status != DONE and self._protocol != "tcp":
             return False
         is_batch_done = write.batch == 0 or self._engine.get_batch_transfer_status([write.batch]) == 0
         return status == DONE and is_batch_done
 
     def _fence(self, peer: MooncakePeer) -> bool:
-        """Read a few bytes of the peer."""
+        """Read a few bytes of the peer. Return whether that succeeded."""
         base, _ = peer.arenas[0]
         handle = self._read(peer, int(self._scratch.ctypes.data), base, FENCE_BYTES)
         return handle != 0 and self._wait(handle, time.monotonic() + FENCE_TIMEOUT_S) == DONE
 
     def _read(self, peer: MooncakePeer, target: int, source: int, nbytes: int) -> int:
-        """Handle of a read of the peer, 0 where that is impossible."""
+        """Submit a read of the peer and return its handle, or 0 if that is impossible."""
         return int(self._engine.batch_transfer_async_read(peer.session_id, [target], [source], [nbytes]))
 
     def _is_settled(self, peer: MooncakePeer) -> bool:
-        """One look at what is on its way to this peer; begins a drain where one is due. Its lock is held."""
+        """Return whether every write to this peer has settled. Begins a drain if one is due. The caller holds its
+        lock."""
         if self._protocol != "tcp":
             return _is_refused(peer)
         while peer.late:
@@ -341,7 +341,7 @@ class MooncakeTransport:
 
 
 def _is_refused(peer: MooncakePeer) -> bool:
-    """Whether the peer's host says that nobody listens on its handshake port: its process is gone."""
+    """Return whether the peer's host refuses connections to its handshake port: its process is gone."""
     try:
         socket.create_connection((peer.host, peer.port), timeout=REFUSED_TIMEOUT_S).close()
     except ConnectionRefusedError:
@@ -364,6 +364,6 @@ def _import_engine() -> Any:
 
 
 def _check_rdma(ib_device: str) -> None:
-    """The engine silently uses TCP where RDMA is impossible, so look for the devices first."""
+    """Raise ConfigError if RDMA is impossible, because the engine would silently use TCP."""
     if reason := why_no_rdma(look_at_rdma(), ib_device):
         raise ConfigError(f"pd_disaggregation.mooncake_protocol is rdma, but {reason}: use auto or tcp")

@@ -1,24 +1,24 @@
-"""Transport `nixl`: NIXL with its UCX backend, between hosts or processes of one: TCP, shared memory, RDMA, NVLink,
-whatever UCX finds.
+"""Transport `nixl`: NIXL with its UCX backend, between hosts or processes of one host, over whatever UCX finds: TCP,
+shared memory, RDMA, NVLink.
 
 One agent per process. Measured with nixl-cu13 1.5.1 and host memory over TCP; GPU memory and RDMA were never run here.
-What the code below is shaped by:
+These properties shape the code below:
 
-* UCX listens on every interface unless told otherwise (UCX_NET_DEVICES), and asks for no credential: whoever reaches it
-  can read and write registered memory. A host on the loopback address gets UCX_NET_DEVICES=lo.
-* A transfer has no time limit of its own: one to a stopped process over TCP stays in progress for ever. Releasing its
+* UCX listens on every interface unless UCX_NET_DEVICES limits it, and asks for no credential: any process that reaches
+  it can read and write registered memory. A host on the loopback address gets UCX_NET_DEVICES=lo.
+* A transfer has no timeout of its own: over TCP, one to a stopped process stays in progress for ever. Releasing its
   handle does not stop it: the engine goes on, and later sends what the source holds then. So the handle of a write that
   did not end in time is kept, and `settle` waits until it has ended: a write is done only when the peer has flushed it.
-* A connection that broke stays broken: every request to that agent fails until it is forgotten and added again. Idle
-  ones break too, which is no doubt of any write: so one that was idle is tried with a read before it is written to,
-  and is renewed if it broke.
-* A write that ended with an error may have bytes under way that nothing tells of. It is settled once the peer's process
-  is known to be gone, which only its own host can see; between hosts such a D stays suspended until the cluster view
-  says that it is gone.
-* Its progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
-  period of 0: it would spin on a core of every instance for as long as that lives (`_make_agent`).
+* A connection that broke stays broken: every request to that agent fails until the agent is removed and added again.
+  Idle connections break too, which casts no doubt on any write. So a connection that was idle is tested with a read
+  before it is written to, and is renewed if it broke.
+* A write that ended with an error may have bytes in flight that nothing reports. It is settled once the peer's process
+  is known to be gone, which only its own host can see. Between hosts such a D stays suspended until the cluster view
+  reports that it is gone.
+* NIXL's progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
+  period of 0: it would spin on a core of every instance for as long as the instance lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
-* It costs by the piece (15 us each, measured with GPU memory), so it is made for few large ones: `staged/`, whose
+* The cost is per piece (15 us each, measured with GPU memory), so use it for few large pieces: `staged/`, whose
   segments lie in the pool's arena and are registered with it, as memory of the same kind.
 """
 
@@ -48,42 +48,42 @@ logger = logging.getLogger(__name__)
 NAME = "nixl"
 MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 MAX_ENTRIES = 4096
-"""Entries of one request; a longer list goes out as several."""
+"""Most entries of one request; a longer list is split into several requests."""
 FENCE_BYTES = 64
 CONNECT_TIMEOUT_S = 2.0
 TRUSTED_S = 3.0
-"""A connection whose last request succeeded less than this ago is written to without a trial."""
+"""A connection whose last request succeeded less than this long ago is written to without a test read."""
 PROGRESS_PERIOD_US = 1000
-"""What arrives wakes the progress thread; this often it also looks by itself, since UCX may forget to wake it."""
+"""Period at which the progress thread polls. Arriving data wakes it too, but UCX may miss a wake-up."""
 
 
 @dataclass(slots=True)
 class KnownAgent:
-    """An agent that the library has been told of, perhaps with no peer open."""
+    """An agent that was added to the library, perhaps without an open peer."""
 
     metadata: bytes
     num_peers: int = 0
     num_in_progress: int = 0
     good_at_s: float = 0.0
-    """When a request to it has last succeeded."""
+    """Time at which a request to it last succeeded."""
 
 
 @dataclass(slots=True)
 class NixlPeer:
     session_id: str
-    """Name of its agent."""
+    """Name of the peer's agent."""
     arena_base: int
     arena_bytes: int
     memory: str
-    """Kind of its arena, and number of its device."""
+    """Kind of memory of its arena (`DRAM`, `VRAM`); `device` is the number of its device."""
     device: int
     process: PeerProcess | None
-    """None: it runs on another host."""
+    """None if the peer runs on another host."""
     pending: list[tuple[Any, str]] = field(default_factory=list)
-    """Handles and operations of requests that did not end in time. A handle that is collected by the garbage collector
-    would be released."""
+    """Handles and operations of requests that did not end in time. They are kept because a handle that is
+    garbage-collected is released."""
     is_doubtful: bool = False
-    """A write ended with an error."""
+    """True if a write ended with an error."""
     is_closed: bool = False
 
     @property
@@ -92,9 +92,9 @@ class NixlPeer:
 
 
 class NixlTransport:
-    """See `kv_transfer.transport.Transport`.
+    """Implements `kv_transfer.transports.transport.Transport`.
 
-    `host`: this process's address as peers reach it. `device`: where the pool is. Raises MissingDependency where the
+    `host`: this process's address as peers reach it. `device`: the pool's device. Raises MissingDependency if the
     library cannot be imported.
     """
 
@@ -108,14 +108,14 @@ class NixlTransport:
         self._memory, self._device = ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
         self._agent_name = f"chitu-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
-        """Of the agent and of all peers; never held over a wait."""
+        """Guards the agent and all peers; never held while waiting."""
         self._agent: Any = _make_agent(module, self._agent_name)
         self._host_id = host_id()
         self._ranges: list[tuple[int, int]] = []
         self._registered: list[Any] = []
         self._known: dict[str, KnownAgent] = {}
         self._abandoned: list[NixlPeer] = []
-        """Disconnected with writes in progress."""
+        """Peers that were disconnected with requests in progress."""
         self._scratch, self._scratch_base = _scratch_on(device)
         self._register(self._scratch_base, FENCE_BYTES, self._memory, self._device)
 
@@ -165,7 +165,7 @@ class NixlTransport:
         )
         self._open(peer, metadata)
         try:
-            # A read makes the connection, and shows that the arena is what its registration says.
+            # A read opens the connection, and shows that the arena is what its registration describes.
             self._try(peer, time.monotonic() + CONNECT_TIMEOUT_S)
         except TransferFailed as error:
             self.disconnect(peer)
@@ -212,10 +212,10 @@ class NixlTransport:
             if peer.process is not None:
                 peer.process.close()
             if peer.pending and not is_dead:
-                self._abandoned.append(peer)  # released, they would go on unseen
+                self._abandoned.append(peer)  # releasing the handles would not stop the requests
                 return
             peer.pending.clear()
-            # UCX keeps the socket of an agent that is forgotten and added again, so one that lives stays known.
+            # UCX keeps the socket of an agent that is removed and added again, so an agent that lives stays known.
             if is_last and (is_dead or peer.process is None):
                 del self._known[peer.session_id]
                 with contextlib.suppress(Exception):  # it disconnected by itself
@@ -224,7 +224,7 @@ class NixlTransport:
     def close(self) -> None:
         if self._agent is not None:
             for descriptors in self._registered:
-                with contextlib.suppress(Exception):  # the agent goes in any case
+                with contextlib.suppress(Exception):  # the agent is dropped in any case
                     self._agent.deregister_memory(descriptors)
             self._registered.clear()
             self._ranges.clear()
@@ -256,7 +256,7 @@ class NixlTransport:
             raise TransferFailed(f"nixl: the agent of {session_id} calls itself {name}")
 
     def _try(self, peer: NixlPeer, deadline_s: float) -> None:
-        """Read a few bytes of the peer, on a new connection if that which there is broke. Raises TransferFailed."""
+        """Read a few bytes of the peer; renew the connection if it broke. Raises TransferFailed."""
         for other in (peer, *self._abandoned):
             if other.session_id == peer.session_id:
                 self._sweep(other)
@@ -268,8 +268,8 @@ class NixlTransport:
             self._fence(peer, deadline_s)
 
     def _renew(self, peer: NixlPeer) -> bool:
-        """After a failed request: forget the connection and have the next request make another. Not while others use
-        it: if it broke, they end."""
+        """Drop the connection after a failed request, so that the next request opens another. Return False if the peer
+        is dead, or if other requests use the connection: if it broke, they end."""
         with self._lock:
             known = self._known.get(peer.session_id)
             if known is None or known.num_in_progress or peer.is_dead:
@@ -280,7 +280,7 @@ class NixlTransport:
         return True
 
     def _fence(self, peer: NixlPeer, deadline_s: float) -> None:
-        """Raises WriteError, which is settled: nothing is written."""
+        """Read the first bytes of the peer's arena. Raises WriteError, which is settled because nothing is written."""
         nbytes = min(FENCE_BYTES, peer.arena_bytes)
         local = [(self._scratch_base, nbytes, self._device)]
         remote = [(peer.arena_base, nbytes, peer.device)]
@@ -295,7 +295,7 @@ class NixlTransport:
         remote: list[tuple[int, int, int]],
         deadline_s: float,
     ) -> None:
-        """One request from its start to its end. Raises WriteError; after a read it is settled."""
+        """Run one request from its start to its end. Raises WriteError, which is settled if the request is a read."""
         agent = self._agent
         with self._lock:
             if peer.is_closed:
@@ -326,7 +326,7 @@ class NixlTransport:
 
     def _ended(self, peer: NixlPeer, handle: Any, operation: str, state: str) -> None:
         with self._lock:
-            with contextlib.suppress(Exception):  # it has ended, whatever is said of it
+            with contextlib.suppress(Exception):  # the request has ended, whatever the library reports
                 self._agent.release_xfer_handle(handle)
             peer.is_doubtful |= state != "DONE" and operation == "WRITE"
             known = self._known.get(peer.session_id)
@@ -336,7 +336,7 @@ class NixlTransport:
                     known.good_at_s = time.monotonic()
 
     def _ask(self, peer: NixlPeer, question: Any) -> str:
-        """State of a request: `DONE`, `PROC`, or what went wrong."""
+        """Return the state of a request: `DONE`, `PROC`, or what went wrong."""
         try:
             with self._lock:
                 return str(question())
@@ -344,14 +344,14 @@ class NixlTransport:
             return repr(error)
 
     def _sweep(self, peer: NixlPeer) -> None:
-        """Let go of pending requests that have ended meanwhile."""
+        """Release pending requests that have ended meanwhile."""
         for handle, operation in list(peer.pending):
             state = self._ask(peer, lambda handle=handle: self._agent.check_xfer_state(handle))
             if state == "PROC":
                 continue
             with self._lock:
                 if (handle, operation) not in peer.pending:
-                    continue  # another thread found that out
+                    continue  # another thread released it
                 peer.pending.remove((handle, operation))
             self._ended(peer, handle, operation, state)
 
@@ -361,7 +361,7 @@ def _entries(address_N: Int64s, length_N: Int64s, device: int) -> list[tuple[int
 
 
 def _make_agent(module: Any, name: str) -> Any:
-    """An agent with UCX. What the Python API configured is replaced, because it leaves no choice of the period."""
+    """Return an agent with UCX. Replaces the Python API's configuration, which leaves no choice of the period."""
     agent = module.nixl_agent(name, module.nixl_agent_config(backends=[]))
     config = module.nixlBind.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, PROGRESS_PERIOD_US
@@ -373,11 +373,12 @@ def _make_agent(module: Any, name: str) -> Any:
 
 
 def _scratch_on(device: str) -> tuple[Any, int]:
-    """`FENCE_BYTES` where the pool is, and their address: the fence is then read as pages are written."""
+    """Return `FENCE_BYTES` of memory on the pool's device, and their address: the fence then takes the path of page
+    writes."""
     if device == "cpu":
         host = np.zeros(FENCE_BYTES, np.uint8)
         return host, int(host.ctypes.data)
-    from chitu.ops.cuda_device import device_bytes  # torch: only where there is a GPU
+    from chitu.ops.cuda_device import device_bytes  # torch: only with a GPU
 
     memory = device_bytes(device, FENCE_BYTES)
     return memory, memory.data_ptr()
@@ -391,7 +392,7 @@ def _import_nixl() -> Any:
         except (ImportError, OSError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        library = logging.getLogger("nixl")  # it writes to stdout, which may be read by programs
+        library = logging.getLogger("nixl")  # it logs to stdout, which programs may read
         library.handlers.clear()
         library.propagate = True
         library.setLevel(logging.WARNING)
