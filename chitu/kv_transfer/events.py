@@ -1,4 +1,4 @@
-"""What the transfer layer tells the step thread, the thin interfaces between the two, and what both machines share.
+"""Events of the transfer layer for the step thread, the thin interfaces between the two, and what both machines share.
 
 `KVManager` picks one role object at construction: `PrefillSender` or `DecodeReceiver`. The step thread calls its
 methods and drains `poll()`; the comm thread feeds `on_frame`, `on_view` and `tick`; transfer threads do the writes.
@@ -18,13 +18,13 @@ from chitu.types import Ready
 
 class TransferEventKind(Enum):
     ANNOUNCED = auto()
-    """P: TransferInfo came; the room's pages on D are reserved, so computing it now can always be delivered."""
+    """P: TransferInfo came; the room's pages on D are reserved, so what is computed now can always be delivered."""
     LOGITS_READY = auto()
     """D: the aux row is complete and verified; token 1 can be sampled. Always before SUCCESS."""
     SUCCESS = auto()
     """P: everything was written. D: KV is here; the pages and the aux slot belong to the request again."""
     FAILED = auto()
-    """The room is dead; `error` says why. Its pages stay quarantined until RELEASED."""
+    """The room failed; `error` tells why. Its pages stay quarantined until RELEASED."""
     RELEASED = auto()
     """After FAILED or `abort`: nothing reads (P) or writes (D) the room's pages and aux slot any more."""
 
@@ -34,44 +34,44 @@ class TransferEvent:
     kind: TransferEventKind
     room: bytes
     error: ChituError | None = None
-    """With FAILED, and only there."""
+    """Cause of a FAILED event; None for every other kind."""
     kv_bytes: int = 0
-    """With SUCCESS: bytes moved (KV and logits)."""
+    """Bytes moved (KV and logits), with SUCCESS."""
     saved_bytes: int = 0
-    """D, with SUCCESS: KV bytes of the prompt that were here already."""
+    """KV bytes of the prompt that D had already, with SUCCESS on D."""
     times: PrefillTimes = NO_TIMES
-    """D, with SUCCESS: where P spent its time."""
+    """Durations on P, with SUCCESS on D."""
     cached_tokens: int = 0
-    """D, with LOGITS_READY: of the prompt, that P did not have to compute."""
+    """Prompt tokens that P did not have to compute, with LOGITS_READY on D."""
     prompt_logprobs: bytes | None = None
-    """D, with SUCCESS, where P was asked for them."""
+    """Logprobs of the prompt, with SUCCESS on D, if they were requested."""
 
 
 class Aborted(NamedTuple):
-    """To either machine, by its scheduler: only RELEASED follows, whatever that has not polled yet. D has one more for
-    an unknown room, at once."""
+    """The scheduler aborts a room, on either machine. Only RELEASED follows; events that were not polled yet are
+    dropped. D emits one more RELEASED, at once, for an unknown room."""
 
     room: bytes
     error: ChituError
 
 
 class ViewChanged(NamedTuple):
-    """To either machine: `PeerView` has other members, or has seen one end."""
+    """`PeerView` has other members, or has seen one end, on either machine."""
 
 
 class Tick(NamedTuple):
-    """To either machine: time has passed."""
+    """Time has passed, on either machine."""
 
 
 class DropEvents(NamedTuple):
-    """By either machine: take back what the step thread has not polled of a room, but RELEASED. P says RELEASED where
-    SUCCESS was among it."""
+    """Drop the events of a room that the step thread has not polled, except RELEASED, on either machine. P emits
+    RELEASED if SUCCESS was among them."""
 
     room: bytes
 
 
 class Send(NamedTuple):
-    """By either machine: a frame."""
+    """Send a frame, from either machine."""
 
     host: str
     port: int
@@ -90,55 +90,56 @@ class KVChunk:
 
 
 class PeerLink(Protocol):
-    """Where outgoing P<->D frames go: a queue that the comm thread empties. Never blocks."""
+    """Queue of outgoing P<->D frames, which the comm thread empties. Never blocks."""
 
     def __call__(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
 
 
 Wake = Callable[[], None]
-"""Wakes the step thread after an event was queued. Any thread, never blocks."""
+"""Function that wakes the step thread after an event was queued. Any thread, never blocks."""
 
 
 class PrefillSenderLike(Protocol):
-    """What the step thread of P uses."""
+    """The transfer layer as P's step thread uses it."""
 
     def add_request(
         self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
     ) -> None:
-        """The router's half arrived; the room may have been announced before. Starts the bootstrap deadline."""
+        """Take the router's request; the room may have been announced before. Starts the bootstrap deadline."""
         ...
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
-        """The coming forward computes these chunks; `on_layer_done` then speaks of them."""
+        """Begin a step whose forward pass computes these chunks; `on_layer_done` then refers to them."""
         ...
 
     def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
-        """K and V of `layer` of the step's chunks are in the pages once `ready` has passed: send what was announced.
-        Returns at once."""
+        """Send what was announced of `layer` of the step's chunks: its K and V are in the pages once `ready` has
+        passed. Returns at once."""
         ...
 
     def end_step(self) -> None:
-        """The forward is over; chunks of rooms not announced yet are kept for later."""
+        """End the step; chunks of rooms not announced yet are kept for later."""
         ...
 
     def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
-        """The logits row of the room's last token is in `aux_slot`: it leaves ahead of all KV still queued.
+        """Send the logits row of the room's last token, which is in `aux_slot`, ahead of all KV still queued.
         `prompt_logprobs` leave with Success."""
         ...
 
     def reset_chunks(self, room: bytes) -> bool:
-        """Forget the computed pages of a room that is not announced (its pages are wanted back). False: too late."""
+        """Forget the computed pages of a room that is not announced (its pages are wanted back). Return False if it is
+        too late."""
         ...
 
     def poll(self) -> list[TransferEvent]: ...
 
     def abort(self, room: bytes, error: ChituError) -> None:
-        """Stop; tell D. Only RELEASED follows. An unknown room is ignored."""
+        """Stop a room and report that to D. Only RELEASED follows. An unknown room is ignored."""
         ...
 
 
 class DecodeReceiverLike(Protocol):
-    """What the step thread of D uses."""
+    """The transfer layer as D's step thread uses it."""
 
     def announce(
         self,
@@ -151,9 +152,9 @@ class DecodeReceiverLike(Protocol):
         prefill_incarnation: int,
         prefix_pages: int,
     ) -> None:
-        """Pages (ceil(num_tokens / page_size)) and aux slot are reserved: tell P. Starts the transfer deadline. The
-        first `prefix_pages`, full ones, hold what they should already: nobody writes to them. Without pages P sends the
-        logits row alone."""
+        """Announce reserved pages (ceil(num_tokens / page_size)) and an aux slot to P. Starts the transfer deadline.
+        The first `prefix_pages`, all full, already hold their KV: P does not write to them. Without pages P sends the
+        logits row only."""
         ...
 
     def poll(self) -> list[TransferEvent]: ...
@@ -164,18 +165,18 @@ class DecodeReceiverLike(Protocol):
 
 
 class CommSide(Protocol):
-    """What the comm thread uses, on both roles."""
+    """The transfer layer as the comm thread uses it, on both roles."""
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
-        """One P<->D message. Never raises for bad input: counts it, fails its own room at most."""
+        """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
         ...
 
     def on_view(self, view: ClusterView) -> None:
-        """The cluster view changed: rooms of incarnations that are gone fail; new P are registered with."""
+        """Take a new cluster view: fail the rooms of incarnations that are gone, and register with new P."""
         ...
 
     def tick(self, now_s: float) -> None:
-        """Deadlines and repeats; at least every 50 ms."""
+        """Apply deadlines and repeat messages. Called at least every 50 ms."""
         ...
 
     def close(self) -> None: ...

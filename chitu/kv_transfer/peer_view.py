@@ -1,14 +1,15 @@
-"""Which incarnations of the other role are alive, lost (not in the cluster view) or are known dead. Pure except for
+"""Tells which incarnations of the other role are alive, lost (not in the cluster view) or known dead. Pure except for
 pids.
 
 Owned by `PrefillSender` (about D) and `DecodeReceiver` (about P), called under their lock. The difference between lost
-and dead is what keeps memory safe: a lost process may only be frozen and can still write when it thaws; a dead one
-cannot. Incarnations have no order of their own. The newest view says which incarnation is the instance now; an
-incarnation that gave its rank to another one is lost. Dead is whom the router calls so (it knows it from its own
-machine or from the launcher there). Of a process on this machine, which we once saw alive, its pids tell, and nothing
-else (they must mean the same here: `InstanceInfo.pid_namespace`). Of others: one whose rank was given to a process that
-was just started, since a launcher ends an instance before it starts its next life (`_is_next_life`). A process that
-returns says in which view it was new, so this holds too where that view was missed.
+and dead keeps memory safe: a lost process may only be frozen and can still write when it thaws; a dead one cannot.
+Incarnations have no order of their own. The newest view defines which incarnation the instance is now; an incarnation
+whose rank went to another one is lost. An incarnation is dead if the router reports it dead (the router sees that on
+its own machine or learns it from the launcher there). A process on this machine that was once seen alive is judged by
+its pids, and nothing else (pids must mean the same here: `InstanceInfo.pid_namespace`). Any other incarnation is dead
+if its rank was given to a process that was just started, since a launcher ends an instance before it starts the next
+one (`_is_next_life`). A process that returns reports in which view it was new, so this holds even if that view was
+missed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from chitu.types import Role
 
 PidAlive = Callable[[int], bool]
 KEPT_ABSENT = 256
-"""Incarnations that are remembered beside those in the newest view: far more lives than rooms wait for."""
+"""Incarnations that are remembered beside those in the newest view: far more than rooms wait for."""
 KEPT_ROUTERS = 256
-"""Routers whose order is remembered."""
+"""Number of routers whose order is remembered."""
 
 
 def pid_alive(pid: int) -> bool:
-    """Whether a process of this host (and pid namespace) exists and is more than an exit code that nobody has read."""
+    """Return whether a process of this host (and pid namespace) exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -39,7 +40,7 @@ def pid_alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state = file.read().rpartition(")")[2].split()[0]
-        # The first thread of a process is a zombie as soon as it has ended; others may still run.
+        # The first thread of a process is a zombie as soon as it has ended; other threads may still run.
         return state not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except (OSError, IndexError):
         return True
@@ -47,21 +48,21 @@ def pid_alive(pid: int) -> bool:
 
 @dataclass(slots=True)
 class _Peer:
-    """One incarnation."""
+    """One incarnation of the other role."""
 
     rank: int
     instance: InstanceInfo | None = None
-    """None: it spoke to us, but no view had it so far."""
+    """None if it sent us a message but no view has contained it so far."""
     last_view: tuple[int, int] = (0, -1)
-    """That had it: place of its router in the order of routers, version."""
+    """Last view that contained it: place of that view's router in the order of routers, version."""
     is_present: bool = False
     was_alive_here: bool = False
     has_ended: bool = False
-    """We saw its main process alive and then gone."""
+    """True if we saw its main process alive and then gone."""
     is_displaced: bool = False
-    """Its rank is another one's now."""
+    """True if another incarnation has its rank now."""
     is_replaced: bool = False
-    """And that one was started after its end."""
+    """True if that other incarnation was started after the end of this one."""
     is_called_dead: bool = False
 
 
@@ -74,17 +75,17 @@ class PeerView:
         self._router_incarnation = 0
         self._version = -1
         self._routers: dict[int, int] = {}
-        """Incarnation -> place, from 1, in the order in which they were first heard."""
+        """Router incarnation -> place, from 1, in the order in which their first views came."""
         self._peers: dict[int, _Peer] = {}
-        """By incarnation; the longest known first."""
+        """Peers by incarnation; the longest known first."""
         self._holders: dict[int, int] = {}
-        """Rank -> the incarnation that a view had last."""
+        """Rank -> the incarnation that had it in the last view that contained the rank."""
         self._dead: frozenset[int] = frozenset()
-        """Of the last view."""
+        """Incarnations that the last view reports dead."""
 
     def update(self, view: ClusterView) -> bool:
-        """Take a view; False where the same router sent a newer one before. Views come in the order in which routers
-        speak: a connection brings none of an earlier router behind one of a later."""
+        """Take a view. Return False if the same router sent it or a newer one before. Views come in the order of their
+        routers: no connection delivers a view of an earlier router after one of a later router."""
         if view.router_incarnation == self._router_incarnation and view.version <= self._version:
             return False
         self._router_incarnation, self._version = view.router_incarnation, view.version
@@ -118,33 +119,34 @@ class PeerView:
         peer.instance = instance
         peer.last_view = self._place(self._router_incarnation, self._version)
         peer.is_displaced = peer.is_replaced = False
-        peer.is_present = not peer.has_ended  # the router may not know yet
+        peer.is_present = not peer.has_ended  # the router may not have noticed yet
 
     def _is_next_life(self, instance: InstanceInfo, former: _Peer) -> bool:
-        """Whether a process in the present view was started after one of its rank that views had before."""
+        """Return whether `instance`, of the present view, was started after `former`, which earlier views had at its
+        rank."""
         if former.instance is None:
             return False
-        # A router gives a rank to no process that it knows to be older; one that was in no view before is younger, and
-        # says later in which view it was new; on one machine (not booted since) the times since the boot tell.
+        # A router gives a rank to no process that it knows to be older. One that was in no view before is younger, and
+        # reports later in which view it was new. On one machine (not rebooted since) the start times since boot tell.
         is_here = instance.pid_namespace != "" and instance.pid_namespace == former.instance.pid_namespace
         is_younger = is_here and instance.start_ticks > former.instance.start_ticks
         first_view = instance.first_view if instance.returns else (self._router_incarnation, self._version)
         return is_younger or self._place(*first_view) > former.last_view
 
     def _place(self, router_incarnation: int, version: int) -> tuple[int, int]:
-        """Of a view in the order of all; before all others where its router was never heard."""
+        """Return a view's place in the order of all views; a view of an unknown router comes before all others."""
         return self._routers.get(router_incarnation, 0), version
 
     def _shares_pids(self, instance: InstanceInfo) -> bool:
-        """Whether its pid is the same process for us. One that does not say where its pid counts is judged by its
-        address."""
+        """Return whether its pid means the same process here. An instance that reports no pid namespace is judged by
+        its address."""
         if instance.pid_namespace:
             return instance.pid_namespace == self._pid_namespace
         return instance.host == self._host
 
     def find_ended(self) -> bool:
-        """Look for members whose main process has ended: they are lost at once, also while no router says so. True
-        where there is a new one. Only of those that say in which pid namespace they live, and live in ours."""
+        """Find members whose main process has ended: they are lost at once, even before a router reports it. Return
+        whether there is a new one. Only covers instances that report a pid namespace and share ours."""
         found = False
         for peer in self._peers.values():
             instance = peer.instance
@@ -155,8 +157,9 @@ class PeerView:
         return found
 
     def note(self, rank: int, incarnation: int) -> None:
-        """An incarnation spoke to us, perhaps before a view has it. Others that no view
-        has had are lost: a process that fails ahead of its joining must not keep what we opened for it."""
+        """Record an incarnation that sent us a message, perhaps before a view contains it. Other incarnations of its
+        rank that no view has contained are lost: a process that fails before it joins must not keep what we opened for
+        it."""
         if incarnation in self._peers:
             return
         for peer in self._peers.values():
@@ -167,17 +170,18 @@ class PeerView:
         return [peer.instance for peer in self._peers.values() if peer.is_present and peer.instance is not None]
 
     def is_present(self, rank: int, incarnation: int) -> bool:
-        """Whether the newest view has it."""
+        """Return whether the newest view contains it and it was not seen to end."""
         peer = self._peer(rank, incarnation)
         return peer is not None and peer.is_present
 
     def is_replaced(self, rank: int, incarnation: int) -> bool:
-        """Whether a process that was started after it has its rank."""
+        """Return whether a process that was started after it has its rank."""
         peer = self._peer(rank, incarnation)
         return peer is not None and peer.is_replaced
 
     def is_lost(self, rank: int, incarnation: int) -> bool:
-        """It was in a view of this router and is not any more, or its rank is another one's, or it has ended."""
+        """Return whether it left the view of this router, lost its rank to another incarnation, has ended, or is
+        reported dead."""
         peer = self._peer(rank, incarnation)
         if peer is None:
             return incarnation in self._dead
@@ -186,13 +190,13 @@ class PeerView:
         return gone or peer.is_displaced or peer.has_ended or peer.is_called_dead
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
-        """Nothing of it can write to anybody any more."""
+        """Return whether none of its processes can write any more."""
         peer = self._peer(rank, incarnation)
         if peer is None:
             return incarnation in self._dead
         if peer.is_called_dead or peer.is_present or peer.instance is None or not peer.was_alive_here:
             return peer.is_called_dead or peer.is_replaced
-        # The number of a process that we saw end may be another one's by now.
+        # The pid of a process that we saw end may be reused by now.
         pids = peer.instance.follower_pids if peer.has_ended else _pids(peer.instance)
         return not any(self._is_pid_alive(pid) for pid in pids)
 
@@ -202,5 +206,5 @@ class PeerView:
 
 
 def _pids(instance: InstanceInfo) -> tuple[int, ...]:
-    """Of every process that can write: the main rank and its TP followers."""
+    """Return the pids of every process that can write: the main rank and its TP followers."""
     return (instance.pid, *instance.follower_pids)

@@ -1,12 +1,12 @@
-"""D's half of the transfer protocol: announce pages to P, verify what arrives, and never give a page back too early.
+"""D's side of the transfer protocol: announce pages to P, verify what arrives, and never free a page too early.
 
-`DecodeReceiver` is the shell of `ReceiverMachine`, which decides everything: it owns the lock, the outbox and the
-verifying thread, turns what happens into events, and carries out the effects. With `verify_kv` the pages are looked at
-on a thread of their own. Step thread: `announce`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Invariants:
-the lock is never held across `link`, `wake`, logging or a copy; LOGITS_READY only after the aux row verified, SUCCESS
-only after that, with the byte count that was announced and with KV that was verified (where it has to be); once
-TransferInfo was sent, RELEASED only when the writer is known to have stopped. Time alone never frees an announced page:
-a late one-sided write must not land in a page that another request owns.
+`DecodeReceiver` is the shell of `ReceiverMachine`, which makes every decision. It owns the lock, the outbox and the
+verifying thread, turns what happens into events, and carries out the effects. With `verify_kv` a separate thread
+verifies the pages. Step thread: `announce`, `poll`, `abort`. Comm thread: `on_frame`, `on_view`, `tick`. Invariants:
+the lock is never held across `link`, `wake`, logging or a copy; LOGITS_READY comes only after the aux row verified,
+SUCCESS only after that, with the byte count that was announced and, if required, with verified KV; once TransferInfo
+was sent, RELEASED comes only when the writer is known to have stopped. Time alone never frees an announced page: a late
+one-sided write must not land in a page that another request owns.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class DecodeReceiver:
         self.verifier = JobThread("verify", self._check_pages) if parts.page_sums is not None else None
         self._next_tick_s = 0.0
         self.unknown_frames = 0
-        """Undecodable or misdirected frames so far."""
+        """Number of undecodable or misdirected frames so far."""
 
     # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
-        """Start the verifying thread, where there is one; without it `run_one()` pumps by hand."""
+        """Start the verifying thread, if there is one, and the transports' threads. Tests call `run_one()` instead."""
         self._messages.start(ServiceThread)
         if self.verifier is not None:
             self.verifier.start(ServiceThread)
 
     def close(self) -> None:
-        """Stop verifying; D has no transfer threads."""
+        """Stop the verifying thread; D has no transfer threads."""
         if self.verifier is not None:
             self.verifier.close()
 
     def state(self, room: bytes) -> ReceiverState | None:
-        """For tests, logs and metrics; None for a room that is unknown or over."""
+        """Return the room's state, or None if it is unknown or over. For tests, logs and metrics."""
         entry = self._table.get(room)
         return entry.state if entry is not None else None
 
@@ -87,16 +87,16 @@ class DecodeReceiver:
 
     @property
     def stale_frames(self) -> int:
-        """Frames of incarnations that are gone, or that are not the writer of their room."""
+        """Number of frames from incarnations that are gone or are not the writer of their room."""
         return self._machine.stale_frames
 
     def registered_prefills(self) -> dict[int, int]:
-        """engine_rank -> incarnation of the P that took our registration."""
+        """Return engine_rank -> incarnation of every P that accepted our registration."""
         with self._lock:
             return self._machine.prefills.registered()
 
     def silent_prefills(self) -> tuple[int, ...]:
-        """Incarnations of P that rooms wait for and that do not answer. Any thread."""
+        """Return the incarnations of P that rooms wait for and that do not answer. Any thread."""
         with self._lock:
             return self._machine.prefills.silent()
 
@@ -188,7 +188,7 @@ class DecodeReceiver:
             return self._machine.prefills.address_of(incarnation)
 
     def _handle(self, event: events.Event) -> None:
-        """Raises ProtocolError for a frame that cannot be right."""
+        """Apply an event and carry out its effects. Raises ProtocolError for an invalid frame."""
         jobs: list[events.CheckRow | events.CheckPages | events.Deliver] = []
         with self._lock:
             for effect in self._machine.handle(event, self._parts.clock.monotonic()):
@@ -213,10 +213,11 @@ class DecodeReceiver:
             else:
                 self._messages.deliver(*job)
 
-    # --------------------------------------------------------------------------------------------- looking at what came
+    # ----------------------------------------------------------------------------------------------------- verification
 
     def _check_row(self, job: events.CheckRow) -> None:
-        """Without the lock: it reads half a megabyte. The slot is the room's until RELEASED or after SUCCESS."""
+        """Verify a logits row, without the lock: that reads half a megabyte. The room keeps the slot until RELEASED or
+        after SUCCESS."""
         try:
             checked = events.RowChecked(job.room, None, self._parts.aux.verify(job.aux_slot, job.room))
         except Integrity as error:
@@ -224,8 +225,8 @@ class DecodeReceiver:
         self._handle(checked)
 
     def _check_pages(self, job: events.CheckPages) -> None:
-        """On the verifying thread: heartbeats, acknowledgements and steps do not wait for it. The room may end
-        meanwhile (deadline, client gone): then the verdict comes to nothing, and reading pages that another request
+        """Verify a room's pages on the verifying thread, so heartbeats, acknowledgements and steps do not wait for it.
+        If the room ends meanwhile (deadline, client gone), the result is ignored; reading pages that another request
         owns by then does no harm."""
         layout, page_sums = self._config.layout, self._parts.page_sums
         assert page_sums is not None
@@ -240,7 +241,7 @@ class DecodeReceiver:
                 compare(expected, found_N, head_copies(layout))
         except ChituError as failure:
             error = failure
-        if self._config.verify_kv == "off":  # only looked at: for the trace
+        if self._config.verify_kv == "off":  # computed for the trace only
             error = None
         self._handle(events.PagesChecked(job.room, error))
 
@@ -249,7 +250,7 @@ class DecodeReceiver:
         return tracer is not None and room in tracer.rooms
 
     def _note_sums(self, room: bytes, positions_N: Int64s, found_N: Int64s) -> None:
-        """For the record that the scheduler makes when it hears that KV is here."""
+        """Store the checksums for the trace record that the scheduler makes when it receives SUCCESS."""
         tracer = self._parts.tracer
         traced = tracer.rooms.get(room) if tracer is not None else None
         if traced is not None:

@@ -1,6 +1,6 @@
-"""What happens to P's machine (events), what it wants done (effects), and what both know of a room.
+"""Events and effects of P's machine, and its record of a room.
 
-`PrefillSender` makes the events and carries out the effects, in their order. Records alone: no code but sums.
+`PrefillSender` makes the events and carries out the effects, in their order. Records only: no code except sums.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ class ComputedPrompt:
     num_tokens: int
     pages: Sequence[int] = ()
     cached_tokens: int = 0
-    """Where its first chunk began: what is before was in the pages already."""
+    """Start of its first chunk: KV before it was in the pages already."""
     next_page: int = 0
-    """Pages before this one (of all layers) were handed out by finished steps."""
+    """First page that finished steps have not handed out (of all layers)."""
     backlog: list[TransferKVChunk] = field(default_factory=list)
-    """Computed, not announced."""
+    """Chunks that were computed before the room was let go."""
     aux_slot: int = -1
     prompt_logprobs: bytes | None = None
-    """Of all of the prompt, for D; None where nobody asks."""
+    """Logprobs of the whole prompt, for D; None if they were not requested."""
     started_s: float = 0.0
-    """When its first chunk began to compute."""
+    """Time at which its first chunk began to compute."""
     computed_s: float = 0.0
-    """When its logits row was complete."""
+    """Time at which its logits row was complete."""
 
 
 class Destination(NamedTuple):
-    """D's half of a room, checked: where its bytes go."""
+    """D's announcement of a room, checked: where its bytes go."""
 
     info: TransferInfo
     peer: DecodePeer
     pages: Sequence[int]
-    """Of D, in the order of the prompt; none where D wants the logits row alone."""
+    """Pages of D, in the order of the prompt; empty if D wants the logits row only."""
     first_page: int
-    """Position from which P writes."""
+    """First position in the page list that P writes."""
 
 
 @dataclass(slots=True)
 class SendRoom:
-    """What P knows of a room. Nothing here decides but what is left to write: the room's state does."""
+    """P's record of a room. The room's state decides what happens; of these fields only `units_left` does too."""
 
     request_id: str = ""
     decode_rank: int = -1
     decode_incarnation: int = 0
-    """Of its D; 0 while neither half is here."""
+    """Incarnation of its D; 0 until the router's request or D's announcement comes."""
     computed: ComputedPrompt = field(default_factory=lambda: ComputedPrompt(0))
     destination: Destination | None = None
     units_left: int = 0
-    """Pages times layers that have not landed yet, and one for the logits row; known from the announcement on."""
+    """Pages times layers that have not landed yet, plus one for the logits row; known from the announcement on."""
     bytes_per_rank: tuple[int, ...] = ()
-    """Moved by each of our TP ranks."""
+    """Bytes moved by each of our TP ranks."""
     kv_sums: RoomSums | None = None
-    """Checksums of what was written, added to by the thread that visits the room; None where nobody wants them."""
+    """Checksums of what was written, added to by the thread that works on the room; None if they are not needed."""
     error: ChituError | None = None
     repeat_due_s: float = NEVER_S
     requested_s: float = 0.0
-    """When the router's half came; with those of `computed` and the next, what `PrefillTimes` is made of."""
+    """Time of the router's request. `PrefillTimes` is made of it, the times in `computed`, and `landed_s`."""
     landed_s: float = 0.0
 
     @property
     def times(self) -> PrefillTimes:
-        """Of a room that has landed."""
+        """Durations on P of a room that has landed."""
         started_s, computed_s = self.computed.started_s, self.computed.computed_s
         return PrefillTimes(started_s - self.requested_s, computed_s - started_s, self.landed_s - computed_s)
 
@@ -84,7 +84,7 @@ class SendRoom:
 
 
 class Requested(NamedTuple):
-    """By P's scheduler: the router's half."""
+    """P's scheduler got the router's request for a room."""
 
     room: bytes
     request_id: str
@@ -94,23 +94,23 @@ class Requested(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """A frame of a registered D about a room."""
+    """A registered D sent a frame about a room."""
 
     room: bytes
     message: TransferInfo | StatusAck | AbortTransfer
     peer: DecodePeer
     unreachable: ChituError | None = None
-    """Why no connection to this D could be opened."""
+    """Reason why no connection to this D could be opened."""
 
 
 class Visited(NamedTuple):
-    """A transfer thread has a job in its hands: may it still be done?"""
+    """A transfer thread took a job and asks whether it may still be done."""
 
     job: TransferJob
 
 
 class Written(NamedTuple):
-    """Answers `Write`. `bytes_per_rank`: written by each TP rank, unless there is an `error`."""
+    """Answer to `Write`. `bytes_per_rank`: bytes written by each TP rank, unless there is an `error`."""
 
     job: TransferJob
     bytes_per_rank: Sequence[int] = ()
@@ -118,7 +118,7 @@ class Written(NamedTuple):
 
 
 class SettleTried(NamedTuple):
-    """Answers `SettleWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
+    """Answer to `SettleWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
 
     settle: SettleWrites
     is_settled: bool
@@ -137,33 +137,33 @@ Event = Union[Requested, Aborted, Heard, Visited, Written, SettleTried, ViewChan
 
 
 class Compute(NamedTuple):
-    """Chunks of this room count from now on."""
+    """Track the computed chunks of this room from now on."""
 
     room: bytes
     computed: ComputedPrompt
 
 
 class LetGo(NamedTuple):
-    """What is computed of this room may be written, from this position on."""
+    """Queue what is computed of this room for writing, from this position on."""
 
     room: bytes
     first_page: int
 
 
 class Stop(NamedTuple):
-    """Nothing more of this room is to be written: forget what waits."""
+    """Write nothing more of this room, and forget what waits."""
 
     room: bytes
 
 
 class AskToSettle(NamedTuple):
-    """Queue an attempt."""
+    """Queue a settle attempt."""
 
     room: bytes
 
 
 class Write(NamedTuple):
-    """In the thread that asked by `Visited`."""
+    """Do the job, in the thread that sent `Visited`."""
 
     job: TransferJob
     record: SendRoom
@@ -171,12 +171,12 @@ class Write(NamedTuple):
 
 
 class SettleWrites(NamedTuple):
-    """In the thread that asked by `Visited`."""
+    """Try to settle the failed writes to this D, in the thread that sent `Visited`."""
 
     room: bytes
     peer: DecodePeer
     rooms: tuple[bytes, ...]
-    """All that it is for. One whose write fails later is none of them."""
+    """Rooms that this attempt covers. A room whose write fails later is not among them."""
 
 
 Effect = Union[Send, TransferEvent, DropEvents, Line, Compute, LetGo, Stop, AskToSettle, Write, SettleWrites]

@@ -1,8 +1,8 @@
-"""P's half of the transfer protocol: who registered, what was announced, what is computed, what has been written.
+"""P's side of the transfer protocol: registered D, announced rooms, computed chunks and written pages.
 
-`PrefillSender` is the shell of `SenderMachine`, which decides what becomes of a room: it owns the lock and the outbox,
-turns what happens into events, and carries out the effects. Beside the machine: `ChunkFeed` (what was computed),
-`PageWriter` (the writes), `DecodePeers` (which D registered). Three kinds of threads meet here. Step: `add_request`,
+`PrefillSender` is the shell of `SenderMachine`, which decides what becomes of a room. It owns the lock and the outbox,
+turns what happens into events, and carries out the effects. Beside the machine it has `ChunkFeed` (what was computed),
+`PageWriter` (the writes) and `DecodePeers` (which D registered). Three kinds of threads call it. Step: `add_request`,
 `begin_step` .. `send_kv_cache`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the
 queue. Invariant: the lock is never held across `link`, `wake`, logging or a transport.
 """
@@ -71,13 +71,13 @@ class PrefillSender:
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
-        """Undecodable or misdirected frames so far."""
+        """Number of undecodable or misdirected frames so far."""
         self._unregistered_frames = 0
 
     # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
-        """Start the transfer threads; without it `queue.run_one()` pumps by hand."""
+        """Start the transfer threads. Tests call `queue.run_one()` instead."""
         self.queue.start(self._config.transfer_threads, ServiceThread)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class PrefillSender:
         self.queue.close(self._config.write_timeout_s + 1.0)
 
     def state(self, room: bytes) -> SenderState | None:
-        """For tests, logs and metrics; None for a room that is unknown or forgotten."""
+        """Return the room's state, or None if it is unknown or forgotten. For tests, logs and metrics."""
         entry = self._table.get(room)
         return entry.state if entry is not None else None
 
@@ -99,17 +99,18 @@ class PrefillSender:
 
     @property
     def stale_frames(self) -> int:
-        """Frames of incarnations that are not (or no longer) registered, or that name another room's D."""
+        """Number of frames from incarnations that are not (or no longer) registered, or not the D of the room they
+        name."""
         return self._unregistered_frames + self._machine.stale_frames
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
-        """Engine ranks of the D that are not written to until a failed write has settled."""
+        """Engine ranks of the D that get no writes until a failed write has settled."""
         return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
 
     @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:
-        """The table of registered D, by incarnation."""
+        """Registered D, by incarnation."""
         return self._peers.table
 
     # ------------------------------------------------------------------------------------------------------ step thread
@@ -162,7 +163,7 @@ class PrefillSender:
                 raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
             elif isinstance(message, TransferInfo | StatusAck | AbortTransfer):
                 if peer := self._registered(message.incarnation):
-                    # It may connect: without the lock.
+                    # `reconnect` may block on a connection, so it runs without the lock.
                     unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
                     self._handle(events.Heard(room, message, peer, unreachable))
             elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
@@ -172,13 +173,14 @@ class PrefillSender:
             logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
 
     def _registered(self, incarnation: int) -> DecodePeer | None:
-        """None: D repeats its registration and its messages until they are answered."""
+        """Return the registered D, else count the frame: D repeats registration and messages until they are
+        answered."""
         peer = self._peers.table.get(incarnation)
         self._unregistered_frames += peer is None
         return peer
 
     def _on_register(self, info: KVArgsRegisterInfo) -> None:
-        answer = self._peers.answer(info)  # may connect: without the lock
+        answer = self._peers.answer(info)  # may block on a connection: without the lock
         if answer is None:
             self._unregistered_frames += 1
             return
@@ -187,7 +189,7 @@ class PrefillSender:
             if new_peer is not None:
                 self._peers.add(new_peer)
             self._out.frame(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply)
-        self._handle(ViewChanged())  # rooms of one that registered and never joined are lost
+        self._handle(ViewChanged())  # a D that registered and never joined may be lost by now, with its rooms
 
     def _address_of(self, incarnation: int) -> tuple[str, int] | None:
         peer = self._peers.table.get(incarnation)
@@ -221,7 +223,7 @@ class PrefillSender:
     # ------------------------------------------------------------------------------------------------- transfer threads
 
     def _work(self, job: TransferJob) -> None:
-        """One write, or one attempt to settle, of one room."""
+        """Do one write, or one settle attempt, of one room."""
         for effect in self._handle(events.Visited(job)):
             if isinstance(effect, events.SettleWrites):
                 self._handle(self._writer.settle(effect))
@@ -230,10 +232,11 @@ class PrefillSender:
                 if self._trace is not None and effect.record.landed_s:
                     self._trace.note_sent(job.room, effect.record)
 
-    # ------------------------------------------------------------------------------------------------------ any of them
+    # ------------------------------------------------------------------------------------------------------- any thread
 
     def _handle(self, event: events.Event) -> list[events.Write | events.SettleWrites]:
-        """What is to be done without the lock, by the thread that asked."""
+        """Apply an event and carry out its effects. Return those that the calling thread carries out without the
+        lock."""
         jobs: list[events.Write | events.SettleWrites] = []
         with self._lock:
             for effect in self._machine.handle(event, self._parts.clock.monotonic()):

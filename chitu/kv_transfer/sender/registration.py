@@ -1,9 +1,9 @@
-"""P's table of registered D: validated addresses and an open way to write there.
+"""P's table of registered D: validated addresses and an open connection for writes.
 
 Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
 without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.
-Nothing of a registration is used before all of it was checked: the layout against ours, the memory ranges for lying
-inside their arena, the port for being one. One entry per incarnation; a message of one that was replaced is dropped.
+A registration is used only after all of it was checked: the layout against ours, the memory ranges for lying inside
+their arena, the port for being valid. One entry per incarnation; a message of a replaced incarnation is dropped.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A D that registered. `writer` is None while nothing may be written there."""
+    """A D that registered. `writer` is None while nothing may be written to it."""
 
     info: KVArgsRegisterInfo
     memory: RankMemory
-    """Of its main rank; the others have as many pages."""
+    """Memory of its main rank; the other ranks have as many pages."""
     writer: DecodeWriter | None
     unsettled: set[bytes] = field(default_factory=set)
-    """Rooms with a write to it that failed and may still land: no new write before a settle succeeded."""
+    """Rooms with a write to this D that failed and may still land: no new write starts before a settle succeeded."""
     settle_due_s: float = 0.0
-    """The next attempt, of whichever of these rooms."""
+    """Time of the next settle attempt, for any of these rooms."""
     page_rooms: dict[int, bytes] = field(default_factory=dict)
-    """The last room that each page was announced for, over or not: no more than it has pages."""
+    """The last room that each page was announced for, over or not; at most one entry per page."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
-    """The same of its aux slots."""
+    """The last room that each aux slot was announced for."""
 
     @property
     def is_suspended(self) -> bool:
@@ -65,12 +65,12 @@ class DecodePeers:
         self._parts = parts
         self._view = view
         self.table: dict[int, DecodePeer] = {}
-        """By incarnation."""
+        """Registered D, by incarnation."""
 
     def answer(self, info: KVArgsRegisterInfo) -> tuple[RegisterReply, DecodePeer | None] | None:
-        """What D is told, and the peer to `add` if it is a new one. None: it was replaced by now.
+        """Return the reply to D, and the peer to `add` if it is new. Return None if D was replaced by now.
 
-        Raises BadFrame where not even a refusal could be sent back.
+        Raises BadFrame if not even a refusal could be sent back.
         """
         check_return_address(info)
         if self._view.is_replaced(info.engine_rank, info.incarnation):
@@ -98,12 +98,12 @@ class DecodePeers:
         return reply, peer
 
     def add(self, peer: DecodePeer) -> None:
-        """The cluster view need not have it yet."""
+        """Add a registered D. The cluster view need not contain it yet."""
         self.table[peer.info.incarnation] = peer
         self._view.note(peer.info.engine_rank, peer.info.incarnation)
 
     def reconnect(self, peer: DecodePeer) -> ChituError | None:
-        """Open the connection of a D that was lost and came back; why that failed."""
+        """Open the connection of a D that was lost and came back. Return the error if that failed."""
         if peer.writer is not None or self._view.is_lost(peer.info.engine_rank, peer.info.incarnation):
             return None
         try:
@@ -113,7 +113,7 @@ class DecodePeers:
         return None
 
     def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
-        """Writers to D that are lost and that no room uses, to be closed; replaced registrations are dropped."""
+        """Return the writers of lost D that no room uses, for the caller to close. Drop replaced registrations."""
         used = {peer.info.incarnation for peer in in_use if peer is not None}
         idle: list[DecodeWriter] = []
         for incarnation, peer in list(self.table.items()):
@@ -138,14 +138,14 @@ class DecodePeers:
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:
-    """Raises BadFrame where not even a refusal could be sent back."""
+    """Raise BadFrame if not even a refusal could be sent back."""
     check_address(info.endpoint, info.dst_port)
     if info.engine_rank < 0:
         raise BadFrame(f"a registration of D{info.engine_rank}")
 
 
 def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: PagedMemory) -> RankMemory:
-    """The memory of D's main rank. Raises IncompatibleLayout or BadFrame."""
+    """Check a registration and return the memory of D's main rank. Raises IncompatibleLayout or BadFrame."""
     if info.protocol_version != PROTOCOL_VERSION:
         raise IncompatibleLayout(f"protocol version {info.protocol_version} there, {PROTOCOL_VERSION} here")
     check_compatible(layout, info.layout)
@@ -161,8 +161,8 @@ def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: Paged
 
 
 def check_announcement(info: TransferInfo, memory: RankMemory, config: KVManagerConfig) -> array[int]:
-    """Destination pages, every one a page of D (`memory`), or none: D wants the logits row alone. BadFrame for anything
-    else."""
+    """Return the destination pages, each a page of D (`memory`), or none if D wants the logits row only. Raises
+    BadFrame for anything else."""
     pages = unpack_i32(info.dst_kv_indices)
     if info.num_tokens < 1 or len(pages) not in (0, config.num_pages(info.num_tokens)):
         raise BadFrame(f"{len(pages)} pages announced for {info.num_tokens} tokens")

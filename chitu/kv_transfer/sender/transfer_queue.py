@@ -1,11 +1,10 @@
-"""What waits to be written, and the threads that write it.
+"""The queue of pending writes, and the threads that do them.
 
 The step thread puts jobs in (`on_layer_done`), transfer threads take batches out. Order: aux rows of any room first
-(token 1 waits for them), then rooms first come, first served; jobs of one room leave in the order in which they came,
-and a room is in the hands of one thread at most, so Success can never overtake data. Jobs of a room that wait together
-leave as one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt
-does not hold up the next aux row. Without `start`, `run_one` pumps the queue in the caller's thread
-(tests).
+(token 1 waits for them), then rooms first come, first served. Jobs of one room leave in the order in which they came,
+and at most one thread works on a room, so Success can never overtake data. Jobs of a room that wait together leave as
+one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt does not
+hold up the next aux row. Without `start`, `run_one` does one batch in the caller's thread (tests).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TransferKVChunk:
     first_page: int
     end_page: int
     ready: Ready | None = None
-    """They are computed once this has passed; None: they are."""
+    """Event after which the pages are computed; None: they already are."""
 
     @property
     def num_units(self) -> int:
@@ -40,7 +39,7 @@ class TransferKVChunk:
 
 @dataclass(slots=True, frozen=True)
 class TransferJob:
-    """One visit of a transfer thread to a room: the aux row, or KV chunks, or a request to settle."""
+    """One job of a transfer thread for one room: the aux row, KV chunks, or a settle attempt."""
 
     room: bytes
     is_aux: bool
@@ -49,7 +48,7 @@ class TransferJob:
 
     @property
     def num_units(self) -> int:
-        """Pages times layers; the row is one."""
+        """Pages times layers; the aux row counts as one."""
         return self.is_aux + sum(chunk.num_units for chunk in self.chunks)
 
 
@@ -68,8 +67,8 @@ Work = Callable[[TransferJob], None]
 
 
 def merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
-    """Neighbouring layers of the same pages as one chunk: several layers become one plan, which is ready when the last
-    of them is."""
+    """Return the chunks with neighbouring layers of the same pages merged: several layers become one plan, which is
+    ready when the last of them is."""
     found: list[TransferKVChunk] = []
     for chunk in chunks:
         last = found[-1] if found else None
@@ -86,7 +85,7 @@ def merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
 
 
 class TransferQueue:
-    """`work(batch)` is called without any lock of the queue; it must not raise."""
+    """Pending jobs by room. `work(batch)` is called without the queue's lock; it must not raise."""
 
     def __init__(self, work: Work, max_batch_units: int) -> None:
         self._work = work
@@ -113,17 +112,17 @@ class TransferQueue:
             self._changed.notify()
 
     def drop(self, room: bytes) -> bool:
-        """Forget what waits for a room; True where a thread is busy with it right now."""
+        """Forget what waits for a room. Return True if a thread works on it right now."""
         with self._changed:
             self._pending.pop(room, None)
             return room in self._busy
 
     def __len__(self) -> int:
-        """Rooms that have something waiting."""
+        """Return the number of rooms with waiting jobs."""
         return len(self._pending)
 
     def run_one(self) -> bool:
-        """Do one batch in this thread; False where nothing waits."""
+        """Do one batch in this thread. Return False if nothing waits."""
         batch = self._take(wait=False)
         if batch is None:
             return False
@@ -131,14 +130,14 @@ class TransferQueue:
         return True
 
     def start(self, num_threads: int, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
-        """Start `transfer-N` threads; `spawn(name, target)` makes one (a death of it must end the process)."""
+        """Start `transfer-N` threads; `spawn(name, target)` makes a thread whose death must end the process."""
         for n in range(num_threads):
             thread = spawn(f"transfer-{n}", self._loop)
             self._threads.append(thread)
             thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop after the batches that run now. A thread that does not come back in time is reported."""
+        """Stop after the batches that run now. Log every thread that does not end in time."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""The ways of one P rank into the memory of one D: a link to every D rank that needs KV heads of ours.
+"""Connections from one P rank into the memory of one D: a link to every D rank that needs KV heads of ours.
 
-Opened when D registers, used by a transfer thread (on P's main rank) or by a lane thread (on a follower), one at a
-time. With one rank on both sides it is one link that moves whole pages. `DecodeWriter` is what the rest of P sees: this
-class on an instance of one rank, `FannedWriter` (`fan_out.py`) on one of several.
+Opened when D registers. A transfer thread (on P's main rank) or a lane thread (on a follower) uses it, one at a time.
+With one rank on both sides it is one link that moves whole pages. `DecodeWriter` is the interface for the rest of P:
+`ShardWriter` implements it on an instance of one rank, `FannedWriter` (`fan_out.py`) on one of several.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from chitu.types import Ready
 
 
 class PageMove(NamedTuple):
-    """KV of layers `[first_layer, end_layer)` of pages `src_pages[i]` here goes to `dst_pages[i]` there."""
+    """KV of layers `[first_layer, end_layer)` that goes from pages `src_pages[i]` here to `dst_pages[i]` there."""
 
     first_layer: int
     end_layer: int
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
     ready: Ready | None = None
-    """They are computed once this has passed; None: they are."""
+    """Event after which the pages are computed; None: they already are."""
 
 
 def wait_for(moves: Sequence[PageMove]) -> None:
-    """Until all of them are computed; the transfer thread may wait, a step never does."""
+    """Wait until all of them are computed. A transfer thread may block here, a step never does."""
     for move in moves:
         if move.ready is not None:
             move.ready.synchronize()
 
 
 class DecodeWriter(Protocol):
-    """All ranks of this P writing to all ranks of one D."""
+    """Writes from all ranks of this P to all ranks of one D."""
 
     @property
     def transport(self) -> str:
-        """Name of what the bytes go through (of our main rank), for logs."""
+        """Name of the transport that our main rank writes through, for logs."""
         ...
 
     def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
-        """Bytes that each P rank wrote; returns when all are visible. Raises WriteError, or another ChituError before
-        anything was written."""
+        """Write pages and return the bytes that each P rank wrote, once all are visible. Raises WriteError, or another
+        ChituError before anything was written."""
         ...
 
     def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
-        """Bytes of the logits row, from our main rank to D's. Errors as above."""
+        """Write the logits row from our main rank to D's and return its bytes. Raises the errors of `write_pages`."""
         ...
 
     def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
-        """Bytes of each piece that our main rank writes for these; for trace records."""
+        """Return the bytes of each piece that our main rank writes for these moves; for trace records."""
         ...
 
     def settle(self, timeout_s: float) -> bool:
-        """True once no byte of an earlier write can land any more."""
+        """Return True once no byte of an earlier write can land any more."""
         ...
 
     def close(self) -> None:
-        """D is gone and nothing writes. Idempotent."""
+        """Close the connections to a D that is gone, when nothing writes. Idempotent."""
         ...
 
 
 @dataclass(slots=True, frozen=True)
 class RankConnection:
-    """One D rank: `part` of our pages goes there."""
+    """Connection to one D rank, which receives `part` of each of our pages."""
 
     memory: RankMemory
     part: PageSlice
@@ -88,7 +88,7 @@ class RankConnection:
 
 
 class ShardWriter:
-    """Implements `DecodeWriter` for one rank. `links` in order of D's ranks; rank 0 of P has D's rank 0 first."""
+    """Implements `DecodeWriter` for one rank. `links`: in order of D's ranks; rank 0 of P has D's rank 0 first."""
 
     def __init__(self, memory: PagedMemory, links: Sequence[RankConnection], regions_per_layer: int = 2) -> None:
         self._memory = memory
@@ -157,7 +157,7 @@ def open_shards(
 ) -> ShardWriter:
     """Connect rank `tp_rank` of a P of this `layout` to the ranks of a D whose registration was checked.
 
-    Raises TransferFailed where a rank cannot be reached; nothing stays open then.
+    Raises TransferFailed if a rank cannot be reached; nothing stays open then.
     """
     head_bytes = memory.page_bytes // kv_heads_per_rank(layout.num_kv_heads, layout.tp_size)
     links: list[RankConnection] = []
@@ -174,7 +174,7 @@ def open_shards(
 
 
 def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:
-    """Connect by the first own transport (they are in order of preference) that the rank offers and that works."""
+    """Connect through the first of our transports (in order of preference) that the rank offers and that works."""
     reasons: list[str] = []
     for transport in transports:
         for session in memory.sessions:

@@ -1,9 +1,9 @@
 """Transport `shm`: the peer is a process of the same host and user; its arena is an anonymous shared file (memfd).
 
-A session says how to find that file: host id, pid, start time of the process, fd and inode. `connect` opens it through
+A session names that file: host id, pid, start time of the process, fd and inode. `connect` opens it through
 `/proc/<pid>/fd/<fd>` (which needs the same user, no ptrace rights), checks that it is that very file, and maps it; a
 write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `settle`
-is always True; bytes written after the peer died go to a file that nobody reads. Nothing is ever left in /dev/shm.
+is always True; bytes written after the peer died go to a file that no process reads. Nothing is ever left in /dev/shm.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from chitu.protocol import RankMemory, TransportSession
 
 NAME = "shm"
 MEMFD_LINK = "/memfd:"
-"""How /proc shows an anonymous shared file."""
+"""Prefix with which /proc shows an anonymous shared file."""
 
 
 class SharedFile(NamedTuple):
-    """A registered allocation; `fd` < 0: not a shared file, good as a source only."""
+    """A registered allocation; `fd` < 0: it is not a shared file and can only be a source."""
 
     base: int
     nbytes: int
@@ -42,7 +42,7 @@ class SharedFile(NamedTuple):
     offset: int
 
     def attributes(self) -> dict[str, str]:
-        """What a session says of it."""
+        """Return the session attributes that describe it."""
         return {"fd": str(self.fd), "inode": str(os.fstat(self.fd).st_ino), "offset": str(self.offset)}
 
 
@@ -52,20 +52,20 @@ class ShmPeer:
 
     session_id: str
     arena_base: int
-    """In the peer's address space."""
+    """Address of the arena in the peer's address space."""
     arena_bytes: int
     process: PeerProcess
     mapping: mmap.mmap
     local_base: int
-    """Where `arena_base` is in ours."""
+    """Address of the arena in our address space."""
 
 
 class ShmTransport:
-    """See `kv_transfer.transport.Transport`."""
+    """Implements `kv_transfer.transports.transport.Transport`."""
 
     name = NAME
     gathers = True
-    """See `transports/transport.py`: a piece costs next to nothing."""
+    """True, because a piece costs next to nothing (see `transports/transport.py`)."""
 
     def __init__(self) -> None:
         self._host_id = host_id()
@@ -124,7 +124,7 @@ class ShmTransport:
             raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Always True: a copy is over when `write` returns."""
+        """Return True always: a copy is over when `write` returns."""
         return True
 
     def disconnect(self, peer: PeerHandle) -> None:
@@ -145,7 +145,7 @@ def unmap(peer: ShmPeer) -> None:
 
 
 def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> ShmPeer:
-    """Map the file that a session of this host describes. TransferFailed where it is not what it says."""
+    """Map the file that a session of this host describes. Raises TransferFailed if the file is not as described."""
     try:
         numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
     except (KeyError, ValueError) as error:
@@ -166,7 +166,7 @@ def _map_file(
         try:
             found = os.fstat(file)
             if not os.readlink(f"fd/{fd}", dir_fd=folder).startswith(MEMFD_LINK):
-                # Or a registration could have us write into any file that the process named has open.
+                # Without this check a registration could make us write into any file that the named process has open.
                 raise TransferFailed(f"shm: fd {fd} of process {pid} is no anonymous shared file")
             if found.st_ino != inode:
                 raise TransferFailed(f"shm: fd {fd} of process {pid} is inode {found.st_ino}, announced was {inode}")
@@ -189,7 +189,8 @@ def _map_file(
 
 
 def find_range(base: int, nbytes: int) -> SharedFile:
-    """The mapping that holds `[base, base + nbytes)` and, where it is a shared file, an own fd of that file."""
+    """Return `[base, base + nbytes)` as a registered allocation, with our own fd of its file if that is a shared
+    file."""
     if nbytes <= 0:
         raise TransferFailed(f"shm: cannot register {nbytes} bytes")
     found = mapping_of(base, nbytes)
@@ -201,7 +202,8 @@ def find_range(base: int, nbytes: int) -> SharedFile:
 
 
 def _own_fd(device: str, inode: int) -> int:
-    """A duplicate of the fd of this file, so that a session stays valid however long its allocator keeps its own."""
+    """Return a duplicate of the fd of this file, so that a session stays valid if the allocator closes its own, or
+    -1."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.fstat(int(name))

@@ -1,10 +1,10 @@
 """A transport that stages the writes of another one: gather, one large write into a segment of the peer, scatter there.
 
-It goes by the wrapped transport's name, since peers choose by it, and all bytes travel through that one. A write is cut
-into groups of at most a segment; while the peer scatters one the next is gathered and written. `write` returns when
-the peer has answered the last of them, so a staged write means what a direct one does: every byte is in its place.
-Where it does not return in time, bytes may still come to their places; `settle` is True once the wrapped transport has
-settled and the peer has answered every group. Small writes are direct where they may be (`thresholds.py`).
+It has the wrapped transport's name, since peers choose by name, and all bytes travel through that transport. A write is
+cut into groups of at most a segment; while the peer scatters one group, the next is gathered and written. `write`
+returns when the peer has answered the last group, so a staged write means what a direct one does: every byte is in its
+place. If it does not return in time, bytes may still come to their places; `settle` is True once the wrapped transport
+has settled and the peer has answered every group. Small writes are direct if that is allowed (`thresholds.py`).
 
 P has a `Gatherer`, D a `Scatterer`; all staged transports of a process share it. Source: docs/adr/0015.
 """
@@ -53,34 +53,34 @@ TransferWay = Literal["auto", "direct", "staged"]
 
 @dataclass(slots=True)
 class StagingEnd:
-    """What the staged transports of a process have in common."""
+    """State that the staged transports of a process share."""
 
     way: TransferWay
-    """As configured, not `direct`."""
+    """Transfer mode as configured; never `direct`."""
     memory: PagedMemory
     copier: PieceCopier
     area: StagingArea | None
-    """D: what it grants. P: what it gathers into; None where its transports gather by themselves."""
+    """D: segments that it grants. P: segments that it gathers into; None if its transports gather by themselves."""
     rank: int = 0
-    """Ours: P's tells it which segments of a D are its own."""
+    """Our engine rank. It determines which segments of a D belong to this P."""
     scatterer: Scatterer | None = None
-    """D's."""
+    """Set on D only."""
     arena: HostArena | None = None
-    """Of the area, where that lies apart from the pool."""
+    """Allocation of the area, if the area lies apart from the pool."""
     is_pinned_late: bool = False
-    """At the first copy, since it may never be needed."""
+    """True if the arena is pinned at the first copy, since it may never be needed."""
     threshold: Callable[[str], StagedFrom] = lambda transport: staged_from(transport, "cpu")
-    """By the wrapped transport's name."""
+    """Size from which a write is staged, by the wrapped transport's name."""
     gatherer: Gatherer = field(init=False)
     num_users: int = 0
-    """Transports that are not closed."""
+    """Number of transports that are not closed."""
 
     def __post_init__(self) -> None:
         self.gatherer = Gatherer(self.area if self.scatterer is None else None)
 
 
 class StagedTransport:
-    """See `kv_transfer.transports.transport`: a `Transport`, an `OrderedTransport` and a `MessagingTransport`."""
+    """Implements `Transport`, `OrderedTransport` and `MessagingTransport` of `kv_transfer.transports.transport`."""
 
     gathers = False
 
@@ -92,7 +92,7 @@ class StagedTransport:
         self._is_closed = False
         end.num_users += 1
         self.bytes_staged = 0
-        """Written through segments. For tests and benchmarks."""
+        """Bytes written through segments. For tests and benchmarks."""
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ class StagedTransport:
     # --------------------------------------------------------------------------------------------- memory and sessions
 
     def register(self, base: int, nbytes: int) -> None:
-        """The area goes with the pool, also where it lies apart. A transport that can use nothing else stays."""
+        """Register the pool, and the area if it lies apart. A transport that can use the area alone is kept."""
         area = self.end.area
         apart = area if area is not None and not area.is_in(self.end.memory) else None
         failure: ChituError | None = None
@@ -133,7 +133,8 @@ class StagedTransport:
         return self.inner.can_reach(session)
 
     def connect(self, memory: RankMemory, session: TransportSession) -> StagedPeer:
-        """Raises TransferFailed where we cannot write to its pages, and may not or cannot write to segments of it."""
+        """Open a peer. Raises TransferFailed if we can write neither to its pages nor to segments that it granted
+        us."""
         found, own = granted(session, self.end.rank), self.end.gatherer.area
         inner = self.inner.connect(memory, session)
         is_reachable = APART not in session.attributes or bool(getattr(inner, "reaches_host_segments", False))
@@ -194,7 +195,7 @@ class StagedTransport:
             self.end.scatterer.start(spawn)
 
     def scatter_one(self) -> bool:
-        """D's scattering thread by hand: one group, where one waits."""
+        """Scatter one group in this thread instead of D's scattering thread. Return False if none waits."""
         return self.end.scatterer is not None and self.end.scatterer.jobs.run_one()
 
     # --------------------------------------------------------------------------------------------------------- writing
@@ -251,7 +252,8 @@ class StagedTransport:
         sent: Sequence[SentGroup],
         deadline_s: float,
     ) -> SentGroup:
-        """Gather and write one group, and tell the peer. Raises WriteError, or another ChituError before anything was
+        """Gather and write one group, and send it to the peer. Raises WriteError, or another ChituError before anything
+        was
         written."""
         gatherer = self.end.gatherer
         segment = gatherer.take(segments, sent, deadline_s - time.monotonic())
@@ -309,13 +311,13 @@ class StagedTransport:
 
 
 def packed(copies: CopyList, base: int) -> CopyList:
-    """The same pieces to `base` and behind it, without gaps."""
+    """Return the same pieces with destinations from `base` on, without gaps."""
     length_N: Int64s = np.asarray(copies.length, dtype=np.int64)
     return CopyList(copies.src, as_array(base + np.cumsum(length_N) - length_N), copies.length)
 
 
 def groups_of(copies: CopyList, nbytes: int) -> Iterator[CopyList]:
-    """The same bytes in lists of at most `nbytes` each; pieces are cut only where one alone is longer."""
+    """Yield the same bytes in lists of at most `nbytes` each; a piece is cut only if it alone is longer."""
     src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
     parts_N = -(-length_N // nbytes)
     piece_N = np.repeat(np.arange(len(length_N)), parts_N)
