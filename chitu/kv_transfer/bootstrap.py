@@ -1,9 +1,9 @@
 """The bootstrap directory over HTTP: where each prefill instance takes registrations and TransferInfo.
 
 It is the cluster view in another form and keeps nothing of its own: an instance is listed exactly while it is a member
-(`pd_coordination.py`). P and D read the view itself (metadata sync); this face is for what speaks HTTP. The router's
-process runs it on `bootstrap_port` (`BootstrapServer.app` is plain ASGI). Where the cluster has a key, `/route` wants
-its token (401); `/health` is open.
+(`pd_coordination.py`). P and D read the view itself (metadata sync); this server is for clients that speak HTTP. The
+router's process runs it on `bootstrap_port` (`BootstrapServer.app` is plain ASGI). If the cluster has a key, `/route`
+requires its token (401); `/health` is open.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _RouteError(Exception):
 
 
 class BootstrapServer:
-    """`view` gives the newest one."""
+    """HTTP server of the directory. `view` returns the newest cluster view."""
 
     def __init__(self, view: Callable[[], ClusterView], secrets: ClusterSecrets | None = None) -> None:
         self._view = view
         self._secrets = secrets
 
     def entries(self) -> list[RouteEntry]:
-        """By engine_rank."""
+        """Return an entry for each prefill instance, by engine_rank."""
         members = [member for member in self._view().instances if member.role is Role.PREFILL]
         return [
             RouteEntry(
@@ -57,7 +57,7 @@ class BootstrapServer:
         ]
 
     def handle(self, method: str, path: str, query: str, authorization: bytes | None = None) -> tuple[int, bytes]:
-        """One HTTP request as (status, JSON body). `authorization`: that header, if there was one."""
+        """Answer one HTTP request with (status, JSON body). `authorization`: value of that header, if there was one."""
         try:
             if path not in ("/health", "/route"):
                 raise _RouteError(404, f"no such path: {path}")
@@ -82,7 +82,7 @@ class BootstrapServer:
         raise _RouteError(404, f"no prefill instance with engine_rank {values[-1][:40]!r} is in the cluster")
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI application; lifespan events are answered too. A body is not read."""
+        """Serve as an ASGI application; lifespan events are answered too. A body is not read."""
         if scope["type"] == "lifespan":
             while True:
                 event = await receive()

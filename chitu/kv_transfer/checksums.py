@@ -1,9 +1,9 @@
-"""KV checksums between P and D (`verify_kv`): which pages of a room are looked at, and whether they arrived.
+"""KV checksums between P and D (`verify_kv`): which pages of a room are verified, and whether they arrived.
 
-P chooses the pages of a room when it writes its first (`choose_pages`): all, or some that D cannot foretell. Each batch
-that was written adds its layers to `RoomSums`, from P's own memory: what was meant to arrive. They cross with Success
-as `KVSums`. D sums the same pages of its memory and calls `compare` before the scheduler hears of SUCCESS. The formula
-is `kv_cache/checksum.py`; every KV head counts once in what crosses, however many ranks hold it.
+P chooses the pages of a room when it first writes (`choose_pages`): all, or some that D cannot predict. Each batch that
+was written adds its layers to `RoomSums`, from P's own memory: what was meant to arrive. They cross with Success as
+`KVSums`. D sums the same pages of its memory and calls `compare` before the scheduler gets SUCCESS. The formula is
+`kv_cache/checksum.py`; in what crosses, every KV head counts once, however many ranks hold it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ Int64s = NDArray[np.int64]
 VerifyKV = Literal["off", "sample", "all"]
 
 WINDOW_PAGES = 4
-"""Of a request that is traced: the first and the last so many pages that P writes."""
+"""Pages that a traced request has checksums of: this many at the start, and at the end, of what P writes."""
 SAMPLE_DIVISOR = 16
-"""`sample` looks at every so manieth page of a room, chosen at random, and at its first and last one."""
+"""`sample` verifies one in this many pages of a room, chosen at random, and its first and last page."""
 
 _random = secrets.SystemRandom()
 
 
 class PageSums(Protocol):
-    """Checksums of pages of this instance: of one rank, or (`FannedPageSums`) of all of them, added up."""
+    """Checksums of pages of this instance: of one rank, or (`FannedPageSums`) of all ranks, added up."""
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
-        """One for each page, over K and V of these consecutive layers. Blocks; raises TransferFailed where a rank does
-        not answer."""
+        """Return one checksum per page, over K and V of these consecutive layers. Blocks. Raises TransferFailed if a
+        rank does not answer."""
         ...
 
 
 def head_copies(layout: KVLayout) -> int:
-    """How many ranks hold the same KV head."""
+    """Return how many ranks hold the same KV head."""
     return max(1, layout.tp_size // layout.num_kv_heads)
 
 
 def choose_pages(verify_kv: VerifyKV, first: int, end: int) -> list[int]:
-    """Positions in a room's page list, ascending, of `[first, end)`."""
+    """Return the positions of `[first, end)` of a room's page list that are verified, ascending."""
     if verify_kv == "off" or first >= end:
         return []
     if verify_kv == "all":
@@ -56,12 +56,12 @@ def choose_pages(verify_kv: VerifyKV, first: int, end: int) -> list[int]:
 
 
 def trace_window(first: int, end: int) -> list[int]:
-    """The same where the room is traced and `verify_kv` is off."""
+    """Return the positions of `[first, end)` that get checksums if the room is traced and `verify_kv` is off."""
     return sorted({*range(first, min(end, first + WINDOW_PAGES)), *range(max(first, end - WINDOW_PAGES), end)})
 
 
 def traced_sums(positions: Int64s, sums: Int64s, copies: int = 1) -> TracedSums:
-    """As a trace record has them: a window, where all pages were summed up."""
+    """Return the checksums for a trace record: those of its window, even if all pages were summed up."""
     chosen = trace_window(0, len(positions))
     values = sums[chosen].astype(">i8").tobytes()
     places = tuple(positions[chosen].tolist())
@@ -70,19 +70,19 @@ def traced_sums(positions: Int64s, sums: Int64s, copies: int = 1) -> TracedSums:
 
 @dataclass(slots=True)
 class RoomSums:
-    """P: checksums of the chosen pages of a room, growing with what is written."""
+    """Checksums of the chosen pages of a room; on P they grow with what is written."""
 
     positions: Int64s
     sums: Int64s
     transport: str
-    """What P writes with."""
+    """Name of the transport that P writes with."""
 
     @classmethod
     def of(cls, positions: Sequence[int], transport: str) -> RoomSums:
         return cls(np.asarray(positions, dtype=np.int64), np.zeros(len(positions), dtype=np.int64), transport)
 
     def within(self, first: int, end: int) -> slice:
-        """The chosen ones among the positions `[first, end)`."""
+        """Return the slice of the chosen positions that lie in `[first, end)`."""
         low, high = np.searchsorted(self.positions, (first, end)).tolist()
         return slice(low, high)
 
@@ -91,8 +91,8 @@ class RoomSums:
 
 
 def read_sums(message: KVSums | None, verify_kv: VerifyKV, first: int, end: int) -> RoomSums:
-    """D: what P sent of a room whose pages `[first, end)` it wrote. Raises Integrity where D cannot verify as it is
-    configured to: pages that had to be looked at are missing, or it makes no sense."""
+    """Decode, on D, what P sent for a room whose pages `[first, end)` it wrote. Raises Integrity if D cannot verify as
+    configured: pages that must be verified are missing, or the message is malformed."""
     if message is None:
         raise Integrity(f"P sent no KV checksums, and verify_kv is {verify_kv} here")
     try:
@@ -111,7 +111,7 @@ def read_sums(message: KVSums | None, verify_kv: VerifyKV, first: int, end: int)
 
 
 def compare(expected: RoomSums, found_N: Int64s, copies: int) -> None:
-    """`found_N`: sums over all ranks of D, which hold each head `copies` times. Raises Integrity naming the pages."""
+    """Raise Integrity with the pages that differ. `found_N`: sums over all ranks of D; heads count `copies` times."""
     wrong = expected.positions[found_N != expected.sums * np.int64(copies)]
     if len(wrong):
         names = ", ".join(str(position) for position in wrong[:5].tolist()) + (", ..." if len(wrong) > 5 else "")

@@ -24,7 +24,7 @@ class TransferEventKind(Enum):
     SUCCESS = auto()
     """P: everything was written. D: KV is here; the pages and the aux slot belong to the request again."""
     FAILED = auto()
-    """The room failed; `error` tells why. Its pages stay quarantined until RELEASED."""
+    """The room failed, with `error` as the cause. Its pages stay quarantined until RELEASED."""
     RELEASED = auto()
     """After FAILED or `abort`: nothing reads (P) or writes (D) the room's pages and aux slot any more."""
 
@@ -48,30 +48,30 @@ class TransferEvent:
 
 
 class Aborted(NamedTuple):
-    """The scheduler aborts a room, on either machine. Only RELEASED follows; events that were not polled yet are
-    dropped. D emits one more RELEASED, at once, for an unknown room."""
+    """The scheduler aborts a room (either machine). Only RELEASED follows; events that were not polled yet are dropped.
+    D emits one more RELEASED, at once, for an unknown room."""
 
     room: bytes
     error: ChituError
 
 
 class ViewChanged(NamedTuple):
-    """`PeerView` has other members, or has seen one end, on either machine."""
+    """The members of `PeerView` changed, or one was seen to end (either machine)."""
 
 
 class Tick(NamedTuple):
-    """Time has passed, on either machine."""
+    """Time has passed (either machine)."""
 
 
 class DropEvents(NamedTuple):
-    """Drop the events of a room that the step thread has not polled, except RELEASED, on either machine. P emits
-    RELEASED if SUCCESS was among them."""
+    """Drop the events of a room that the step thread has not polled, except RELEASED (either machine). P emits RELEASED
+    if SUCCESS was among them."""
 
     room: bytes
 
 
 class Send(NamedTuple):
-    """Send a frame, from either machine."""
+    """Send a frame (either machine)."""
 
     host: str
     port: int
@@ -113,8 +113,8 @@ class PrefillSenderLike(Protocol):
         ...
 
     def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
-        """Send what was announced of `layer` of the step's chunks: its K and V are in the pages once `ready` has
-        passed. Returns at once."""
+        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
+        Returns at once."""
         ...
 
     def end_step(self) -> None:
@@ -127,8 +127,7 @@ class PrefillSenderLike(Protocol):
         ...
 
     def reset_chunks(self, room: bytes) -> bool:
-        """Forget the computed pages of a room that is not announced (its pages are wanted back). Return False if it is
-        too late."""
+        """Forget the computed pages of a room that is not announced, to free them. Return False if it is too late."""
         ...
 
     def poll(self) -> list[TransferEvent]: ...

@@ -1,7 +1,7 @@
-"""`KVManager`: the transfer layer of one instance behind one name; picks one role object at construction.
+"""`KVManager`: the transfer layer of one instance; picks one role object at construction.
 
-Built by the service's main thread once the pool exists: buffers are registered only then, once. A blocking
-`recv_kv_cache_and_insert` is `receiver.announce` followed by `poll`: nothing here ever blocks the step thread.
+Built by the service's main thread once the pool exists: buffers are registered only then, once. In place of a blocking
+`recv_kv_cache_and_insert` there is `receiver.announce` followed by `poll`: nothing here ever blocks the step thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["KVManager", "KVManagerConfig"]
 
 
 class KVManager:
-    """Transports that cannot register the memory are left out with a warning.
+    """Transfer layer of one instance. Transports that cannot register the memory are left out with a warning.
 
     On an instance of several TP ranks this lives on the main rank: D needs the memory of its followers, P a way to make
-    its followers write, and both a way to make them sum up pages where `verify_kv` is not off. `parts.page_sums` is of
-    the main rank's own pages.
+    its followers write, and both a way to make them compute checksums unless `verify_kv` is off. `parts.page_sums` is
+    of the main rank's own pages.
     """
 
     def __init__(self, role: Role, config: KVManagerConfig, parts: RoleParts) -> None:
@@ -40,10 +40,10 @@ class KVManager:
         self._parts = parts
         parts.sessions = register_memory(parts.memory, parts.transports)
         self.ways = ways_of(parts.sessions)
-        """Of which a peer must have one, too."""
+        """Ways to reach this instance (`ways_of`), of which a peer must share one."""
         is_prefill = role is Role.PREFILL
         self.side: PrefillSender | DecodeReceiver = (PrefillSender if is_prefill else DecodeReceiver)(config, parts)
-        """What the comm thread feeds, and the step thread uses as `sender` or `receiver`."""
+        """Role object that the comm thread feeds, and the step thread uses as `sender` or `receiver`."""
 
     @property
     def sender(self) -> PrefillSender | None:
@@ -59,20 +59,20 @@ class KVManager:
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
-        """P: engine ranks of the D that it does not write to until a failed write has settled."""
+        """Engine ranks of the D that P does not write to until a failed write has settled."""
         return self.sender.suspended_ranks if self.sender is not None else ()
 
     @property
     def silent_prefills(self) -> tuple[int, ...]:
-        """D: incarnations of P that do not answer it."""
+        """Incarnations of P that do not answer D."""
         return self.receiver.silent_prefills() if self.receiver is not None else ()
 
     def start(self) -> None:
-        """Start P's transfer threads, D's verifying thread."""
+        """Start P's transfer threads, or D's verifying thread."""
         self.side.start()
 
     def close(self) -> None:
-        """After the step and comm threads ended: join the transfer threads, then close the transports."""
+        """Join the transfer threads, then close the transports, after the step and comm threads ended."""
         self.side.close()
         if self._parts.fan_out is not None:
             self._parts.fan_out.close()

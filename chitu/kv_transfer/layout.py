@@ -1,4 +1,4 @@
-"""What one rank's memory looks like to a peer, and whether two ranks may exchange pages at all.
+"""How one rank's memory is described to a peer, and whether two ranks may exchange pages at all.
 
 Pure: integers in, records or errors out. The service builds a `RankMemory` of its pool with `rank_memory`; the comm
 thread of P checks every registration with `check_compatible` and `check_rank_memory` before an address of it is used.
@@ -17,7 +17,7 @@ from chitu.errors import BadFrame, IncompatibleLayout
 from chitu.protocol import KVLayout, RankMemory, TransportSession
 
 ADDRESS_LIMIT = 1 << 63
-"""Addresses are handled as int64; no user space address reaches this."""
+"""Upper bound of addresses, which are handled as int64; no user space address reaches it."""
 
 
 class PagedMemory(Protocol):
@@ -42,7 +42,7 @@ class PagedMemory(Protocol):
 
 
 def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSession]) -> RankMemory:
-    """The record that a peer gets; `sessions` in order of preference."""
+    """Return the record that a peer gets; `sessions` are in order of preference."""
     return RankMemory(
         tp_rank=tp_rank,
         sessions=tuple(sessions),
@@ -58,7 +58,7 @@ def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSes
 
 
 def check_compatible(mine: KVLayout, theirs: KVLayout) -> None:
-    """Raises IncompatibleLayout, naming the fields that differ and printing both layouts. TP sizes may differ."""
+    """Raise IncompatibleLayout, with the fields that differ and both layouts, if they differ in more than TP size."""
     different = mine.mismatches(theirs)
     heads = mine.num_kv_heads
     if not different and (theirs.tp_size < 1 or (heads % theirs.tp_size and theirs.tp_size % heads)):
@@ -68,7 +68,7 @@ def check_compatible(mine: KVLayout, theirs: KVLayout) -> None:
 
 
 def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: int) -> int:
-    """Bytes of one page of one region on a rank of a compatible peer, which may hold another number of KV heads."""
+    """Return the bytes of one page of one region on a compatible peer's rank, which may hold fewer or more KV heads."""
     head_bytes = my_page_bytes // kv_heads_per_rank(mine.num_kv_heads, mine.tp_size)
     return head_bytes * kv_heads_per_rank(theirs.num_kv_heads, theirs.tp_size)
 
@@ -76,7 +76,7 @@ def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: int) -> int:
 def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, page_bytes: int | None = None) -> None:
     """Validate the addresses of a rank of a compatible peer of `tp_size` ranks. Raises BadFrame with the values.
 
-    `page_bytes`: what a page of theirs must have; None: as many as ours.
+    `page_bytes`: required size of the peer's pages; None: the size of ours.
     """
     for name in ("arena_base", "arena_bytes", "aux_base", "num_pages", "num_aux_slots", "tp_rank"):
         value = getattr(theirs, name)
@@ -97,7 +97,7 @@ def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, p
 
 
 def _check_spans(memory: RankMemory) -> None:
-    """Every region and the aux rows lie inside the arena, and no two of them overlap."""
+    """Raise BadFrame unless every region and the aux rows lie inside the arena and no two of them overlap."""
     region_bytes = memory.num_pages * memory.page_bytes
     spans = [(base, region_bytes, f"region {r}") for r, base in enumerate(memory.region_bases)]
     spans.append((memory.aux_base, memory.num_aux_slots * memory.aux_row_bytes, "the aux rows"))

@@ -1,14 +1,14 @@
 """Aux slots: one row per request between P and D, a 64 byte header and then the logits of the prompt's last token.
 
-Owns which slots are free, and the header. P seals a row once its logits are in place, the row crosses as one copy, D
+Owns the header, and which slots are free. P seals a row once its logits are in place, the row crosses as one copy, D
 verifies it before it samples from it. The header names the room and carries a checksum, so a row that is stale, torn or
-of somebody else never verifies. `allocate` and `free` belong to the step thread; `seal` and `verify` may be called by
-any thread that has the slot. The rows themselves live in the pool's arena (`KVPool.aux_rows`), on its device: the
-checksum is always made on the host, of the row where it is there and else of a copy.
+of another room never verifies. `allocate` and `free` belong to the step thread; any thread that has the slot may call
+`seal` and `verify`. The rows themselves live in the pool's arena (`KVPool.aux_rows`), on its device. The checksum is
+always computed on the host: of the row if it is in host memory, else of a copy.
 
-Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits, begun with the number behind
-the room; measured 3.2 GB/s against 2.8 of Adler-32), logits length in bytes u64, room (16 bytes), how many tokens of
-the prompt P had cached u32; the rest is zero.
+Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits, seeded with the number that
+follows the room; measured 3.2 GB/s against 2.8 of Adler-32), logits length in bytes u64, room (16 bytes), number of
+prompt tokens that P had cached u32; the rest is zero.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MetadataBuffers:
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """A slot whose row cannot verify before it is sealed or written anew; None where all are taken."""
+        """Return a slot whose row cannot verify before it is sealed or written anew, or None if all are taken."""
         if not self._free:
             return None
         slot = self._free.pop()
@@ -60,7 +60,7 @@ class MetadataBuffers:
         return slot
 
     def free(self, slot: int) -> None:
-        """Give a slot back. ValueError for a slot that is not allocated: freeing twice is a bug."""
+        """Give a slot back. Raises ValueError for a slot that is not allocated: freeing twice is a bug."""
         self._check(slot)
         if not self._used[slot]:
             raise ValueError(f"aux slot {slot} is free already")
@@ -68,7 +68,7 @@ class MetadataBuffers:
         self._free.append(slot)
 
     def get(self, slot: int) -> NDArray[np.float32]:
-        """The slot's logits, float32 `[vocab_size]`: a view, of a copy where the rows are not in host memory."""
+        """Return the slot's logits, float32 `[vocab_size]`: a view of the row, or of a copy if it is on a device."""
         self._check(slot)
         return self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes).view(np.float32)
 
@@ -78,7 +78,7 @@ class MetadataBuffers:
         self._rows.write(slot, bytes(AUX_HEADER_BYTES))
 
     def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None:
-        """P, logits in place: write the header. Nothing may change the row from here until it was sent."""
+        """Write the header, on P, once the logits are in place. The row must not change from then until it is sent."""
         if len(room) != 16:
             raise ValueError(f"a room of {len(room)} bytes")
         self.clear(slot)
@@ -88,8 +88,8 @@ class MetadataBuffers:
         self._rows.write(slot, header)
 
     def verify(self, slot: int, room: bytes) -> int:
-        """D, after P said that the row is written: how many tokens P had cached. Raises Integrity naming what
-        differs."""
+        """Verify a row on D, after P reported it written, and return how many tokens P had cached. Raises Integrity
+        naming what differs."""
         self._check(slot)
         row = self._rows.read(slot, 0, AUX_HEADER_BYTES + self._logits_bytes)
         magic, version, checksum, logits_bytes, row_room, cached_tokens = HEADER.unpack_from(row.data, 0)

@@ -1,7 +1,7 @@
-"""What both roles of `KVManager` are made of: settings, what is injected, and the outbox that keeps locks short.
+"""Parts of both roles of `KVManager`: settings, what is injected, and the outbox that keeps locks short.
 
-`TransferOutbox` collects frames, log lines and the wish to wake the step thread while a role holds its lock; they leave
-after the lock was given back, so no lock is ever held across `link`, `wake`, logging or a transport.
+`TransferOutbox` collects frames, log lines and the request to wake the step thread while a role holds its lock. They
+leave after the lock was released, so no lock is ever held across `link`, `wake`, logging or a transport.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from chitu.protocol import KVLayout, RankMemory, TransportSession, Wire, encode
 from chitu.tracing.tracer import Tracer
 
 TICK_INTERVAL_S = 0.02
-"""A role looks at its deadlines at most so often, however often the comm thread turns."""
+"""Shortest time between two checks of a role's deadlines, however often the comm thread calls `tick`."""
 
 
 class AuxRows(Protocol):
-    """What the roles need of `MetadataBuffers`."""
+    """The part of `MetadataBuffers` that the roles need."""
 
     def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None: ...
 
@@ -49,13 +49,13 @@ class KVManagerConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     transfer_threads: int = 1
     write_timeout_s: float = 5.0
-    """Of one write; a peer that takes longer is suspended until its writes have settled."""
+    """Timeout of one write; a peer that takes longer is suspended until its writes have settled."""
     settle_timeout_s: float = 0.02
-    """Of one settle attempt, which keeps a transfer thread; repeated every `retry_interval_s`, one for each D."""
+    """Timeout of one settle attempt, which occupies a transfer thread; repeated every `retry_interval_s`, one per D."""
     max_batch_bytes: int = 16 << 20
-    """KV bytes of one write at most (one layer of a chunk is never split)."""
+    """Most KV bytes of one write (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"
-    """Of both sides: P sends checksums of the KV pages, D insists on them."""
+    """KV pages that are verified, on both sides: P sends their checksums, D requires them."""
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)
@@ -63,40 +63,40 @@ class KVManagerConfig:
 
 @dataclass(slots=True)
 class RoleParts:
-    """Injected: memory, transports and the ways out."""
+    """What is injected into a role: memory, transports and outgoing channels."""
 
     memory: PagedMemory
     aux: AuxRows
     transports: list[Transport]
-    """In order of preference."""
+    """Transports in order of preference."""
     link: PeerLink
     wake: Wake
     clock: Clock
     is_pid_alive: PidAlive = pid_alive
     sessions: Sequence[TransportSession] = ()
-    """Of the transports that could register the memory; `KVManager` registers it."""
+    """Sessions of the transports that could register the memory; `KVManager` registers it."""
     follower_memories: Sequence[RankMemory] = ()
-    """D of several TP ranks: the memory of ranks 1, 2, ..."""
+    """Memory of ranks 1, 2, ... of a D of several TP ranks."""
     fan_out: FanOut | None = None
-    """Of several TP ranks. P: the way to make the followers write. Both: to make them look at their pages."""
+    """Lanes to the followers, with several TP ranks: P makes them write, both roles make them compute checksums."""
     page_sums: PageSums | None = None
-    """Of the pages of all our ranks; needed where `verify_kv` is not off, and for the hashes of trace records."""
+    """Checksums of the pages of all our ranks; for `verify_kv` (unless it is off) and the hashes of trace records."""
     tracer: Tracer | None = None
-    """What of its rooms is traced; None in tests without."""
+    """Tracer of its rooms; None in tests without tracing."""
 
 
 class Line(NamedTuple):
-    """One for the log, which is not written under a lock."""
+    """A line for the log, which is not written under a lock."""
 
     level: int
     text: str
     values: tuple[object, ...]
     request_id: str
-    """Empty: it is about none, or about several."""
+    """Request that the line is about; empty if none, or several."""
 
 
 class TransferOutbox:
-    """Filled under the owner's lock; `take` under it too; `Sendings.leave` after it."""
+    """Frames, log lines and events of a role. Filled and taken under its lock; `Sendings.leave` runs after it."""
 
     def __init__(self) -> None:
         self._frames: list[tuple[str, int, bytes, bytes]] = []
@@ -118,7 +118,7 @@ class TransferOutbox:
         self._wants_wake = True
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:
-        """Take back what the step thread has not polled of a room, but RELEASED; returns the kinds that waited."""
+        """Drop a room's events that the step thread has not polled, except RELEASED. Return the kinds that waited."""
         waiting = {event.kind for event in self._events if event.room == room}
         self._events = [
             event for event in self._events if event.room != room or event.kind is TransferEventKind.RELEASED

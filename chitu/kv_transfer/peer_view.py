@@ -122,8 +122,7 @@ class PeerView:
         peer.is_present = not peer.has_ended  # the router may not have noticed yet
 
     def _is_next_life(self, instance: InstanceInfo, former: _Peer) -> bool:
-        """Return whether `instance`, of the present view, was started after `former`, which earlier views had at its
-        rank."""
+        """Return whether `instance`, of the present view, was started after `former`, which had its rank before."""
         if former.instance is None:
             return False
         # A router gives a rank to no process that it knows to be older. One that was in no view before is younger, and
@@ -138,8 +137,7 @@ class PeerView:
         return self._routers.get(router_incarnation, 0), version
 
     def _shares_pids(self, instance: InstanceInfo) -> bool:
-        """Return whether its pid means the same process here. An instance that reports no pid namespace is judged by
-        its address."""
+        """Return whether its pid means the same process here. Without a pid namespace, its address decides."""
         if instance.pid_namespace:
             return instance.pid_namespace == self._pid_namespace
         return instance.host == self._host
@@ -158,8 +156,8 @@ class PeerView:
 
     def note(self, rank: int, incarnation: int) -> None:
         """Record an incarnation that sent us a message, perhaps before a view contains it. Other incarnations of its
-        rank that no view has contained are lost: a process that fails before it joins must not keep what we opened for
-        it."""
+        rank that no view has contained are lost: what we opened for a process that fails before it joins must not
+        stay."""
         if incarnation in self._peers:
             return
         for peer in self._peers.values():
@@ -180,8 +178,7 @@ class PeerView:
         return peer is not None and peer.is_replaced
 
     def is_lost(self, rank: int, incarnation: int) -> bool:
-        """Return whether it left the view of this router, lost its rank to another incarnation, has ended, or is
-        reported dead."""
+        """Return whether it left this router's view, lost its rank to another one, has ended, or is reported dead."""
         peer = self._peer(rank, incarnation)
         if peer is None:
             return incarnation in self._dead

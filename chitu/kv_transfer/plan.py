@@ -99,8 +99,7 @@ def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s
 
 
 def plan_aux_copy(src: PagedMemory, dst: PagedMemory, src_slot: int, dst_slot: int) -> CopyList:
-    """Return the one copy that brings aux row `src_slot` to `dst_slot`. Raises the same errors as
-    `plan_page_copies`."""
+    """Return the one copy that brings aux row `src_slot` to `dst_slot`. Raises the errors of `plan_page_copies`."""
     if src.aux_row_bytes != dst.aux_row_bytes:
         raise TransferFailed(f"aux rows of {src.aux_row_bytes} bytes here and {dst.aux_row_bytes} bytes there")
     if not 0 <= src_slot < src.num_aux_slots:

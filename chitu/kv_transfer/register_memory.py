@@ -1,4 +1,4 @@
-"""Making a pool's arena known to the transports of a process: on the main rank (`KVManager`) and on TP followers."""
+"""Registration of a pool's arena with a process's transports, on the main rank (`KVManager`) and on TP followers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from chitu.protocol import TransportSession
 logger = logging.getLogger(__name__)
 
 ONE_MACHINE = ("shm", "cuda_ipc")
-"""Transports that map memory of processes of their own machine."""
+"""Transports that map memory of other processes on their own machine."""
 
 
 def register_memory(memory: PagedMemory, transports: list[Transport]) -> tuple[TransportSession, ...]:
-    """Sessions of those that can use the memory, in order; the others are closed and taken out of the list. Idempotent.
-    TransferFailed where none can use it."""
+    """Register the memory and return the sessions of the transports that can use it, in order; the other ones are
+    closed and taken out of the list. Idempotent. Raises TransferFailed if none can use it."""
     sessions: list[TransportSession] = []
     usable: list[Transport] = []
     reasons: list[str] = []
@@ -38,7 +38,7 @@ def register_memory(memory: PagedMemory, transports: list[Transport]) -> tuple[T
 
 
 def ways_of(sessions: Sequence[TransportSession]) -> tuple[str, ...]:
-    """What `Transport.can_reach` compares, a word for each session: two ends that have none in common are apart."""
+    """Return what `Transport.can_reach` compares, a string per session. Two ends need one in common to connect."""
     ways = []
     for session in sessions:
         protocol, host_id = session.attributes.get("protocol"), session.attributes.get("host_id", "")

@@ -2,9 +2,9 @@
 
 Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
 Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
-no state is entered without its deadline, which runs on where the state before had the same one;
-a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
-are bounded: the oldest goes first, long after the last frame of its room could arrive.
+no state is entered without its deadline, which runs on if the state before had the same one;
+a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones are
+bounded: the oldest is evicted first, long after the last frame of its room could arrive.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ NEVER_S = float("inf")
 
 @dataclass(slots=True)
 class Entry(Generic[S, T]):
-    """A live room. `data` is its owner's record; the state is written by `TransferTable.apply` alone."""
+    """A live room. `data` is the owner's record; only `TransferTable.apply` writes the state."""
 
     state: S
     data: T
     since_s: float
-    """Moment (monotonic seconds) at which it came into this state."""
+    """Time (monotonic seconds) at which the room entered this state."""
     deadline: Deadline | None
     deadline_since_s: float
-    """Moment from which its deadline runs."""
+    """Time from which its deadline runs."""
     deadline_s: float
-    """Moment at which the owner applies its DEADLINE event."""
+    """Time at which the owner applies its DEADLINE event."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +45,7 @@ class Tombstone:
     """What is remembered of a room that ended."""
 
     code: str
-    """Empty: it succeeded."""
+    """Error code; empty if the room succeeded."""
     message: str
 
 
@@ -61,7 +61,7 @@ class TransferTable(Generic[S, E, T]):
     transitions: Mapping[tuple[S | None, E], S]
     deadlines: Mapping[S, Deadline]
     limits_s: Mapping[Deadline, float]
-    """Of every deadline in `deadlines` that a clock ends."""
+    """Length of every deadline in `deadlines` that a clock ends."""
     max_tombstones: int = MAX_TOMBSTONES
     _entries: dict[bytes, Entry[S, T]] = field(default_factory=dict)
     _tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)
@@ -76,11 +76,11 @@ class TransferTable(Generic[S, E, T]):
         return self._tombstones.get(room)
 
     def items(self) -> Iterator[tuple[bytes, Entry[S, T]]]:
-        """A snapshot, so that the caller may apply events while it walks."""
+        """Return a snapshot, so that the caller may apply events while it iterates."""
         return iter(list(self._entries.items()))
 
     def apply(self, room: bytes, event: E, now_s: float, new: T | None = None) -> Transition[S, T] | None:
-        """Take one event; None where it is absorbed. `new` is the record of a room that this event may create."""
+        """Apply one event; return None if it is absorbed. `new` is the record of a room that this event may create."""
         entry = self._entries.get(room)
         before = entry.state if entry is not None else None
         target = self.transitions.get((before, event))
@@ -98,7 +98,7 @@ class TransferTable(Generic[S, E, T]):
         return Transition(room, before, entry)
 
     def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str], now_s: float) -> str:
-        """Why a room whose deadline passed ends: state, peer and seconds. `awaits`: what is missing, by state."""
+        """Return why a room whose deadline passed ends: state, peer, seconds. `awaits`: what is missing, by state."""
         text = waited_text(who, now_s - entry.since_s, entry.state, awaits[entry.state].format(peer=peer))
         if entry.deadline_since_s == entry.since_s:
             return text
@@ -113,5 +113,5 @@ class TransferTable(Generic[S, E, T]):
             self._tombstones.popitem(last=False)
 
     def expired(self, now_s: float) -> list[bytes]:
-        """Rooms whose deadline has passed."""
+        """Return the rooms whose deadline has passed."""
         return [room for room, entry in self._entries.items() if entry.deadline_s <= now_s]

@@ -1,7 +1,7 @@
-"""What the transports of this instance and of its peers say to each other, on the sockets between P and D.
+"""Messages between the transports of this instance and those of its peers, on the sockets between P and D.
 
-Owned by a role (`PrefillSender`, `DecodeReceiver`), which knows addresses and incarnations and does not read the
-messages. `deliver` comes from the comm thread, `send` from any. No lock is held across any of it.
+Owned by a role (`PrefillSender`, `DecodeReceiver`), which resolves addresses and incarnations and does not read the
+messages. The comm thread calls `deliver`, any thread `send`. No lock is held across any of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chitu.types import REGISTRATION_ROOM
 
 
 class TransportMessages:
-    """`address_of`: host and control port of an incarnation of the other role; None: it is not known (any more)."""
+    """Transports by name. `address_of`: host and control port of an incarnation of the other role; None if unknown."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class TransportMessages:
                 transport.attach(partial(self._send, transport.name))
 
     def deliver(self, rank: int, message: TransportMessage) -> None:
-        """Of a registered peer. Raises ProtocolError."""
+        """Deliver a message of a registered peer. Raises ProtocolError."""
         transport = self._transports.get(message.transport)
         if transport is None:
             raise BadFrame(f"a message to transport {message.transport[:40]!r}, which takes none here")
         transport.on_message(rank, message.incarnation, message.payload)
 
     def fence(self, incarnation: int) -> bool:
-        """That peer is dead. True once none of our own transports writes for it."""
+        """Fence a peer that is dead. Return True once none of our own transports writes for it."""
         return all([transport.fence(incarnation) for transport in self._transports.values()])
 
     def start(self, spawn: Spawn) -> None:

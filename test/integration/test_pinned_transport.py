@@ -253,7 +253,7 @@ def test_a_session_that_names_other_memory_is_refused(
         prefill.transport.connect(decode.memory, without)
     # Of the segments another P has all.
     other = msgspec.structs.replace(session, attributes={**session.attributes, "segment_owners": "1"})
-    with pytest.raises(TransferFailed, match="granted us none"):
+    with pytest.raises(TransferFailed, match="granted no segment"):
         prefill.transport.connect(decode.memory, other)
     assert prefill.driver.num_pinned == 0
 

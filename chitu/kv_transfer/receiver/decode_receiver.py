@@ -62,7 +62,7 @@ class DecodeReceiver:
     # ------------------------------------------------------------------------------------------------------ life, state
 
     def start(self) -> None:
-        """Start the verifying thread, if there is one, and the transports' threads. Tests call `run_one()` instead."""
+        """Start the transports' threads and the verifying one, if any. Tests call `verifier.run_one()` instead."""
         self._messages.start(ServiceThread)
         if self.verifier is not None:
             self.verifier.start(ServiceThread)
@@ -216,8 +216,7 @@ class DecodeReceiver:
     # ----------------------------------------------------------------------------------------------------- verification
 
     def _check_row(self, job: events.CheckRow) -> None:
-        """Verify a logits row, without the lock: that reads half a megabyte. The room keeps the slot until RELEASED or
-        after SUCCESS."""
+        """Verify a logits row (half a megabyte) without the lock. The room keeps its slot until RELEASED or SUCCESS."""
         try:
             checked = events.RowChecked(job.room, None, self._parts.aux.verify(job.aux_slot, job.room))
         except Integrity as error:

@@ -1,6 +1,6 @@
-"""What happens to D's machine (events) and what it wants done (effects).
+"""Events and effects of D's machine, and its record of a room.
 
-`DecodeReceiver` makes the events and carries out the effects, in their order. Records alone: no code.
+`DecodeReceiver` makes the events and carries out the effects, in their order. Records only: no code.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransportM
 
 @dataclass(slots=True)
 class ReceiveRoom:
-    """What D knows of a room. Nothing here decides: the room's state does (`protocol/states.py`)."""
+    """D's record of a room. Nothing here decides: the room's state does (`protocol/states.py`)."""
 
     request_id: str
     info: TransferInfo
     aux_slot: int
     expected_bytes: int
     saved_bytes: int
-    """Of pages that P does not write, as D has them."""
+    """Bytes of the pages that P does not write because D has them."""
     prefill_rank: int
     prefill_incarnation: int
     host: str = ""
     """P's address, kept by the room: the abort handshake outlives P's entry in the directory."""
     port: int = 0
     cached_tokens: int = 0
-    """Of the prompt, that P did not have to compute: known with the logits row."""
+    """Prompt tokens that P did not have to compute; known with the logits row."""
     status: TransferStatus | None = None
-    """P's Success."""
+    """P's Success status."""
     repeat_due_s: float = NEVER_S
     error: ChituError | None = None
     is_traced: bool = False
-    """Its pages are looked at for a trace record, whatever `verify_kv` says."""
+    """True if checksums of its pages are computed for a trace record, whatever `verify_kv` is."""
 
 
 # --------------------------------------------------------------------------------------------------------------- events
 
 
 class Announced(NamedTuple):
-    """By D's scheduler."""
+    """D's scheduler announced a room."""
 
     room: bytes
     record: ReceiveRoom
 
 
 class Received(NamedTuple):
-    """A frame of a P."""
+    """A P sent a frame."""
 
     room: bytes
     message: PeerMessage
 
 
 class RowChecked(NamedTuple):
-    """Answers `CheckRow`."""
+    """Answer to `CheckRow`."""
 
     room: bytes
     error: ChituError | None
@@ -66,7 +66,7 @@ class RowChecked(NamedTuple):
 
 
 class PagesChecked(NamedTuple):
-    """Answers `CheckPages`."""
+    """Answer to `CheckPages`."""
 
     room: bytes
     error: ChituError | None
@@ -91,7 +91,7 @@ class CheckRow(NamedTuple):
 
 
 class CheckPages(NamedTuple):
-    """Verify the pages by P's checksums."""
+    """Verify the pages against P's checksums."""
 
     room: bytes
     info: TransferInfo
@@ -99,7 +99,7 @@ class CheckPages(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """To our own transport."""
+    """Deliver a message to our own transport."""
 
     prefill_rank: int
     message: TransportMessage

@@ -125,8 +125,7 @@ class ReceiverMachine:
         error: ChituError | None = None,
         new: events.ReceiveRoom | None = None,
     ) -> bool:
-        """Apply an event to a room; no other code changes a room. `error`: why, if the event ends it. Return False if
-        the event is absorbed."""
+        """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
         transition = self.table.apply(room, event, self._now_s, new)
         if transition is None:
             return False

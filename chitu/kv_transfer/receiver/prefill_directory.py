@@ -1,9 +1,9 @@
-"""D's registrations with P: where each P is, and whether it took our registration. Pure: the machine's other table.
+"""D's registrations with P: where each P is, and whether it accepted our registration. Pure: the machine's other table.
 
-Owned by `ReceiverMachine`. Invariants: of a rank one incarnation is kept, the one that a view had last; the
-registration is repeated until P replies, and once P refused it, it is not repeated to that incarnation. P answers each
-registration at once, so it is also what a P is asked for a sign of life with, while rooms wait for it: one that does
-not answer is silent until it is heard again. What is to be sent is returned.
+Owned by `ReceiverMachine`. Invariants: one incarnation is kept per rank, the one that a view had last; the registration
+is repeated until P replies, and not repeated to an incarnation that refused it. P answers each registration at once, so
+the registration also serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it
+comes. Methods return what is to be sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chitu.protocol.states import REGISTRATION_TRANSITIONS, RegistrationEvent, R
 from chitu.types import REGISTRATION_ROOM
 
 MAX_UNANSWERED = 2
-"""Registrations that a P may owe an answer to, `retry_interval_s` apart, before it counts as silent."""
+"""Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
 
 
 @dataclass(slots=True)
@@ -35,30 +35,30 @@ class PrefillPeer:
     state: RegistrationState = RegistrationState.ASKED
     refusal: ChituError | None = None
     repeat_due_s: float = 0.0
-    """It need not be asked before, again or for a sign of life."""
+    """Earliest time of the next registration, be it a repeat or a probe."""
     unanswered: int = 0
-    """Registrations sent since it was last heard."""
+    """Number of registrations sent since its last frame."""
 
     def take(self, event: RegistrationEvent) -> bool:
-        """False where the event is absorbed."""
+        """Apply an event. Return False if it is absorbed."""
         before, self.state = self.state, REGISTRATION_TRANSITIONS.get((self.state, event), self.state)
         return self.state is not before
 
 
 class PrefillDirectory:
-    """`registration`: what every P is told of this instance."""
+    """Every known P, one per engine rank. `registration`: what this instance sends to each."""
 
     def __init__(self, registration: KVArgsRegisterInfo, retry_interval_s: float, view: PeerView) -> None:
         self.registration = registration
         self._retry_interval_s = retry_interval_s
         self._view = view
         self._peers: dict[int, PrefillPeer] = {}
-        """By engine_rank."""
+        """Peers by engine_rank."""
 
     # --------------------------------------------------------------------------------------------------------- look-ups
 
     def peer(self, rank: int, incarnation: int) -> PrefillPeer | None:
-        """None where this incarnation was not found yet or another one has its rank."""
+        """Return the peer, or None if this incarnation was not found yet or another one has its rank."""
         peer = self._peers.get(rank)
         return peer if peer is not None and peer.incarnation == incarnation else None
 
@@ -67,16 +67,16 @@ class PrefillDirectory:
         return (self._peers[rank].host, self._peers[rank].port) if rank is not None else None
 
     def rank_of(self, incarnation: int) -> int | None:
-        """None where it has none, or no longer."""
+        """Return the rank of an incarnation, or None if it has none, or no longer."""
         return next((rank for rank, peer in self._peers.items() if peer.incarnation == incarnation), None)
 
     def registered(self) -> dict[int, int]:
-        """engine_rank -> incarnation of the P that took our registration."""
+        """Return engine_rank -> incarnation of every P that accepted our registration."""
         peers = self._peers.items()
         return {rank: peer.incarnation for rank, peer in peers if peer.state is RegistrationState.ACCEPTED}
 
     def silent(self) -> tuple[int, ...]:
-        """Incarnations of the P of the cluster that do not answer: nothing passes between us, one way or both."""
+        """Return the incarnations of P in the cluster that do not answer: messages are lost, one way or both."""
         return tuple(
             peer.incarnation
             for rank, peer in self._peers.items()
@@ -99,7 +99,7 @@ class PrefillDirectory:
         return found
 
     def _found(self, rank: int, incarnation: int, host: str, port: int, now_s: float) -> list[Effect]:
-        """Register with a P once per incarnation."""
+        """Register with a P once per incarnation, and again if its address changed."""
         peer = self.peer(rank, incarnation)
         if peer is None:
             peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
@@ -117,18 +117,18 @@ class PrefillDirectory:
         return asked
 
     def ask(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
-        """A room has waited for a sign of this P for `retry_interval_s`: it is to give one, unless it just did."""
+        """Probe a P for which a room has waited `retry_interval_s`, unless a frame of it just came."""
         peer = self.peer(rank, incarnation)
         return self._register(peer, now_s) if peer is not None else []
 
     def heard(self, incarnation: int, now_s: float) -> None:
-        """A frame of this P came."""
+        """Record that a frame of this P came."""
         for peer in self._peers.values():
             if peer.incarnation == incarnation:
                 peer.unanswered, peer.repeat_due_s = 0, now_s + self._retry_interval_s
 
     def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Effect]:
-        """P took or refused the registration, perhaps not for the first time."""
+        """Take P's answer to the registration, perhaps not its first."""
         rank, text = message.engine_rank, message.message
         if not message.code and peer.take(RegistrationEvent.ACCEPT):
             return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
@@ -138,7 +138,7 @@ class PrefillDirectory:
         return []
 
     def _register(self, peer: PrefillPeer, now_s: float) -> list[Effect]:
-        """Nothing where it is not due, or P refused us: it will not change its mind within this incarnation."""
+        """Send the registration, unless it is not due or P refused it: a refusal is final within this incarnation."""
         if peer.repeat_due_s > now_s or peer.state is RegistrationState.REFUSED:
             return []
         peer.unanswered += 1

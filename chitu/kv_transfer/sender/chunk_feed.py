@@ -1,10 +1,10 @@
 """What P's step thread has computed, on its way into the transfer queue.
 
 Owned by `PrefillSender`, called under its lock: `take`, `let_go` and `stop` from any of its threads, all else from the
-step thread. Sendable pages: a page leaves when it is full, or when the prompt ends in it; the partly filled last page
-of a chunk leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were
-cached: they leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks
-are held as ranges (not bytes) until the machine lets it go.
+step thread. A page leaves when it is full, or when the prompt ends in it. The partly filled last page of a chunk leaves
+with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were cached: they
+leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks are held as
+ranges (not bytes) until the machine lets it go.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _StepChunk:
     end_page: int
     layers_done: set[int] = field(default_factory=set)
     ready: Ready | None = None
-    """Of the newest of these layers, behind all others."""
+    """Event of the newest of these layers; it passes after those of all other layers."""
 
 
 class ChunkFeed:
@@ -39,19 +39,19 @@ class ChunkFeed:
         self._clock = clock
         self._queue = queue
         self._rooms: dict[bytes, ComputedPrompt] = {}
-        """Open ones, that the router's half has come for."""
+        """Open rooms whose router's request has come."""
         self._first_pages: dict[bytes, int] = {}
-        """Of those that were let go: the position from which P writes."""
+        """First position that P writes, for each room that was let go."""
         self._step: list[_StepChunk] = []
 
-    # ----------------------------------------------------------------------------------------------- the machine's word
+    # --------------------------------------------------------------------------------------------- calls of the machine
 
     def take(self, room: bytes, computed: ComputedPrompt) -> None:
-        """Chunks of this room count from now on."""
+        """Track the computed chunks of this room from now on."""
         self._rooms[room] = computed
 
     def let_go(self, room: bytes, first_page: int) -> None:
-        """Both halves are here: queue what was computed meanwhile, from position `first_page` on."""
+        """Queue what was computed so far, from position `first_page` on: request and announcement are both here."""
         self._first_pages[room] = first_page
         computed = self._rooms[room]
         backlog, computed.backlog = computed.backlog, []
@@ -91,7 +91,7 @@ class ChunkFeed:
             self._layer_of_chunk_done(chunk, layer, ready)
 
     def end_step(self) -> None:
-        """Layers that the executor did not speak of are done too."""
+        """End the step. Layers that the executor did not report are done too."""
         for chunk in self._step:
             for layer in range(self._num_layers):
                 self._layer_of_chunk_done(chunk, layer, chunk.ready)
@@ -104,7 +104,7 @@ class ChunkFeed:
         self._step = []
 
     def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None) -> None:
-        """The logits row is in `aux_slot`: it leaves as soon as the room is let go."""
+        """Send the logits row, which is in `aux_slot`, as soon as the room is let go."""
         computed = self._rooms.get(room)
         if computed is None or computed.aux_slot >= 0:
             return
@@ -114,7 +114,7 @@ class ChunkFeed:
             self._queue.put_aux(room)
 
     def reset(self, room: bytes) -> bool:
-        """Forget what was computed for a room that is not announced. False: it is (or is unknown)."""
+        """Forget what was computed for a room that is not announced. Return False if it is announced or unknown."""
         computed = self._rooms.get(room)
         if computed is None or room in self._first_pages:
             return False
@@ -134,7 +134,7 @@ class ChunkFeed:
         self._hand_over(chunk.room, computed, piece)
 
     def _hand_over(self, room: bytes, computed: ComputedPrompt, piece: TransferKVChunk) -> None:
-        """It is computed: now, or when the room is let go, it leaves."""
+        """Queue a computed piece if the room was let go, else keep it until then."""
         first_page = self._first_pages.get(room)
         if first_page is None:
             computed.backlog.append(piece)
@@ -142,7 +142,7 @@ class ChunkFeed:
             self._queue_chunk(room, first_page, piece)
 
     def _queue_chunk(self, room: bytes, first_page: int, chunk: TransferKVChunk) -> None:
-        """Without the pages that D has or does not want, in pieces of at most one batch."""
+        """Queue a chunk without the pages that D has or does not want, in pieces of at most one batch."""
         first_page = max(chunk.first_page, first_page)
         if first_page >= chunk.end_page:
             return

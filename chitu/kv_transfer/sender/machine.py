@@ -126,8 +126,7 @@ class SenderMachine:
     # ------------------------------------------------------------------------------------------------ state transitions
 
     def _take(self, room: bytes, event: E, error: ChituError | None = None, new: events.SendRoom | None = None) -> bool:
-        """Apply an event to a room; no other code changes a room. `error`: why, if the event ends it. Return False if
-        the event is absorbed."""
+        """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
         transition = self.table.apply(room, event, self._now_s, new)
         if transition is None:
             return False
@@ -190,8 +189,7 @@ class SenderMachine:
                 self._take(room, E.REFUSED, _other_length(info.num_tokens, event.num_tokens))
         tombstone = self.table.tombstone(room)
         if tombstone is not None:
-            # D gave up before the router's request came (or the room is used twice): the step thread must not wait for
-            # it.
+            # D gave up before the router's request came, or the room is used twice: the step thread must not wait.
             error = from_code(tombstone.code or "protocol", tombstone.message or "this room ended already")
             self._effects.append(TransferEvent(Kind.FAILED, room, error))
             self._effects.append(TransferEvent(Kind.RELEASED, room))
@@ -407,4 +405,4 @@ class SenderMachine:
 
 
 def _other_length(announced: int, mine: int) -> BadFrame:
-    return BadFrame(f"D announced {announced} prompt tokens, the router's half has {mine}")
+    return BadFrame(f"D announced {announced} prompt tokens, the router's request has {mine}")

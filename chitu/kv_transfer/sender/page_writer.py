@@ -1,8 +1,8 @@
-"""The one-sided writes of P, and the sums of what they wrote: what a transfer thread does with one job.
+"""The one-sided writes of P, and the checksums of what they wrote: what a transfer thread does with one job.
 
-Owned by `PrefillSender`, called without its lock: a transport blocks for as long as it takes. The queue gives a room to
-one thread at a time. With `verify_kv` the pages of a job are summed up here, from our own memory, once they are
-written: so Success follows the last checksum too.
+Owned by `PrefillSender`, called without its lock: a transport may block for long. The queue gives a room to one thread
+at a time. With `verify_kv` the checksums of a job's pages are computed here, from our own memory, once the pages are
+written. So Success follows the last checksum too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PageWriter:
             return SettleTried(settle, False, error)
 
     def write(self, write: Write) -> Written:
-        """The logits row or chunks."""
+        """Write the job's logits row or chunks."""
         job, computed = write.job, write.record.computed
         is_traced = self._trace is not None and self._trace.has(job.room)
         timeout_s = self._config.write_timeout_s
@@ -58,7 +58,7 @@ class PageWriter:
     def _noted(
         self, write: Write, writer: DecodeWriter, moves: list[PageMove], act: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """The bytes that `act` wrote, with a record of it where the room is traced."""
+        """Call `act` and return the bytes that it wrote. Add a trace record if the room is traced."""
         trace, clock = self._trace, self._parts.clock
         if trace is None or not trace.has(write.job.room):
             return act()
@@ -85,7 +85,7 @@ class PageWriter:
             record.kv_sums = RoomSums.of(chosen, transport)
 
     def _add_sums(self, chunks: Sequence[TransferKVChunk], write: Write) -> None:
-        """What the chosen pages of these chunks hold here."""
+        """Add the checksums of the chosen pages of these chunks, from our own memory."""
         room_sums, page_sums = write.record.kv_sums, self._parts.page_sums
         if room_sums is None or page_sums is None:
             return

@@ -99,8 +99,7 @@ class PrefillSender:
 
     @property
     def stale_frames(self) -> int:
-        """Number of frames from incarnations that are not (or no longer) registered, or not the D of the room they
-        name."""
+        """Number of frames from incarnations that are not (or no longer) registered, or not the D of their room."""
         return self._unregistered_frames + self._machine.stale_frames
 
     @property
@@ -173,8 +172,7 @@ class PrefillSender:
             logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
 
     def _registered(self, incarnation: int) -> DecodePeer | None:
-        """Return the registered D, else count the frame: D repeats registration and messages until they are
-        answered."""
+        """Return the registered D, or None after counting the frame: D repeats what is not answered."""
         peer = self._peers.table.get(incarnation)
         self._unregistered_frames += peer is None
         return peer
@@ -235,8 +233,7 @@ class PrefillSender:
     # ------------------------------------------------------------------------------------------------------- any thread
 
     def _handle(self, event: events.Event) -> list[events.Write | events.SettleWrites]:
-        """Apply an event and carry out its effects. Return those that the calling thread carries out without the
-        lock."""
+        """Apply an event and carry out its effects. Return those that the caller carries out without the lock."""
         jobs: list[events.Write | events.SettleWrites] = []
         with self._lock:
             for effect in self._machine.handle(event, self._parts.clock.monotonic()):

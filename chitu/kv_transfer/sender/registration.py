@@ -162,7 +162,7 @@ def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: Paged
 
 def check_announcement(info: TransferInfo, memory: RankMemory, config: KVManagerConfig) -> array[int]:
     """Return the destination pages, each a page of D (`memory`), or none if D wants the logits row only. Raises
-    BadFrame for anything else."""
+    BadFrame if the announcement is invalid."""
     pages = unpack_i32(info.dst_kv_indices)
     if info.num_tokens < 1 or len(pages) not in (0, config.num_pages(info.num_tokens)):
         raise BadFrame(f"{len(pages)} pages announced for {info.num_tokens} tokens")

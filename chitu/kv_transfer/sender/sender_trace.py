@@ -1,7 +1,7 @@
 """P's trace records of a transfer: before the first byte, of each submit, and when the last byte has landed.
 
-Transfer threads: `PageWriter`, and `PrefillSender` for the last. Of rooms that are not traced nothing is done here but
-`has`.
+Transfer threads: `PageWriter`, and `PrefillSender` for the last record. For rooms that are not traced only `has` does
+something.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SenderTrace:
         return room in self._tracer.rooms
 
     def note_send(self, room: bytes, write: Write) -> None:
-        """Before each write: the first one counts."""
+        """Record the transfer's start. Called before each write; only the first call counts."""
         traced = self._tracer.rooms.get(room)
         if traced is None or traced.num_pages:
             return

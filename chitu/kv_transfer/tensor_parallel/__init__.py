@@ -1,1 +1,1 @@
-"""Which rank writes which heads where, and the followers' part in it."""
+"""Which rank writes which heads to which rank, and the followers' part in it."""

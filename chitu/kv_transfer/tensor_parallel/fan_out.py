@@ -119,8 +119,7 @@ class Lane:
             self._sockets.append(socket)
 
     def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> FanOutResult[T]:
-        """Send an order to the followers, run `mine` meanwhile and collect the answers. Raises WriteError (settled) if
-        the lane stays busy."""
+        """Send an order, run `mine`, collect the answers. Raises WriteError (settled) if the lane stays busy."""
         if not self._lock.acquire(timeout=timeout_s):
             raise WriteError(f"the followers were busy for {timeout_s} s", settled=True)
         try:
@@ -181,8 +180,7 @@ def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Ord
 
 
 class FannedWriter:
-    """Implements `DecodeWriter` for the main rank of several: it writes its shard and orders the followers to write
-    theirs."""
+    """Implements `DecodeWriter` for the main rank of several: writes its shard, and has the followers write theirs."""
 
     def __init__(self, fan_out: FanOut, own: ShardWriter, lane: Lane, incarnation: int) -> None:
         self._fan_out = fan_out

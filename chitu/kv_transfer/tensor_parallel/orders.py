@@ -1,8 +1,8 @@
-"""What a main rank tells its followers to transfer, to sum up and to copy, and their answers.
+"""Orders of a main rank to its followers (to transfer, to compute checksums, to copy), and their answers.
 
-Inside one instance, over `ipc` sockets. Both ends are the same build, so this is no part of the wire protocol and has
-no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats: an answer that
-came too late is known by it and dropped.
+Inside one instance, over `ipc` sockets. Both ends are the same build, so this is not part of the wire protocol and has
+no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats, so an answer
+that came too late is recognised and dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from chitu.protocol import KVArgsRegisterInfo, pack_i32, unpack_i32
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of what crosses the sockets of an instance."""
+    """Base of the orders."""
 
     number: int
 
 
 class OpenPeer(Order, frozen=True, tag="open"):
-    """A D registered and was checked: connect to those of its ranks that need our heads."""
+    """Connect to those ranks of a D, whose registration was checked, that need our heads."""
 
     info: KVArgsRegisterInfo
 
 
 class ClosePeer(Order, frozen=True, tag="close"):
-    """That D is gone. Not answered."""
+    """Close the connections to a D that is gone. Not answered."""
 
     incarnation: int
 
@@ -44,7 +44,7 @@ class PackedMove(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class WritePages(Order, frozen=True, tag="write"):
-    """Bring our heads of these pages to the D of this incarnation."""
+    """Write our heads of these pages to the D of this incarnation."""
 
     incarnation: int
     timeout_s: float
@@ -59,7 +59,7 @@ class Settle(Order, frozen=True, tag="settle"):
 
 
 class SumPages(Order, frozen=True, tag="sum"):
-    """Checksums of our heads of these pages, over K and V of layers `[first_layer, end_layer)`."""
+    """Compute checksums of our heads of these pages, over K and V of layers `[first_layer, end_layer)`."""
 
     first_layer: int
     end_layer: int
@@ -67,30 +67,30 @@ class SumPages(Order, frozen=True, tag="sum"):
 
 
 class CopyShard(Order, frozen=True, tag="copy"):
-    """Copy our heads of this page of the pool to its content in the tiers' memory, or from there."""
+    """Copy our heads of this page from the pool to its content in the tiers' memory, or back (`is_restore`)."""
 
     page: int
     offset: int
-    """Of the content, in bytes."""
+    """Offset of the content in the tiers' memory, in bytes."""
     is_restore: bool
 
 
 class EndOrder(Order, frozen=True, tag="end"):
-    """The instance stops: the lane's thread ends. Not answered."""
+    """End the lane's thread, because the instance stops. Not answered."""
 
 
 AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyShard, EndOrder]
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Of one follower to the order with this number. `code` empty: done."""
+    """Answer of one follower to the order with this number. `code` empty: done."""
 
     number: int
     nbytes: int = 0
     sums: bytes = b""
-    """To `SumPages`: int64, native order."""
+    """Answer to `SumPages`: int64, native order."""
     is_settled: bool = True
-    """Of a failed write: nothing of it can land any more. Of a settle order: its result."""
+    """For a failed write: nothing of it can land any more. For a settle order: its result."""
     code: str = ""
     message: str = ""
 

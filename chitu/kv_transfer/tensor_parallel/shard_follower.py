@@ -1,9 +1,10 @@
-"""A TP follower in the transfer layer: it writes its shard of P, sums up and copies pages, when the main rank says so.
+"""A TP follower in the transfer layer: on orders of the main rank it writes its shard of P, computes checksums and
+copies pages.
 
-One thread per lane of the main rank (`fan_out.py`); each owns its socket and works its orders off one after the other.
-A follower knows no room and no request: an order names pages, layers and the incarnation of D. On D there is nothing to
-write, only to sum up (`verify_kv`). Whatever goes wrong with an order is its answer; only an unreadable order, which
-our own main rank cannot send, ends the process.
+One thread per lane of the main rank (`fan_out.py`); each owns its socket and processes its orders one after the other.
+A follower has no rooms and no requests: an order names pages, layers and the incarnation of D. On D there is nothing to
+write, only checksums to compute (`verify_kv`). An order that fails is answered with its error; only an unreadable
+order, which our own main rank cannot send, ends the process.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class TierMemory:
-    """Where the main rank keeps pages, and the copies between it and the own pool."""
+    """Memory in which the main rank keeps pages, and the copies between it and our own pool."""
 
     memory: memoryview
     copies: PageCopies
 
 
 class ShardFollower:
-    """`base`, `num_lanes`: of the main rank's `FanOut`. The transports have `memory` registered."""
+    """Lane threads of a follower. `base`, `num_lanes`: of the main rank's `FanOut`. `memory` is registered already."""
 
     def __init__(
         self,
@@ -70,20 +71,20 @@ class ShardFollower:
         self._page_sums = page_sums
         self._tiers = tiers
         self._writers: dict[int, ShardWriter] = {}
-        """By D's incarnation; lane 0 changes it, the others look up."""
+        """Writers by D's incarnation; lane 0 changes it, the other lanes look up."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._addresses = [lane_address(base, lane, tp_rank) for lane in range(num_lanes)]
         self._threads: list[threading.Thread] = []
 
     def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
-        """`spawn(name, target)` makes a thread whose death must end the process."""
+        """Start a thread per lane. `spawn(name, target)` makes a thread whose death must end the process."""
         for number, address in enumerate(self._addresses):
             thread = spawn(f"lane-{number}", lambda address=address: self._serve(address))  # type: ignore[misc]
             self._threads.append(thread)
             thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """After the main rank ended the lanes: join their threads. The transports may be closed then."""
+        """Join the lane threads, after the main rank ended the lanes. The transports may be closed then."""
         for thread in self._threads:
             thread.join(timeout_s)
             if thread.is_alive():
@@ -140,7 +141,7 @@ class ShardFollower:
 
     def _open(self, order: OpenPeer) -> None:
         info = order.info
-        self._close(info.incarnation)  # it was lost and came back
+        self._close(info.incarnation)  # D may have been lost and come back
         self._writers[info.incarnation] = open_shards(info, self._layout, self._tp_rank, self._memory, self._transports)
 
     def _close(self, incarnation: int) -> None:

@@ -1,1 +1,1 @@
-"""How bytes get into a peer's memory: one interface, and what implements it."""
+"""How bytes get into a peer's memory: one interface and its implementations."""

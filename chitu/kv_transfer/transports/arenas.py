@@ -6,19 +6,19 @@ from chitu.errors import TransferFailed
 from chitu.protocol import RankMemory, TransportSession
 
 MEMORY = "memory"
-"""Attribute of a session that reaches not the pool, but the second allocation alone (`STAGING`), or `NOTHING` (P's:
-nobody writes there)."""
+"""Attribute of a session that does not reach the pool: it reaches the second allocation only (`STAGING`), or `NOTHING`
+(on P, where no peer writes)."""
 STAGING = "staging"
 NOTHING = "nothing"
 APART = "apart"
-"""Attribute of a session: base and bytes of the second allocation, where there is one."""
+"""Attribute of a session: base and bytes of the second allocation, if there is one."""
 
 Arena = tuple[int, int]
-"""Base and bytes."""
+"""Base and bytes of a range."""
 
 
 def writable_arenas(memory: RankMemory, session: TransportSession) -> tuple[Arena, ...]:
-    """One or two. None where the session reaches a second allocation alone and the peer has none. Raises
+    """Return one or two ranges, or none if the session reaches a second allocation only and the peer has none. Raises
     TransferFailed."""
     pool, apart = (memory.arena_base, memory.arena_bytes), _apart(session)
     if session.attributes.get(MEMORY, "") != "":
@@ -40,7 +40,7 @@ def _apart(session: TransportSession) -> Arena | None:
 
 
 def arena_of(arenas: tuple[Arena, ...], address: int) -> Arena:
-    """The one that holds an address; the first where none does, for an error with its numbers. A write lies in one."""
+    """Return the arena that holds an address; if none does, the first, for its numbers. A write lies in one arena."""
     for base, nbytes in arenas:
         if base <= address < base + nbytes:
             return base, nbytes

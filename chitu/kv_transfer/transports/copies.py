@@ -1,4 +1,4 @@
-"""Lists of copies as columns of numbers: the last look before a transport writes, and back to plain sequences. Pure."""
+"""Lists of copies as columns of numbers: last check before a transport writes, and back to plain sequences. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from chitu.kv_transfer.transports.transport import Int64s, WriteError
 
 SHORT_LIST = 8
-"""Up to this many entries a loop is faster than numpy (1 against 8 us)."""
+"""Longest list for which a loop is faster than numpy (1 against 8 us)."""
 
 
 def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -> int:
-    """Index of the first span that is not inside `[base, base + nbytes)`, or -1."""
+    """Return the index of the first span that is not inside `[base, base + nbytes)`, or -1."""
     if len(address_N) <= SHORT_LIST:
         for i, (address, length) in enumerate(zip(address_N.tolist(), length_N.tolist(), strict=True)):
             if not (address >= base and 0 <= length <= base + nbytes - address):
@@ -31,8 +31,8 @@ def require_inside(
     arena: tuple[int, int],
     registered: Iterable[tuple[int, int]],
 ) -> None:
-    """The last look before a transport writes: WriteError, settled, where one of the copies (sources, destinations,
-    lengths) leaves the peer's arena or our registered ranges, given as base and bytes."""
+    """Check copies a last time before a transport writes. Raises WriteError, settled, if one of the copies (sources,
+    destinations, lengths) leaves the peer's arena or our registered ranges, given as base and bytes."""
     src_N, dst_N, length_N = columns
     base, nbytes = arena
     outside = first_outside(dst_N, length_N, base, nbytes)
@@ -47,7 +47,7 @@ def require_inside(
 
 
 def as_array(values: Int64s) -> array[int]:
-    """int64 as a compact sequence of Python ints that numpy reads back without a copy."""
+    """Return int64 values as a compact sequence of Python ints that numpy reads back without a copy."""
     packed: array[int] = array("q")
     packed.frombytes(values.tobytes())
     return packed

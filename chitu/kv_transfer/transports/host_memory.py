@@ -1,6 +1,6 @@
-"""What the kernel says of a range of our own memory (/proc/self/maps): whether it is host memory, and of which file.
+"""What the kernel reports of a range of our own memory (/proc/self/maps): whether it is host memory, and of which file.
 
-Memory of a device is no mapping that can be read, so it is told apart without asking its driver.
+Device memory has no readable mapping, so it is told apart without asking its driver.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 class HostMapping(NamedTuple):
     is_shared: bool
     offset: int
-    """Of the range's first byte in its file."""
+    """Offset of the range's first byte in its file."""
     device: str
-    """Of the file, as `major:minor` in hex."""
+    """Device of the file, as `major:minor` in hex."""
     inode: int
 
 
 def mapping_of(base: int, nbytes: int) -> HostMapping | None:
-    """Of the mapping that `[base, base + nbytes)` begins in; None where not all of it is readable host memory."""
+    """Return the mapping that `[base, base + nbytes)` begins in, or None if not all of it is readable host memory."""
     end = base
     first: HostMapping | None = None
     with open("/proc/self/maps") as maps:

@@ -1,8 +1,8 @@
 """Peers whose memory is mapped into this process, and the writes that run into it: the common part of `shm` and
-`cuda_ipc`, where a write is a copy of our own and over when it returns.
+`cuda_ipc`, where this process copies the bytes itself and a write is over when it returns.
 
-Owned by a transport, any thread; no lock is held while a write runs or a mapping goes. Invariant: a mapping lives until
-its peer was removed and the last write to it has returned; then `unmap` is called, once.
+Owned by a transport, any thread; no lock is held while a write runs or a mapping is removed. Invariant: a mapping lives
+until its peer was removed and the last write to it has returned; then `unmap` is called, once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chitu.kv_transfer.transports.transport import WriteError
 
 
 class MappedPeer(Protocol):
-    """Equal to itself alone."""
+    """A peer with mapped memory. It is equal to itself only."""
 
     @property
     def session_id(self) -> str: ...
@@ -30,16 +30,16 @@ Peer = TypeVar("Peer", bound=MappedPeer)
 
 
 class MappedPeers(Generic[Peer]):
-    """`transport`: whose peers they are, for errors."""
+    """Mapped peers of one transport. `transport`: its name, for errors."""
 
     def __init__(self, transport: str, unmap: Callable[[Peer], None]) -> None:
         self._transport = transport
         self._unmap = unmap
         self._lock = threading.Lock()
         self._writes: dict[Peer, int] = {}
-        """That run, for each peer whose mapping is there."""
+        """Number of running writes of each peer whose mapping exists."""
         self._removed: set[Peer] = set()
-        """Of these: they go with their last write."""
+        """Removed peers, which are unmapped after their last write."""
 
     def add(self, peer: Peer) -> None:
         with self._lock:
@@ -47,8 +47,8 @@ class MappedPeers(Generic[Peer]):
 
     @contextmanager
     def writing(self, peer: Peer) -> Iterator[None]:
-        """Around a write. WriteError where the peer was removed before it, or its process has ended in the end: then
-        nobody reads what was written."""
+        """Surround a write. Raises WriteError if the peer was removed before it, or if its process has ended
+        afterwards: then no process reads what was written."""
         with self._lock:
             if peer not in self._writes or peer in self._removed:
                 raise WriteError(f"{self._transport}: {peer.session_id} was disconnected", settled=True)
@@ -62,7 +62,7 @@ class MappedPeers(Generic[Peer]):
             raise WriteError(f"{self._transport}: the process of {peer.session_id} has ended", settled=True)
 
     def remove(self, peer: Peer) -> None:
-        """Idempotent."""
+        """Unmap a peer, once its last write has returned. Idempotent."""
         with self._lock:
             if peer not in self._writes:
                 return

@@ -1,6 +1,6 @@
 """The process behind a peer's memory on this host: found by pid and start time, held by a pidfd, watched for its end.
 
-Used by the transports that map another process's memory. A pid alone names nobody: it is reused.
+Used by the transports that map another process's memory. A pid alone identifies no process: it is reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from chitu.errors import TransferFailed
 
 
 def host_id() -> str:
-    """Equal for two processes that may open each other's memory: same boot, same pid namespace, same user."""
+    """Return an id that is equal for processes that may open each other's memory (same boot, pid namespace and user),
+    or an empty string."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot_id = file.read().strip()
@@ -37,10 +38,10 @@ class PeerProcess:
     @classmethod
     @contextlib.contextmanager
     def entered(cls, pid: int, start_time: str) -> Iterator[tuple[PeerProcess, int]]:
-        """The process with a descriptor of its /proc folder, which is closed at the end; the process too if that is by
-        an exception. TransferFailed where another process has the pid by now, OSError where none has it.
+        """Yield the process and a descriptor of its /proc folder, which is closed at the end; an exception closes the
+        process too. Raises TransferFailed if another process has the pid by now, OSError if none has it.
 
-        pidfd and folder hold on to one process, so a reused pid cannot slip in between.
+        Pidfd and folder stay bound to one process, so a reused pid cannot slip in between.
         """
         with contextlib.ExitStack() as on_failure:
             pidfd = os.pidfd_open(pid)
@@ -56,7 +57,7 @@ class PeerProcess:
             on_failure.pop_all()
 
     def is_alive(self) -> bool:
-        """A pidfd becomes readable when its process ends, even before it is reaped."""
+        """Return whether the process runs: a pidfd becomes readable when its process ends, even before it is reaped."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
@@ -66,5 +67,5 @@ class PeerProcess:
 
 
 def _start_time(stat: str) -> str:
-    """Field 22 of /proc/<pid>/stat; the command name before it may hold spaces and brackets."""
+    """Return field 22 of /proc/<pid>/stat; the command name before it may contain spaces and brackets."""
     return stat.rpartition(")")[2].split()[19]

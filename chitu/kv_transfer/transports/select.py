@@ -1,8 +1,8 @@
 """Which transports this process offers, best first.
 
-`open_transports` is called once, by the service that owns the pool. A writer takes the first that reaches its peer
-(`shard_writer.py`). Where both ends are on one host, that is shared memory for pools in host memory; for pools in
-device memory CUDA's interprocess handles, then the host's pinned memory, for GPUs that cannot map each other's.
+`open_transports` is called once, by the service that owns the pool. A writer takes the first transport that reaches its
+peer (`shard_writer.py`). If both ends are on one host, that is shared memory for pools in host memory. For pools in
+device memory it is CUDA's interprocess handles, then the host's pinned memory, for GPUs that cannot map each other's.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cpu") -> list[Transport]:
-    """The transports of this process, best first; register the pool's arena with each of them.
+    """Return the transports of this process, best first; register the pool's arena with each of them.
 
-    `host`: this instance's address as peers reach it. `device`: where the pool is, `cpu` or `cuda:N`. Raises
-    MissingDependency where the configured library is absent; `auto` logs it and goes on. A loopback `host` has its
-    peers on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
+    `host`: this instance's address as peers reach it. `device`: the pool's device, `cpu` or `cuda:N`. Raises
+    MissingDependency if the configured library is absent; `auto` logs that and goes on. A loopback `host` has its peers
+    on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
     return with_faults(_open(config, host, device), config)
 
 
 def with_faults(transports: list[Transport], config: PDDisaggregationConfig) -> list[Transport]:
-    """Broken on purpose, where that is configured."""
+    """Return the transports, broken on purpose if that is configured."""
     if not config.faults.describe():
         return transports
     return [FaultyTransport(transport, config.faults) for transport in transports]
@@ -61,15 +61,15 @@ def _open(config: PDDisaggregationConfig, host: str, device: str) -> list[Transp
 
 
 def _open_on_gpu(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
-    """`cuda_ipc`, and behind it `shm` where segments in host memory are possible. They share driver and kernel.
+    """Return `cuda_ipc`, and after it `shm` if segments in host memory are possible. They share driver and kernel.
 
-    Raises ConfigError where the pool is not in a GPU's memory.
+    Raises ConfigError if the pool is not in a GPU's memory.
     """
     kind, _, index = device.partition(":")
     if kind != "cuda":
         raise ConfigError(f"pd_disaggregation.transport is cuda_ipc, but the device is {device}: use auto or shm")
     driver = CudaDriver(int(index or 0))
-    from chitu.ops.kernels.blocks import BlockCopier  # Triton: only where there is a GPU
+    from chitu.ops.kernels.blocks import BlockCopier  # Triton: only with a GPU
 
     copier = BlockCopier(device)
     copier.warm_up()

@@ -1,10 +1,11 @@
 """The one-sided data plane as the rest of the project sees it: a writer puts bytes into a peer's registered memory.
 
-Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one package each. A backend's library is imported only inside
-its own `transfer_engine.py`, lazily; its absence is `MissingDependency` with one clear sentence.
+Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one package each. A backend's library is imported only inside its own
+`transfer_engine.py`, lazily; its absence raises `MissingDependency` with one clear sentence.
 
-Threads: `write` and `settle` are called by transfer threads and block there (releasing the GIL); everything else by the
-thread that builds the service. Nothing here knows rooms, pages or requests.
+Threads: transfer threads call `write` and `settle` and block there (releasing the GIL). The comm thread, or lane 0 of a
+follower, opens and closes peers. The thread that builds the service calls the rest. Nothing here depends on rooms,
+pages or requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CopyList(NamedTuple):
 
 
 class WriteError(TransferFailed):
-    """A write did not complete. `settled`: nothing of it can land any more; else `settle` first."""
+    """A write did not complete. `settled`: nothing of it can land any more; if False, call `settle` first."""
 
     def __init__(self, message: str, settled: bool) -> None:
         super().__init__(message)
@@ -46,21 +47,21 @@ class WriteError(TransferFailed):
 
 
 def pause_s(waited_s: float) -> float:
-    """How long to sleep before the next look at what a library does, after so long a wait: it ends a twentieth late at
-    most, and a wait of seconds keeps no core busy."""
+    """Return how long to sleep before polling a library again, after a wait of `waited_s`. A wait ends a twentieth late
+    at most, and a wait of seconds keeps no core busy."""
     return min(max(SHORTEST_PAUSE_S, waited_s / 20), LONGEST_PAUSE_S)
 
 
 class PeerHandle(Protocol):
-    """A peer's memory, opened by `Transport.connect`. Where less than the pool's arena can be written, or more, the
-    handle has `reaches_pages` or `reaches_host_segments`, too."""
+    """A peer's memory, opened by `Transport.connect`. If less or more than the pool's arena can be written, the handle
+    also has `reaches_pages` or `reaches_host_segments`."""
 
     @property
     def session_id(self) -> str: ...
 
 
 def reaches_pages(peer: PeerHandle) -> bool:
-    """False: of its memory only what lies beside the pool can be written, neither pages nor logits rows."""
+    """Return whether its pages and logits rows can be written. If not, only memory beside the pool can."""
     return bool(getattr(peer, "reaches_pages", True))
 
 
@@ -69,33 +70,34 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def local_session(self) -> TransportSession:
-        """How a peer's `connect` reaches the memory registered here. Valid once `register` was called."""
+        """Return how a peer's `connect` reaches the memory registered here. Valid once `register` was called."""
         ...
 
     def register(self, base: int, nbytes: int) -> None:
-        """Make this allocation readable for own writes and writable for peers. Idempotent for the same range."""
+        """Make this allocation readable for our own writes and writable for peers. Idempotent for the same range."""
         ...
 
     def can_reach(self, session: TransportSession) -> bool:
-        """Whether `connect` could work at all (same host for shm); cheap, no side effects."""
+        """Return whether `connect` could work at all (same host for shm); cheap, no side effects."""
         ...
 
     def connect(self, memory: RankMemory, session: TransportSession) -> PeerHandle:
-        """Open a peer's memory. Raises TransferFailed where that is impossible."""
+        """Open a peer's memory. Raises TransferFailed if that is impossible."""
         ...
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
-        """Put all copies into the peer's memory; returns when they are visible there.
+        """Put all copies into the peer's memory; return when they are visible there.
 
-        Raises WriteError. Addresses were range-checked by the caller against both allocations.
+        Raises WriteError. The caller has range-checked the addresses against both allocations.
         """
         ...
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """After an unsettled failure: True once no byte of any earlier write to this peer can land any more.
+        """Return True once no byte of any earlier write to this peer can land any more. Call it after an unsettled
+        failure.
 
         What one call has found counts for the next, so calls with a `timeout_s` of 0 get there as well. Another write
-        to this peer may run meanwhile; what it leaves is the next call's."""
+        to this peer may run meanwhile; the next call settles what that leaves."""
         ...
 
     def disconnect(self, peer: PeerHandle) -> None:
@@ -103,57 +105,56 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything; no write is in flight (transfer threads were joined)."""
+        """Release everything. No write may be in flight (transfer threads were joined)."""
         ...
 
 
 @runtime_checkable
 class OrderedTransport(Protocol):
-    """A transport whose copies wait on the device for what they read, so the host need not. Others are called when
-    their sources are computed."""
+    """A transport whose copies wait on the device for their sources, so the host need not wait. Every other transport
+    is called only after its sources are computed."""
 
     def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
-        """`Transport.write`, of bytes that are there once all of `after` have passed."""
+        """Write like `Transport.write`, from sources that are computed once all of `after` have passed."""
         ...
 
 
 SendToPeer = Callable[[int, bytes], None]
-"""A message to the transport of the same name of this incarnation; it may be lost, doubled or come late. Any thread, no
-lock held."""
+"""Function that sends a message to the transport of the same name of an incarnation. The message may be lost,
+duplicated or late. Any thread, no lock held."""
 
 
 @runtime_checkable
 class MessagingTransport(Protocol):
-    """A transport whose two ends talk. Their messages travel on the sockets between P and D, whose other users do not
-    read them."""
+    """A transport whose two ends exchange messages, on the sockets between P and D. Other code does not read them."""
 
     def attach(self, send: SendToPeer) -> None:
-        """Before anything is connected."""
+        """Set the function that sends messages, before anything is connected."""
         ...
 
     def bind(self, peer: PeerHandle, incarnation: int) -> None:
-        """Whose memory this is. After `connect`, before the first write."""
+        """Set the incarnation that owns this memory, after `connect` and before the first write."""
         ...
 
     def on_message(self, rank: int, incarnation: int, payload: bytes) -> None:
-        """Comm thread: of a registered peer. Raises ProtocolError."""
+        """Process a message of a registered peer. Comm thread. Raises ProtocolError."""
         ...
 
     def fence(self, incarnation: int) -> bool:
-        """That peer is dead: nothing more is done for it. True once nothing of it is being written into our pages."""
+        """Do nothing more for a peer that is dead. Return True once nothing of it is being written into our pages."""
         ...
 
     def start(self, spawn: Spawn) -> None:
-        """Start what it has of threads; `close` ends them."""
+        """Start the transport's threads, if it has any; `close` ends them."""
         ...
 
 
 class LaunchedCopies(Protocol):
-    """`ops.kernels.blocks.BlockCopier`, or its twin in tests: one launch copies all pieces."""
+    """`ops.kernels.blocks.BlockCopier`, or its stand-in in tests: one launch copies all pieces."""
 
     def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None: ...
 
 
 def gathers(transport: Transport) -> bool:
-    """Whether it writes many scattered pieces at the price of one."""
+    """Return whether it writes many scattered pieces at the price of one."""
     return bool(getattr(transport, "gathers", False))

@@ -1,7 +1,7 @@
-"""What transports need of CUDA's driver (libcuda, stable C interface): interprocess handles, and host memory that a
-device may reach.
+"""What transports need of the CUDA driver (libcuda, stable C interface): interprocess handles, and host memory that a
+device can reach.
 
-A handle stands for a whole allocation of its process, so an address in the middle travels as handle and offset.
+A handle stands for a whole allocation of its process, so an address inside it travels as handle and offset.
 `cuda_ipc` uses handles, `shm` between GPUs pins host memory.
 """
 
@@ -14,7 +14,7 @@ from chitu.errors import MissingDependency, TransferFailed
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-"""cudaIpcMemLazyEnablePeerAccess: another GPU's memory is reached over NVLink or PCIe where it can be."""
+"""cudaIpcMemLazyEnablePeerAccess: another GPU's memory is reached over NVLink or PCIe if possible."""
 _PORTABLE, _DEVICE_MAP = 1, 2
 """cudaHostRegisterPortable and Mapped: kernels of any context read and write the pinned memory in place."""
 _ATTRIBUTE_MEMORY_TYPE, _MEMORY_TYPE_DEVICE = 2, 2
@@ -22,39 +22,39 @@ _ATTRIBUTE_MEMORY_TYPE, _MEMORY_TYPE_DEVICE = 2, 2
 
 class Exported(NamedTuple):
     handle: bytes
-    """Of the allocation."""
+    """Handle of the allocation."""
     offset: int
-    """Where the address lies in it."""
+    """Offset of the address in the allocation."""
     nbytes: int
-    """Of the allocation."""
+    """Size of the allocation."""
 
 
 class IpcDriver(Protocol):
-    """What the transport needs of a device; CPU tests bring a twin over shared files."""
+    """What the transport needs of a device; CPU tests have a stand-in over shared files."""
 
     def export(self, address: int) -> Exported:
-        """TransferFailed for an address that is no device memory, or of a kind that cannot be shared."""
+        """Return the handle for an address. Raises TransferFailed if it is not device memory or cannot be shared."""
         ...
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation; its address in ours. TransferFailed where that is impossible."""
+        """Map another process's allocation and return its address in ours. Raises TransferFailed if that fails."""
         ...
 
     def close(self, address: int) -> None: ...
 
 
 class PinDriver(Protocol):
-    """What staging in host memory needs of a device; CPU tests bring a twin."""
+    """What staging in host memory needs of a device; CPU tests have a stand-in."""
 
     def is_device_memory(self, address: int, nbytes: int) -> bool: ...
 
     def pin(self, address: int, nbytes: int) -> int:
-        """Make host memory reachable for the device; its address there. TransferFailed where that is impossible (it is
-        pinned already, too much is pinned, or it is no host memory)."""
+        """Make host memory reachable for the device and return its address there. Raises TransferFailed if that is
+        impossible (it is pinned already, too much is pinned, or it is not host memory)."""
         ...
 
     def unpin(self, address: int) -> None:
-        """By its host address. Nothing copies there any more."""
+        """Unpin memory by its host address. Nothing may copy there any more."""
         ...
 
 
@@ -63,9 +63,9 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """Implements `IpcDriver`, `PinDriver`. MissingDependency without an NVIDIA driver. The calls work in the thread's
-    current context, which torch's first CUDA call makes the device's primary one; `device` is made current before
-    each."""
+    """Implements `IpcDriver` and `PinDriver`. Raises MissingDependency without an NVIDIA driver. The calls work in the
+    thread's current context, so each first makes `device`'s primary context current, as torch's first CUDA call
+    does."""
 
     def __init__(self, device: int) -> None:
         try:
@@ -112,7 +112,7 @@ class CudaDriver:
             code = self._cuda.cuPointerGetAttribute(
                 ctypes.byref(kind), ctypes.c_int(_ATTRIBUTE_MEMORY_TYPE), ctypes.c_uint64(at)
             )
-            if code != 0 or kind.value != _MEMORY_TYPE_DEVICE:  # of plain host memory the driver knows nothing
+            if code != 0 or kind.value != _MEMORY_TYPE_DEVICE:  # the driver does not recognise plain host memory
                 return False
         return True
 

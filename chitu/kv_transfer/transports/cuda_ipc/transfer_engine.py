@@ -1,10 +1,9 @@
 """Transport `cuda_ipc`: the peer is a process of the same host whose pool lies in device memory, on this GPU or on one
 that this GPU can reach.
 
-Its arena is mapped once, by CUDA's interprocess handle; a write is one launch that copies all pieces at once, on a
+Its arena is mapped once, by CUDA's interprocess handle. A write is one launch that copies all pieces at once, on a
 stream of its own, and `write` returns when it is over. So nothing can land later and `settle` is always True. The
-peer's process is watched by pidfd: writes to a mapping whose owner has ended go nowhere that anybody reads, and are an
-error.
+peer's process is watched by pidfd: a write to a mapping whose owner has ended is read by no process, and is an error.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ NAME = "cuda_ipc"
 class CudaPeer:
     session_id: str
     arena_base: int
-    """In the peer's address space."""
+    """Address of the arena in the peer's address space."""
     arena_bytes: int
     process: PeerProcess
     mapping: int
-    """Address of its allocation in ours."""
+    """Address of the peer's allocation in our address space."""
     local_base: int
-    """Where `arena_base` is in ours."""
+    """Address of the arena in our address space."""
 
 
 class CudaIpcTransport:
-    """See `kv_transfer.transport.Transport`."""
+    """Implements `kv_transfer.transports.transport.Transport`."""
 
     name = NAME
     gathers = True
-    """See `transports/transport.py`: a launch copies any number of pieces."""
+    """True, because a launch copies any number of pieces (see `transports/transport.py`)."""
 
     def __init__(self, driver: IpcDriver, copier: LaunchedCopies) -> None:
         self._driver = driver
@@ -109,8 +108,8 @@ class CudaIpcTransport:
         self.write_after(peer, copies, (), timeout_s)
 
     def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
-        """Implements `OrderedTransport`: the launch is made ahead and waits on the device. `timeout_s` bounds nothing
-        here: a launch ends by itself, and what was launched cannot be called back."""
+        """Implement `OrderedTransport`: the launch is made ahead and waits on the device. `timeout_s` bounds nothing: a
+        launch ends by itself and cannot be cancelled."""
         assert isinstance(peer, CudaPeer)
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         require_inside(NAME, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), self._ranges)
@@ -121,7 +120,7 @@ class CudaIpcTransport:
             raise WriteError(f"cuda_ipc: writing to {peer.session_id}: {error}", settled=True) from error
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Always True: a copy is over when `write` returns."""
+        """Return True always: a copy is over when `write` returns."""
         return True
 
     def disconnect(self, peer: PeerHandle) -> None:

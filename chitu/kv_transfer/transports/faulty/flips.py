@@ -1,9 +1,9 @@
 """Single bytes that arrive flipped: what `faulty/transfer_engine.py` does to every Nth write.
 
-After the sound write one byte of it is written again, flipped, from a small buffer of its own that the wrapped
-transport has registered; the source stays as it is, so checksums of P are of what was meant. The byte is the upper one
-of a 4 byte word (sign and exponent of a float32, or of one of two bfloat16), so that a flip is no rounding error. For
-pools in host memory only: the byte is read by its address.
+After the correct write one byte of it is written again, flipped, from a small buffer that the wrapped transport has
+registered. The source stays as it is, so P's checksums are of what was meant. The byte is the upper one of a 4 byte
+word (sign and exponent of a float32, or of one of two bfloat16), so that a flip is no rounding error. For pools in host
+memory only: the byte is read by its address.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 AUX_PADDING_BYTES = 64
-"""The end of an aux row may be padding, which nobody reads."""
+"""Bytes at the end of an aux row that may be padding, which is never read."""
 
 
 class EveryNth:
-    """Counts calls; any thread. 0: none of them."""
+    """Counter that strikes at every Nth call, from any thread. 0: never."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -43,7 +43,7 @@ class EveryNth:
 
 
 class ByteFlipper:
-    """`flip` is called by several transfer threads."""
+    """Flips bytes of finished writes. Several transfer threads call `flip`."""
 
     def __init__(self, inner: Transport, kv_every: int, logits_every: int) -> None:
         self._inner = inner
@@ -55,13 +55,13 @@ class ByteFlipper:
         self._is_prepared = False
 
     def prepare(self) -> None:
-        """Before the first write: register the buffer."""
+        """Register the buffer, before the first write."""
         if not self._is_prepared:
             self._inner.register(int(self._scratch.ctypes.data), 1)
             self._is_prepared = True
 
     def flip(self, peer: PeerHandle, copies: CopyList, aux_rows: range, deadline_s: float) -> None:
-        """Break a byte of this write, which is over, if it is its turn. Errors of the wrapped transport."""
+        """Flip a byte of this write, which is over, if it is its turn. Raises errors of the wrapped transport."""
         if not len(copies.src):
             return
         is_aux = copies.dst[0] in aux_rows

@@ -1,13 +1,14 @@
-"""A transport that breaks another one on purpose, so that tests can show what they would notice.
+"""A transport that breaks another one on purpose, so that tests can show what chitu detects.
 
-`open_transports` wraps every transport in it where `pd_disaggregation.faults` is set; nobody else knows. All bytes
-still travel through the wrapped transport, and byte counts stay as they are. Threads as in `kv_transfer.transport`.
+`open_transports` wraps every transport in it if `pd_disaggregation.faults` is set; no other code depends on it. All
+bytes still travel through the wrapped transport, and byte counts stay as they are. Threads as in
+`kv_transfer.transports.transport`.
 
 `zero_page`: page n of every peer's pool is a broken page. K and V of all layers that are written into it arrive as
 zeros, from a buffer that is registered like the pool itself. What the peer computes into that page on its own stays.
-`flip_byte_every`, `flip_logits_every`: a sound write, then one byte of it again, flipped (`flips.py`). `delay_ms`,
-`stall_every`: a write that takes long, or for ever. Writes are counted per transport and process.
-Invariant: a byte that no fault names arrives as with the wrapped transport, however copies cross pages' borders.
+`flip_byte_every`, `flip_logits_every`: a correct write, then one byte of it again, flipped (`flips.py`). `delay_ms`,
+`stall_every`: a write that takes long, or as long as its timeout. Writes are counted per transport and process.
+Invariant: a byte that no fault names arrives as with the wrapped transport, however copies cross page borders.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class FaultyPeer:
-    """The wrapped transport's handle, and where this peer's broken page and its aux rows lie."""
+    """The wrapped transport's handle, and the addresses of this peer's broken page and aux rows."""
 
     inner: PeerHandle
     broken_bases: tuple[int, ...]
     """Address of the broken page in every region, ascending."""
     page_bytes: int
     aux_rows: range
-    """Addresses."""
+    """Addresses of the peer's aux rows."""
 
     @property
     def session_id(self) -> str:
@@ -63,13 +64,13 @@ class FaultyPeer:
 
 
 class FaultyTransport:
-    """See `kv_transfer.transport.Transport`. It goes by the wrapped transport's name, since peers choose by it."""
+    """Implements `kv_transfer.transports.transport.Transport`. Keeps the wrapped one's name: peers choose by it."""
 
     def __init__(self, inner: Transport, faults: FaultConfig) -> None:
         self._inner = inner
         self._faults = faults
         self._zeros: dict[int, NDArray[np.uint8]] = {}
-        """By size: one page of zeros, registered as a source; lives as long as the registration."""
+        """One page of zeros for each page size, registered as a source; lives as long as the registration."""
         self._stalled_writes = EveryNth(faults.stall_every)
         self._flipper: ByteFlipper | None = None
         if faults.flip_byte_every or faults.flip_logits_every:
@@ -111,8 +112,7 @@ class FaultyTransport:
         return FaultyPeer(inner, tuple(bases), memory.page_bytes, aux_rows)
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
-        """Several writes one after the other. A WriteError of a later one is also true of all: the others have ended
-        by then."""
+        """Write in several writes, one by one. A WriteError of one holds for all: the earlier ones have ended."""
         assert isinstance(peer, FaultyPeer)
         deadline_s = time.monotonic() + timeout_s
         self._hold_up(peer, timeout_s)
@@ -151,7 +151,8 @@ class FaultyTransport:
 
 
 def split_at_pages(copies: CopyList, bases: Sequence[int], page_bytes: int) -> tuple[CopyList, CopyList]:
-    """`(outside, inside)`: the same bytes, cut where they cross a border of `[base, base + page_bytes)` of a base.
+    """Return `(outside, inside)`: the same bytes, cut where they cross a border of `[base, base + page_bytes)` of a
+    base.
 
     `bases` ascend and do not overlap. A piece inside is at most `page_bytes` long.
     """

@@ -1,6 +1,6 @@
 """What the kernel still sends to a host on connections that were closed already (Linux, /proc/net/tcp).
 
-Of the network namespace that the calling thread is in.
+Covers the network namespace of the calling thread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ CLOSING_STATES = {"04", "09", "0B"}
 
 
 def has_unacknowledged(host: str) -> bool:
-    """Whether a closed connection to `host` (any port) holds bytes that its kernel has not acknowledged.
+    """Return whether a closed connection to `host` (any port) holds bytes that its kernel has not acknowledged.
 
-    Conservative: True where that cannot be known.
+    Conservative: True if that cannot be known.
     """
     try:
         wanted = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
@@ -34,11 +34,11 @@ def has_unacknowledged(host: str) -> bool:
 
 
 def _mapped(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
-    """An address as an IPv6 number; IPv4 as its mapped form."""
+    """Return an address as an IPv6 number; IPv4 as its mapped form."""
     return int(address) if address.version == 6 else (0xFFFF << 32) | int(address)
 
 
 def _parse(text: str) -> int:
-    """The kernel prints an address as 32 bit words of host byte order."""
+    """Parse an address, which the kernel prints as 32 bit words of host byte order."""
     words = [struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8)]
     return _mapped(ipaddress.ip_address(b"".join(words)))

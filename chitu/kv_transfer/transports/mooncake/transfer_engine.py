@@ -289,8 +289,7 @@ class MooncakeTransport:
         return status
 
     def _has_ended_well(self, write: LateWrite, status: int) -> bool:
-        """Return whether all entries were acknowledged. `status`: of the last one; over TCP the others have ended
-        then."""
+        """Return whether all entries were acknowledged. `status`: of the last; over TCP the others have ended then."""
         if status != DONE and self._protocol != "tcp":
             return False
         is_batch_done = write.batch == 0 or self._engine.get_batch_transfer_status([write.batch]) == 0
@@ -307,8 +306,7 @@ class MooncakeTransport:
         return int(self._engine.batch_transfer_async_read(peer.session_id, [target], [source], [nbytes]))
 
     def _is_settled(self, peer: MooncakePeer) -> bool:
-        """Return whether every write to this peer has settled. Begins a drain if one is due. The caller holds its
-        lock."""
+        """Return whether every write to this peer has settled; begin a drain if it is due. Its lock is held."""
         if self._protocol != "tcp":
             return _is_refused(peer)
         while peer.late:

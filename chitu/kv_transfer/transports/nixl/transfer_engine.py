@@ -373,8 +373,7 @@ def _make_agent(module: Any, name: str) -> Any:
 
 
 def _scratch_on(device: str) -> tuple[Any, int]:
-    """Return `FENCE_BYTES` of memory on the pool's device, and their address: the fence then takes the path of page
-    writes."""
+    """Return `FENCE_BYTES` on the pool's device, and their address: the fence then takes the path of page writes."""
     if device == "cpu":
         host = np.zeros(FENCE_BYTES, np.uint8)
         return host, int(host.ctypes.data)

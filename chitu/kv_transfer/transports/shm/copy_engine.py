@@ -1,4 +1,4 @@
-"""Copies between addresses of this process with the GIL released and few calls. Used by the shm transport only.
+"""Copies between addresses of this process with the GIL released and few calls. Used by `shm` and by `staged`.
 
 A call that releases the GIL may wait a whole switch interval (5 ms) to get it back while another thread runs Python:
 200 single `memmove` of 16 KiB took 1.0 s beside a busy thread, and 6 ms as one vectored call. So runs below
@@ -22,9 +22,9 @@ Int64s = NDArray[np.int64]
 
 LARGE_RUN_BYTES = 1 << 20
 FEW_RUNS = 2
-"""So few runs are copied one by one whatever their size."""
+"""Up to this many runs are copied one by one, whatever their size."""
 IOV_MAX = 1024
-"""Entries the kernel takes a call; 1024 runs below 1 MiB also stay below its 2 GiB a call."""
+"""Most entries that the kernel takes per call; 1024 runs below 1 MiB also stay below its limit of 2 GiB per call."""
 
 
 class CopyFault(OSError):
@@ -36,7 +36,7 @@ class CopyTimeout(Exception):
 
 
 def _vectored_call() -> Callable[..., int] | None:
-    """`process_vm_writev`, or None where the C library or a seccomp filter does not let us."""
+    """Return `process_vm_writev`, or None if the C library or a seccomp filter does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     try:
         call = libc.process_vm_writev
@@ -59,7 +59,7 @@ class CopyEngine:
         self._vectored = _vectored_call()
 
     def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, deadline_s: float) -> None:
-        """`length_N[i]` bytes from `src_N[i]` to `dst_N[i]`, all mapped. `deadline_s`: of `time.monotonic`.
+        """Copy `length_N[i]` bytes from `src_N[i]` to `dst_N[i]`, all mapped. `deadline_s`: of `time.monotonic`.
 
         Raises CopyFault or CopyTimeout; a part of the list may have been copied then.
         """

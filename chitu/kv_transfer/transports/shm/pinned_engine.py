@@ -1,9 +1,10 @@
-"""Transport `shm` for pools in GPU memory: where GPUs of one host cannot map each other's memory, through the host's.
+"""Transport `shm` for pools in GPU memory: through host memory, for GPUs of one host that cannot map each other's
+memory.
 
-D has its segments in an anonymous shared file (`staged/host_area.py`) and scatters from there. P maps that file, pins
-its mapping too, and its GPU gathers straight into D's segment: one launch and one way over PCIe, no segment of its own
-and no copy of the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A write is over
-when `write` returns, so `settle` is always True. A mapping is pinned as long as it is there.
+D has its segments in an anonymous shared file (`staged/host_area.py`) and scatters from there. P maps that file and
+pins its mapping too, and its GPU gathers straight into D's segment: one launch and one transfer over PCIe, no segment
+of its own and no copy by the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A
+write is over when `write` returns, so `settle` is always True. A mapping stays pinned as long as it exists.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class PinnedPeer:
 
     mapped: ShmPeer
     device_base: int
-    """Where its arena is for our device."""
+    """Address of its arena on our device."""
     reaches_pages: bool = False
-    """See `transports/transport.py`; so the next."""
+    """See `transports/transport.py`, also for `reaches_host_segments`."""
     reaches_host_segments: bool = True
 
     @property
@@ -48,7 +49,7 @@ class PinnedPeer:
 
 
 class PinnedShmTransport:
-    """See `kv_transfer.transport.Transport` and `OrderedTransport`."""
+    """Implements `Transport` and `OrderedTransport` of `kv_transfer.transports.transport`."""
 
     name = NAME
     gathers = True
@@ -58,12 +59,12 @@ class PinnedShmTransport:
         self._copier = copier
         self._host_id = host_id()
         self._sources: list[tuple[int, int]] = []
-        """Registered device memory."""
+        """Base and bytes of registered device memory."""
         self._files: list[SharedFile] = []
         self._peers = MappedPeers(NAME, self._unmap)
 
     def register(self, base: int, nbytes: int) -> None:
-        """Device memory as a source; a shared file as what peers may write."""
+        """Register device memory as a source, or a shared file as memory that peers may write."""
         if any((known.base, known.nbytes) == (base, nbytes) for known in self._files):
             return
         if (base, nbytes) in self._sources:
@@ -111,7 +112,7 @@ class PinnedShmTransport:
         self.write_after(peer, copies, (), timeout_s)
 
     def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
-        """`timeout_s` bounds nothing: a launch ends by itself, and what was launched cannot be called back."""
+        """Implement `OrderedTransport`. `timeout_s` bounds nothing: a launch ends by itself and cannot be cancelled."""
         assert isinstance(peer, PinnedPeer)
         mapped = peer.mapped
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
@@ -123,7 +124,7 @@ class PinnedShmTransport:
             raise WriteError(f"shm: gathering for {peer.session_id}: {error}", settled=True) from error
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Always True: a copy is over when `write` returns."""
+        """Return True always: a copy is over when `write` returns."""
         return True
 
     def disconnect(self, peer: PeerHandle) -> None:

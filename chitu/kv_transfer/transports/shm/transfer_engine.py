@@ -189,8 +189,7 @@ def _map_file(
 
 
 def find_range(base: int, nbytes: int) -> SharedFile:
-    """Return `[base, base + nbytes)` as a registered allocation, with our own fd of its file if that is a shared
-    file."""
+    """Return the allocation `[base, base + nbytes)`, with our own fd of its file if it lies in a shared file."""
     if nbytes <= 0:
         raise TransferFailed(f"shm: cannot register {nbytes} bytes")
     found = mapping_of(base, nbytes)
@@ -202,8 +201,7 @@ def find_range(base: int, nbytes: int) -> SharedFile:
 
 
 def _own_fd(device: str, inode: int) -> int:
-    """Return a duplicate of the fd of this file, so that a session stays valid if the allocator closes its own, or
-    -1."""
+    """Return a duplicate of this file's fd, so that a session stays valid if the allocator closes its own, or -1."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             status = os.fstat(int(name))

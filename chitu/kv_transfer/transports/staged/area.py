@@ -1,10 +1,10 @@
 """Staging memory of an instance: one range of registered memory, cut into segments of equal size.
 
-D grants its segments to the P of the cluster, in equal shares by engine rank; P gathers into its own ones. Built by the
-service's main thread, then read only: any thread. Source: docs/adr/0015.
+D grants its segments to the P of the cluster, in equal shares by engine rank; P gathers into segments of its own. Built
+by the service's main thread, then read-only: any thread. Source: docs/adr/0015.
 
 Invariant: a segment lies inside the area, and the area inside the allocation that the transports have registered: the
-pool's arena, behind its pages, or a host arena of its own (`host_area.py`). Nothing else has bytes there.
+pool's arena, behind its pages, or a host arena of its own (`host_area.py`). Nothing else uses that memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chitu.protocol import TransportSession
 SEGMENTS = "segments"
 """Attribute of D's session: base, bytes and number of its segments."""
 OWNERS = "segment_owners"
-"""And the engine ranks of the P that share them."""
+"""Attribute of D's session: engine ranks of the P that share its segments."""
 ADDRESS_LIMIT = 1 << 63
 
 
@@ -30,7 +30,7 @@ class StagingArea:
     segment_bytes: int
     num_segments: int
     arena_base: int
-    """Of the allocation that the transports register."""
+    """Base of the allocation that the transports register."""
     arena_bytes: int
 
     def __post_init__(self) -> None:
@@ -46,29 +46,29 @@ class StagingArea:
         return self.num_segments * self.segment_bytes
 
     def address(self, segment: int) -> int:
-        """Of the segment's first byte. IndexError for one that does not exist."""
+        """Return the address of the segment's first byte. Raises IndexError for a segment that does not exist."""
         if not 0 <= segment < self.num_segments:
             raise IndexError(f"segment {segment} of {self.num_segments}")
         return self.base + segment * self.segment_bytes
 
     def is_in(self, memory: PagedMemory) -> bool:
-        """Whether it lies in the pool's own arena, which every transport registers anyway."""
+        """Return whether it lies in the pool's own arena, which every transport registers anyway."""
         return self.arena_base == memory.arena_base
 
     def attributes(self, memory: PagedMemory, owners: Sequence[int]) -> dict[str, str]:
-        """What a session says of D's area."""
+        """Return the session attributes that describe D's area."""
         found = {SEGMENTS: f"{self.base}:{self.segment_bytes}:{self.num_segments}", OWNERS: ",".join(map(str, owners))}
         return found if self.is_in(memory) else {**found, APART: f"{self.arena_base}:{self.arena_bytes}"}
 
 
 def area_of(memory: PagedMemory, base: int, segment_bytes: int, num_segments: int) -> StagingArea:
-    """The area at the tail of a pool's arena."""
+    """Return the area at the tail of a pool's arena."""
     return StagingArea(base, segment_bytes, num_segments, memory.arena_base, memory.arena_bytes)
 
 
 def share_of(num_segments: int, owners: Sequence[int], rank: int) -> range:
-    """The segments that the P of this engine rank may write: fixed, so nobody waits for a grant, and a P that is silent
-    costs the others nothing. A P that comes back gets the segments of its predecessor, which by then is dead."""
+    """Return the segments that the P of this engine rank may write. They are fixed, so no P waits for a grant, and a
+    silent P costs other P nothing. A P that comes back gets the segments of its predecessor, which is dead by then."""
     ranks = sorted(set(owners))
     share = num_segments // max(1, len(ranks))
     first = ranks.index(rank) * share if rank in ranks else 0
@@ -76,8 +76,8 @@ def share_of(num_segments: int, owners: Sequence[int], rank: int) -> range:
 
 
 def granted(session: TransportSession, rank: int) -> tuple[int, int, range] | None:
-    """Base and bytes of the segments of a D, and those that the P of this rank may write. None where there are none.
-    Raises TransferFailed for numbers that make no sense."""
+    """Return the base and size of a D's segments, and those that the P of this rank may write, or None if there are
+    none. Raises TransferFailed for invalid numbers."""
     text = session.attributes.get(SEGMENTS, "")
     if not text:
         return None

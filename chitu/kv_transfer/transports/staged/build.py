@@ -1,7 +1,7 @@
-"""Staging of one instance, made once its pool is: which copier, which segments, and who may write them.
+"""Staging of one instance, built once its pool exists: which copier, which segments, and which P may write them.
 
-Called by the service's main thread (`serve/scheduler.py`), before the transports know of the pool. On a GPU the driver
-and Triton are imported here.
+Called by the service's main thread (`serve/scheduler.py`), before the pool is registered with the transports. On a GPU
+the driver and Triton are imported here.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def wrap_transports(
     instance: InstanceConfig,
     pool: TransferPool,
 ) -> list[Transport]:
-    """The same, or each with its writes staged. Raises ConfigError where a segment is too small, or the memory cannot
-    be had."""
+    """Return the transports, each with its writes staged if that is configured. Raises ConfigError if a segment is too
+    small, or the memory cannot be allocated."""
     pd, device = router.pd_disaggregation, instance.devices[0]
     plan = plan_staging(router, role, instance)
     is_asked = any(plan_staging(router, Role.DECODE, decode) for decode in router.decode_schedulers)
@@ -60,7 +60,7 @@ def wrap_transports(
         index = int(device.partition(":")[2] or 0)
         if plan is not None and plan.place == "host":
             arena = HostArena(plan.nbytes, CudaDriver(index))
-        from chitu.ops.kernels.blocks import BlockCopier  # Triton: only where there is a GPU
+        from chitu.ops.kernels.blocks import BlockCopier  # Triton: only with a GPU
 
         blocks = BlockCopier(f"cuda:{index}")
         blocks.warm_up()
@@ -91,7 +91,7 @@ def wrap_transports(
 
 
 def _check(plan: StagingPlan, pool: TransferPool) -> None:
-    """A page of one layer and a logits row fit into a segment."""
+    """Raise ConfigError unless a page of one layer and a logits row fit into a segment."""
     least = max(pool.layout.regions_per_layer * pool.page_bytes, pool.aux_row_bytes)
     if plan.segment_bytes < least:
         raise ConfigError(

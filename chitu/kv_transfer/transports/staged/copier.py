@@ -1,8 +1,8 @@
 """Gather and scatter: many pieces of memory of this process copied at once, with the GIL released.
 
 Called by P's transfer threads (pages into a segment) and by D's scattering thread (a segment into pages), several at a
-time. `HostCopier` for pools in host memory, `DeviceCopier` for pools of a GPU, where one launch copies all pieces and
-waits on the device for what it reads. Both return when the bytes are there, so a segment may be given away then.
+time. `HostCopier` is for pools in host memory. `DeviceCopier` is for pools of a GPU: one launch copies all pieces and
+waits on the device for what it reads. Both return when the bytes are in place, so a segment may be given away then.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from chitu.types import Ready
 
 class PieceCopier(Protocol):
     def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
-        """Once all of `after` have passed; blocks until the bytes are there. Addresses are of this process, host or
-        device, and were range checked by the caller. Raises TransferFailed; a part may have been copied then."""
+        """Copy once all of `after` have passed; block until the bytes are in place. Addresses are of this process, host
+        or device, and were range-checked by the caller. Raises TransferFailed; a part may have been copied then."""
         ...
 
 
 class Window(Protocol):
-    """Host memory that the device may reach (`host_area.HostArena`)."""
+    """Host memory that the device can reach (`host_area.HostArena`)."""
 
     @property
     def base(self) -> int: ...
@@ -35,7 +35,7 @@ class Window(Protocol):
     def nbytes(self) -> int: ...
 
     def device_base(self) -> int:
-        """Where `base` is for the device. Pins the memory at the first call."""
+        """Return the device address of `base`. Pins the memory at the first call."""
         ...
 
 
@@ -57,7 +57,7 @@ class HostCopier:
 
 class DeviceCopier:
     """Implements `PieceCopier` for a GPU. `windows`: host memory that segments lie in, if any; addresses inside are
-    turned into those that the device knows them by."""
+    translated to device addresses."""
 
     def __init__(self, blocks: LaunchedCopies, windows: Sequence[Window] = ()) -> None:
         self._blocks = blocks

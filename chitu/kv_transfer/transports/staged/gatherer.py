@@ -1,10 +1,10 @@
-"""P's end: which segments are free, and which groups D has not answered.
+"""P's end of staging: which segments are free, and which groups D has not answered.
 
-Shared by the staged transports of a process, used by transfer threads (which wait here) and by the comm thread
-(`on_message`); one condition guards all of it, and nothing is sent or copied under it. A granted segment is in one of
-four hands: free, of a group (its writer waits, or has given up waiting), doubtful (a write to it failed and may still
-land), or taken by a write that runs. Invariants: no two groups are in one segment; a segment that D may still read, or
-that a late write may hit, is not written; numbers of groups grow over all D and are never used twice.
+Shared by the staged transports of a process. Transfer threads use it (and wait here), and so does the comm thread
+(`on_message`). One condition guards all of it, and nothing is sent or copied under it. A granted segment is in one of
+four states: free, held by a group (its writer waits, or has given up waiting), doubtful (a write to it failed and may
+still land), or taken by a write that runs. Invariants: no two groups are in one segment; a segment that D may still
+read, or that a late write may hit, is not written; numbers of groups grow over all D and are never used twice.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from chitu.kv_transfer.transports.staged.messages import Group, Scattered, encod
 from chitu.kv_transfer.transports.transport import PeerHandle
 
 RETRY_INTERVAL_S = 0.2
-"""A group is said again so often until D answers."""
+"""Interval at which a group is sent again until D answers."""
 
 
 @dataclass(slots=True, eq=False)
 class TargetSegments:
-    """Those of one D that we were granted."""
+    """Segments of one D that we were granted."""
 
     base: int
     segment_bytes: int
     group_bytes: int
-    """What a group may have at most: no more than a segment of our own, where we gather into one."""
+    """Most bytes of a group: no more than a segment of our own, if we gather into one."""
     free: deque[int]
-    """The one that was used longest ago first: what still comes late of its last group is as old as can be."""
+    """Free segments, least recently used first: late messages of a segment's last group are then as old as can be."""
     doubtful: list[int] = field(default_factory=list)
     given_up: list[SentGroup] = field(default_factory=list)
-    """Groups that nobody waits for any more: settled when D has answered them."""
+    """Groups that no writer waits for any more: settled when D has answered them."""
 
     def address(self, segment: int) -> int:
         return self.base + segment * self.segment_bytes
@@ -44,12 +44,12 @@ class TargetSegments:
 
 @dataclass(slots=True, eq=False)
 class StagedPeer:
-    """A D. `segments` is None where every write is direct."""
+    """A D. `segments` is None if every write is direct."""
 
     inner: PeerHandle
     segments: TargetSegments | None
     must_stage: bool
-    """Its pages cannot or may not be written directly."""
+    """True if its pages cannot or may not be written directly."""
     incarnation: int = 0
     send: Callable[[int, bytes], None] = lambda incarnation, payload: None
 
@@ -69,7 +69,7 @@ class SentGroup:
 
 
 class Gatherer:
-    """`area`: our own segments; None where the transports put pieces into D's by themselves."""
+    """Segments and groups of P. `area`: our own segments; None if transports put pieces straight into D's segments."""
 
     def __init__(self, area: StagingArea | None) -> None:
         self.area = area
@@ -77,12 +77,12 @@ class Gatherer:
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._sent: dict[int, SentGroup] = {}
-        """By number: what D has not answered."""
+        """Groups that D has not answered, by number."""
 
-    # ----------------------------------------------------------------------------------------------------- taking turns
+    # --------------------------------------------------------------------------------------------------------- segments
 
     def take(self, segments: TargetSegments, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
-        """A segment of D, once one is free. `sent`: said again meanwhile."""
+        """Return a segment of D once one is free, else None. Meanwhile sends unanswered groups of `sent` again."""
         return self._take(segments.free, sent, timeout_s)
 
     def take_own(self, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
@@ -96,7 +96,7 @@ class Gatherer:
         return None
 
     def give_own(self, segment: int) -> None:
-        """Written: a write that is still to land goes where nobody reads."""
+        """Give back our own segment after its write. If that may still land, it lands where D does not read."""
         with self._changed:
             self._own_free.append(segment)
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class Gatherer:
     # ------------------------------------------------------------------------------------------------------- the groups
 
     def tell(self, peer: StagedPeer, segment: int, targets: bytes, lengths: bytes) -> SentGroup:
-        """The segment is written: it is D's until the answer."""
+        """Send a group for a segment that is written. The segment is D's until D answers."""
         with self._changed:
             sent = SentGroup(peer, Group(next(self._numbers), segment, targets, lengths))
             self._sent[sent.group.number] = sent
@@ -112,13 +112,13 @@ class Gatherer:
         return sent
 
     def dropped(self, segments: TargetSegments, segment: int, is_settled: bool) -> None:
-        """The write to it failed, and D is not told of a group. Not settled: it may still land."""
+        """Give back a segment whose write failed; D gets no group. Unless it is settled, the write may still land."""
         with self._changed:
             (segments.free if is_settled else segments.doubtful).append(segment)
             self._changed.notify_all()
 
     def settled(self, segments: TargetSegments, doubtful: Sequence[int]) -> None:
-        """Nothing can land in these any more."""
+        """Free doubtful segments in which nothing can land any more."""
         with self._changed:
             for segment in doubtful:
                 segments.doubtful.remove(segment)
@@ -126,14 +126,14 @@ class Gatherer:
             self._changed.notify_all()
 
     def give_up(self, segments: TargetSegments, sent: Sequence[SentGroup]) -> bool:
-        """The writer waits no longer. True where one of these was not answered: D may still copy it."""
+        """Stop waiting for these groups. Return True if one of them was not answered: D may still copy it."""
         with self._changed:
             unanswered = [group for group in sent if group.answer is None]
             segments.given_up += unanswered
             return bool(unanswered)
 
     def on_message(self, incarnation: int, answer: Scattered) -> None:
-        """D is done with a segment. Late and doubled answers change nothing."""
+        """Take D's answer that it is done with a segment. Late and duplicate answers change nothing."""
         with self._changed:
             sent = self._sent.get(answer.number)
             if sent is None or sent.peer.incarnation != incarnation or sent.group.segment != answer.segment:
@@ -152,7 +152,7 @@ class Gatherer:
             self._sent = {number: sent for number, sent in self._sent.items() if sent.peer is not peer}
 
     def wait(self, is_over: Callable[[], bool], sent: Sequence[SentGroup], timeout_s: float) -> bool:
-        """Until `is_over`, or for so long; meanwhile what D has not answered of `sent` is said again."""
+        """Wait until `is_over`, at most `timeout_s`; return whether it is. Sends unanswered groups of `sent` again."""
         for _ in range(max(1, math.ceil(timeout_s / RETRY_INTERVAL_S))):
             with self._changed:
                 if self._changed.wait_for(is_over, min(timeout_s, RETRY_INTERVAL_S)):

@@ -1,9 +1,10 @@
 """Segments in host memory beside a pool in GPU memory: an anonymous shared file (memfd), which a process of the same
 host can map (`shm`), and from which libraries send over TCP anyway.
 
-Built by the service's main thread. The memory is the system's until it is touched, and pinned at the first copy of the
-device to or from it (0.7 ms a MiB, measured for 448 MiB), so an instance whose writes go another way pays nothing.
-`device_base` may be called by several threads. Invariant: pinned once, and unpinned before the mapping goes.
+Built by the service's main thread. The system allocates the memory when it is touched, and it is pinned at the first
+copy of the device to or from it (0.7 ms per MiB, measured for 448 MiB), so an instance whose writes go another way pays
+nothing. `device_base` may be called by several threads. Invariant: pinned once, and unpinned before the mapping is
+removed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PAGE_BYTES = 4096
 
 
 class HostArena:
-    """Implements `copier.Window`. ConfigError where the memory cannot be had."""
+    """Implements `copier.Window`. Raises ConfigError if the memory cannot be allocated."""
 
     def __init__(self, nbytes: int, driver: PinDriver) -> None:
         self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -41,14 +42,14 @@ class HostArena:
         return self._device_base is not None
 
     def device_base(self) -> int:
-        """Where `base` is for the device; pins the memory at the first call. Raises TransferFailed."""
+        """Return the device address of `base`; pins the memory at the first call. Raises TransferFailed."""
         with self._lock:
             if self._device_base is None:
                 self._device_base = self._driver.pin(self.base, self.nbytes)
             return self._device_base
 
     def close(self) -> None:
-        """No copy is under way. Idempotent; processes that have it mapped keep what they mapped."""
+        """Unpin and release the memory; no copy may be in flight. Idempotent. Processes that mapped it keep it."""
         with self._lock:
             if self._device_base is not None:
                 self._driver.unpin(self.base)

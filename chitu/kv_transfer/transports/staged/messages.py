@@ -1,4 +1,4 @@
-"""What the two ends of a staged transport tell each other; the sockets between P and D carry it unread."""
+"""Messages between the two ends of a staged transport; the sockets between P and D carry them unread."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from chitu.errors import BadFrame
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="group"):
-    """P -> D: pieces lie in a segment, one behind the other. Repeated until `Scattered`."""
+    """P -> D: pieces lie in a segment, one after the other. Repeated until `Scattered`."""
 
     number: int
-    """Counts the groups of this P (incarnation), from 1."""
+    """Number of the group, counted from 1 within this incarnation of P."""
     segment: int
     targets: bytes
-    """Where each piece belongs in D's pool: int64 LE."""
+    """Destination address of each piece in D's pool, int64 LE."""
     lengths: bytes
-    """Bytes of each, int64 LE."""
+    """Bytes of each piece, int64 LE."""
 
 
 class Scattered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="scattered"):
-    """D -> P: answers each `Group`. D is done with the segment, and nothing of the group is written any more."""
+    """D -> P: answer to each `Group`. D is done with the segment, and nothing of the group is written any more."""
 
     number: int
     segment: int
     error: str = ""
-    """Not empty: the pieces are not in their places."""
+    """Error text; if not empty, the pieces are not in their places."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -39,7 +39,7 @@ def encode(message: Group | Scattered) -> bytes:
 
 
 def decode(payload: bytes) -> Group | Scattered:
-    """Raises BadFrame."""
+    """Decode a message. Raises BadFrame."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,11 +1,12 @@
-"""D's end: copies what lies in its segments to where it belongs, on a thread of its own, and answers P.
+"""D's end of staging: copies what lies in its segments into the pool, on a thread of its own, and answers P.
 
 `on_message` and `fence` come from the comm thread, which only queues. Invariants: no group is scattered twice; a
-segment is answered for only when nobody reads it; of a P that was fenced nothing is copied any more. A segment belongs
-to one incarnation of P, whose numbers grow, so the last number of each segment is all that has to be remembered.
+segment is answered only when nothing reads it any more; nothing of a fenced P is copied any more. A segment belongs to
+one incarnation of P, whose numbers grow, so only the last number of each segment has to be remembered.
 
-Nobody here asks whether the room of a group still waits: its pages are nobody else's until P said that it has stopped,
-which P does not say before each of its groups was answered, or until P is dead and fenced. Source: docs/adr/0015.
+Nothing here checks whether the room of a group still waits: no other request owns its pages until P has reported that
+it stopped, which P does not do before each of its groups was answered, or until P is dead and fenced. Source:
+docs/adr/0015.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from chitu.kv_transfer.transports.transport import CopyList, Int64s
 from chitu.net.job_thread import JobThread, Spawn
 
 KEPT_FENCED = 1024
-"""Incarnations of P that are dead: far more than one of which a late message can still come."""
+"""Number of dead incarnations of P that are remembered: far more than those that late messages can come from."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,7 +41,7 @@ class ScatterJob:
 
 @dataclass(slots=True)
 class _Segment:
-    """What came last in it."""
+    """The group that came last in a segment, and its answer."""
 
     incarnation: int = 0
     number: int = 0
@@ -48,7 +49,7 @@ class _Segment:
 
 
 class Scatterer:
-    """`owners`: engine ranks of the P that share the segments."""
+    """Copies groups from segments into the pool. `owners`: engine ranks of the P that share the segments."""
 
     def __init__(self, memory: PagedMemory, area: StagingArea, copier: PieceCopier, owners: Sequence[int]) -> None:
         pool_end = area.base if area.is_in(memory) else memory.arena_base + memory.arena_bytes
@@ -59,13 +60,13 @@ class Scatterer:
         self._lock = threading.Lock()
         self._segments = [_Segment() for _ in range(area.num_segments)]
         self._unfinished: Counter[int] = Counter()
-        """Groups that wait or are being copied, by incarnation of P."""
+        """Number of groups that wait or are being copied, by incarnation of P."""
         self._fenced: OrderedDict[int, None] = OrderedDict()
         self._is_started = False
         self.jobs: JobThread[ScatterJob] = JobThread("scatter", self._scatter)
 
     def on_message(self, rank: int, incarnation: int, group: Group, send: Callable[[int, bytes], None]) -> None:
-        """A group lies in a segment. What is known is answered again, or will be. Raises BadFrame."""
+        """Queue a group that lies in a segment. One that came before is answered again, or will be. Raises BadFrame."""
         if group.segment not in share_of(self._area.num_segments, self.owners, rank):
             raise BadFrame(f"P{rank} staged a group in segment {group.segment}, which it was not granted")
         copies = self._copies(rank, group)
@@ -76,7 +77,7 @@ class Scatterer:
             if incarnation != segment.incarnation:
                 segment.incarnation, segment.number = incarnation, 0
             answer = segment.answer if group.number == segment.number else None
-            is_new = group.number > segment.number  # a smaller one is late: P has used the segment again, so it knows
+            is_new = group.number > segment.number  # a smaller one is late: P reused the segment, so it has the answer
             if is_new:
                 segment.number, segment.answer = group.number, None
                 self._unfinished[incarnation] += 1
@@ -86,7 +87,7 @@ class Scatterer:
             send(incarnation, encode(answer))
 
     def fence(self, incarnation: int) -> bool:
-        """Take nothing more of this P. True once nothing of it is being copied."""
+        """Accept nothing more from this P. Return True once nothing of it is being copied."""
         with self._lock:
             self._fenced[incarnation] = None
             if len(self._fenced) > KEPT_FENCED:
@@ -94,7 +95,7 @@ class Scatterer:
             return not self._unfinished[incarnation]
 
     def start(self, spawn: Spawn) -> None:
-        """Idempotent, as the next."""
+        """Start the scattering thread. Idempotent, like `close`."""
         if not self._is_started:
             self._is_started = True
             self.jobs.start(spawn)
@@ -116,7 +117,7 @@ class Scatterer:
         answer = Scattered(job.group.number, job.group.segment, error)
         with self._lock:
             self._unfinished[job.incarnation] -= 1
-            self._unfinished += Counter()  # without those that have none
+            self._unfinished += Counter()  # drops counts of zero
             segment = self._segments[job.group.segment]
             if (segment.incarnation, segment.number) == (job.incarnation, job.group.number):
                 segment.answer = answer
@@ -124,12 +125,12 @@ class Scatterer:
             job.send(job.incarnation, encode(answer))
 
     def _copies(self, rank: int, group: Group) -> CopyList:
-        """The group's pieces, each from its place in the segment to one inside the pool. Raises BadFrame."""
+        """Return the group's pieces, each from its place in the segment to one inside the pool. Raises BadFrame."""
         if len(group.targets) != len(group.lengths) or len(group.targets) % 8 or not group.targets:
             raise BadFrame(f"P{rank} staged {len(group.targets)} bytes of targets and {len(group.lengths)} of lengths")
         target_N: Int64s = np.frombuffer(group.targets, "<i8").astype(np.int64)
         length_N: Int64s = np.frombuffer(group.lengths, "<i8").astype(np.int64)
-        # Checked one by one first: a sum of what is checked cannot overflow.
+        # Check each piece first, so that their sum cannot overflow.
         is_sane = int(length_N.min()) > 0 and int(length_N.max()) <= self._area.segment_bytes
         if not is_sane or first_outside(target_N, length_N, *self._pool) >= 0:
             raise BadFrame(f"P{rank} staged pieces for places outside the pool")

@@ -1,7 +1,7 @@
-"""From which size on a write is staged where it need not be: a fixed table, by transport and kind of memory. Pure.
+"""Size from which a write is staged that could also be direct: a fixed table, by transport and kind of memory. Pure.
 
-A staged write pays for two copies and a message there and back, a direct one for each of its pieces. So staging wins
-from some number of pieces on, unless the pieces are so large that copying them costs more than sending them apart.
+A staged write costs two copies and a message there and back, a direct one something for each of its pieces. So staging
+wins from some number of pieces on, unless the pieces are so large that copying them costs more than sending each alone.
 Measure again with `chitu bench transfer --transfer direct,staged` (docs/benchmarks.md).
 """
 
@@ -13,7 +13,7 @@ KIB = 1 << 10
 
 
 class StagedFrom(NamedTuple):
-    """A write of at least so many pieces, which have at most so many bytes in the mean."""
+    """A write of at least `pieces` pieces, which have at most `piece_bytes` bytes on average."""
 
     pieces: int
     piece_bytes: int
@@ -32,8 +32,8 @@ STAGED_FROM = {
     ("nixl", "", "cpu"): NEVER,
     # The same: 128 pieces took 0.9 and 2.3 ms, 2048 took 13 and 32
     ("shm", "", "cpu"): NEVER,
-    # Computed of what one H100 took for 7168 pieces of 64 KiB and for the same as one (docs/adr/0005), with 0.2 ms for
-    # the message: 405 and 361 ms
+    # Computed from what one H100 took for 7168 pieces of 64 KiB and for the same bytes as one piece (docs/adr/0005),
+    # with 0.2 ms for the message: 405 and 361 ms
     ("mooncake", "tcp", "cuda"): StagedFrom(64, 128 * KIB),
     # 107.6 and 0.52 ms
     ("nixl", "", "cuda"): StagedFrom(16, 1024 * KIB),
@@ -41,10 +41,10 @@ STAGED_FROM = {
     ("cuda_ipc", "", "cuda"): NEVER,
 }
 OTHERS = StagedFrom(40, 1024 * KIB)
-"""RDMA and what else was never measured: as if a piece cost what it does Mooncake over NVLink (5.9 us)."""
+"""Threshold of RDMA and whatever else was never measured: assumes Mooncake's cost per piece over NVLink (5.9 us)."""
 
 
 def staged_from(transport: str, device: str, protocol: str = "tcp") -> StagedFrom:
-    """`device`: of the pools, `cpu` or `cuda:N`; `protocol`: Mooncake's."""
+    """Return the threshold of a transport. `device`: of the pools, `cpu` or `cuda:N`; `protocol`: Mooncake's."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     return STAGED_FROM.get((transport, protocol if transport == "mooncake" else "", kind), OTHERS)

@@ -133,8 +133,7 @@ class StagedTransport:
         return self.inner.can_reach(session)
 
     def connect(self, memory: RankMemory, session: TransportSession) -> StagedPeer:
-        """Open a peer. Raises TransferFailed if we can write neither to its pages nor to segments that it granted
-        us."""
+        """Open a peer. Raises TransferFailed if we can write neither its pages nor segments that it granted us."""
         found, own = granted(session, self.end.rank), self.end.gatherer.area
         inner = self.inner.connect(memory, session)
         is_reachable = APART not in session.attributes or bool(getattr(inner, "reaches_host_segments", False))
@@ -145,7 +144,7 @@ class StagedTransport:
             segments = TargetSegments(base, segment_bytes, group_bytes, deque(mine))
         if segments is None and not reaches_pages(inner):
             self.inner.disconnect(inner)
-            raise TransferFailed(f"{self.name}: {session.session_id} takes staged writes alone, and granted us none")
+            raise TransferFailed(f"{self.name}: {session.session_id} takes only staged writes, and granted no segment")
         must_stage = segments is not None and (self.end.way == "staged" or not reaches_pages(inner))
         if segments is not None:
             what = "all writes" if must_stage else f"writes of {self._threshold.pieces} pieces or more"
@@ -253,8 +252,7 @@ class StagedTransport:
         deadline_s: float,
     ) -> SentGroup:
         """Gather and write one group, and send it to the peer. Raises WriteError, or another ChituError before anything
-        was
-        written."""
+        was written."""
         gatherer = self.end.gatherer
         segment = gatherer.take(segments, sent, deadline_s - time.monotonic())
         if segment is None:
