@@ -1,10 +1,10 @@
 """Room -> state, for either role. `apply(room, event)` is the only writer; the tables of `protocol/states.py` decide.
 
 Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
-Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames);
-no state is entered without its deadline, which runs on if the state before had the same one;
-a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones are
-bounded: the oldest is evicted first, long after the last frame of its room could arrive.
+Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames); no
+state is entered without its deadline, which runs on if the state before had the same one; a room that ended leaves a
+tombstone, and only `apply` on a room without one can create an entry. Tombstones are bounded: the oldest is evicted
+first, long after the last frame of its room could arrive.
 """
 
 from __future__ import annotations
