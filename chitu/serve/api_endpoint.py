@@ -1,8 +1,8 @@
-"""The router's half that clients talk to: HTTP, tokenising, pairing, tokens back.
+"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens.
 
-One per process: in the router process itself, and in each of its other API processes (`router.workers`). It knows of
-the cluster only through a `ClusterSource`. Everything runs on the loop thread. Whoever holds it feeds its `router` with
-what the membership hears (`MembershipListener`), calls `tick`, and `drain` and `close` at the end.
+One per process: in the router process itself, and in each of its other API processes (`router.workers`). It sees the
+cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership events to its
+`router` (`MembershipListener`), calls `tick`, and at the end `drain` and `close`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ from chitu.types import instance_name
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 20_000
-"""Container objects between two young collections; a request makes some hundred that all die by counting."""
+"""Container objects between two young collections. A request makes a few hundred, which reference counting frees."""
 SWITCH_S = 0.0005
-"""After which another thread (trace records, spans) lets the loop have the GIL."""
+"""Switch interval after which another thread (trace records, spans) yields the GIL to the loop."""
 
 
 class ApiEndpoint:
-    """Binds the token port at construction (ConfigError where it cannot). `app` is served by its holder."""
+    """The API of one process. Binds the token port at construction (ConfigError if that fails). Its holder serves
+    `app`."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ApiEndpoint:
         worker: tuple[int, int] | None = None,
         secrets: ClusterSecrets | None = None,
     ) -> None:
-        """`worker`: index and incarnation of an API process beside the one that keeps the membership."""
+        """`worker`: index and incarnation of this process; None if it keeps the membership."""
         config = topology.dp_config.router
         self._clock = clock
         self._outbox: Outbox[InstanceKey] = Outbox(context)
@@ -136,16 +137,16 @@ class ApiEndpoint:
         self._next_tick_s = clock.monotonic()
 
     def start(self) -> None:
-        """From now on tokens are read."""
+        """Start reading tokens."""
         loop = asyncio.get_running_loop()
         self._token_reader = BulkReader(loop, self._token_socket, self.router.on_token_frames)
 
     def on_trace(self, message: TraceLines) -> None:
-        """Records of an instance."""
+        """Write an instance's records to the trace files."""
         self._traces.write(instance_name(message.role, message.engine_rank), message.lines, message.num_dropped)
 
     def tick(self) -> None:
-        """Request time-outs. Every `TICK_S`; how late it came is what a token may have to wait here."""
+        """Time out requests. Call every `TICK_S`; how late the call comes is how long a token may wait here."""
         now_s = self._clock.monotonic()
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
@@ -154,8 +155,8 @@ class ApiEndpoint:
             self._kept.tick()
 
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
-        """Write down what can outlive this process; let the rest finish within `drain_s` or until that is hurried, then
-        fail it. `refuses`: what is new, on connections that are open."""
+        """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
+        hurried, then fail them. `refuses`: reject new requests on open connections."""
         self._routes.draining = refuses
         self._snapshots.is_closed = True
         if self._kept is not None:
@@ -171,7 +172,7 @@ class ApiEndpoint:
             self.router.fail_all(NoInstance("the server is shutting down"))
 
     def _on_wrong(self, result: CheckResult) -> None:
-        """A cross-check found a P that is wrong: it drains. Where only its answer was, no instance keeps its pages."""
+        """Drain a P that a cross-check found wrong. If only one answer of it was wrong, flush all caches instead."""
         task = asyncio.ensure_future(self._heal(result))
         self._healing.add(task)
         task.add_done_callback(self._healing.discard)
@@ -184,7 +185,7 @@ class ApiEndpoint:
             elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
                 await self._cluster.drain(instance_name(guilty.role, guilty.engine_rank), False)
         except ChituError as error:
-            log.error("cross-check: nothing was done about it: %s", error)
+            log.error("cross-check: could not drain the instance or flush the caches: %s", error)
 
     def close(self) -> None:
         if self._token_reader is not None:
@@ -197,9 +198,9 @@ class ApiEndpoint:
 
 
 def share_of(config: RouterConfig, index: int) -> RouterConfig:
-    """The configuration of one of `config.workers` API processes: its part of `max_in_flight`, `max_tokens_in_flight`
-    and `max_total_body_bytes`. Rates of clients are counted by each for itself, because a client with one connection
-    has one process only."""
+    """Return the configuration of one of `config.workers` API processes, with its share of `max_in_flight`,
+    `max_tokens_in_flight` and `max_total_body_bytes`. Each process counts the rates of clients by itself, because a
+    client with one connection reaches only one process."""
     workers = config.workers
     limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
     bodies_bytes = max(1, config.max_total_body_bytes // workers)
@@ -218,12 +219,12 @@ def with_share(topology: Topology, index: int) -> Topology:
 
 
 def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:
-    """What another instance needs to know: the topology with actual ports, without secrets."""
+    """Return what a joining instance needs: the topology with actual ports and without secrets."""
     return with_router_ports(with_api_keys(with_cluster_key(topology, ""), ()), ports)
 
 
 def freeze_gc() -> None:
-    """Call once ready: what lives as long as the process is nothing for the collector to walk through every time."""
+    """Exclude long-lived objects from garbage collection, so that it does not walk them each time. Call once ready."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)

@@ -1,9 +1,9 @@
 """The router process: `python -m chitu.serve.api_server --config FILE.yaml [--ready-file PATH] [a.b=c ...]`.
 
-Composition root: one asyncio loop (uvloop) with the cluster's membership and the HTTP API; no policy here, and no
-torch. With `router.workers` above 1 there are as many API processes in all: this one and its replicas, which it starts
-(`replicas.py`). SIGTERM or SIGINT drains: no new connections or requests, what runs may finish within `drain_s`, the
-rest fails, and the process ends with 0; a second signal ends the wait.
+Composition root: one asyncio loop (uvloop) with the cluster membership and the HTTP API. It holds no policy and imports
+no torch. `router.workers` is the number of API processes: this one and its replicas, which it starts (`replicas.py`).
+SIGTERM or SIGINT drains: new connections and requests are refused, running requests may finish within `drain_s`, the
+rest fail, and the process exits with 0. A second signal ends the wait.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """The router, and its first API process. Construct, `start`, `run_until_signal`, all on the loop."""
+    """The router and its first API process. Construct it, then call `start` and `run_until_signal`, all on the loop."""
 
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
         """`flush_log` is called with every tick, which bounds how long log lines wait."""
         self._flush_log = flush_log
-        folder = str(trace_folder(topology.trace))  # of all API processes the same
+        folder = str(trace_folder(topology.trace))  # the same in all API processes
         topology = msgspec.structs.replace(topology, trace=msgspec.structs.replace(topology.trace, dir=folder))
         whole, topology = topology, with_share(topology, 0)
         config = topology.dp_config.router
@@ -85,7 +85,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         self._api.start()
-        # Leases and the view's repetition; request time-outs.
+        # Leases and republishing the view; request timeouts.
         keep_ticking(self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log)
         await self._membership.start()
         await self._http.start()
@@ -129,7 +129,7 @@ async def _serve(topology: Topology, ready_file: str | None, flush_log: Callable
         loop.add_signal_handler(number, router.on_signal)
     await router.start()
     freeze_gc()
-    # What `--ready-file` says.
+    # The content of `--ready-file`.
     facts = {"pid": os.getpid(), "host": topology.dp_config.router.host, **router.port_table()}
     log.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
     flush_log()

@@ -1,12 +1,12 @@
 """The process that works on large bodies and on grammars: `python -m chitu.serve.body_process SOCKET PARENT_PID`.
 
-Started by `BodyProcesses` alone, with an inherited end of a socket pair, at which it says one answer to each task, one
-after the other. It has a tokenizer and nothing of the cluster, opens no port, and imports no torch. It ends with the
-process that started it, whatever ends that; and by SIGPROF in a task that takes more processor time than it may.
+Only `BodyProcesses` starts it. It inherits one end of a socket pair, over which it sends one answer per task, in order.
+It has a tokenizer and no access to the cluster, opens no port, and imports no torch. It ends with the process that
+started it, however that ends, or by SIGPROF in a task that exceeds its limit of CPU time.
 
-A task: its sizes (`HEAD`), itself and `raw`. An answer: its size and itself. Both are pickled: this is the same program
-with the same trust, apart only for the processor's sake. A byte that comes during a task says that nobody wants it any
-more; `HEAD` begins with another one.
+A task on the wire: its sizes (`HEAD`), the task, `raw`. An answer: its size, the answer. Both are pickled: this is the
+same program with the same trust, separate only to keep CPU work off the loop. The byte `UNWANTED` during a task cancels
+it; `HEAD` begins with another byte.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from chitu.launch.process import die_with_parent
 from chitu.net.http import ClientGone
 
 HEAD = struct.Struct("<cIQ")
-"""`TASK`, bytes of the task, bytes of `raw`."""
+"""`TASK`, size of the task, size of `raw` (both in bytes)."""
 ANSWER = struct.Struct("<Q")
 TASK, UNWANTED = b"T", b"U"
 NICENESS = 10
-"""So that on few cores tokens go first."""
+"""Nice value of the process, so that tokens take precedence on few cores."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """The kernel kills this process where what is in it takes more processor time, in whatever thread."""
+    """Let the kernel kill this process if the block takes more than `seconds` of CPU time, over all threads."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -47,7 +47,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    """Exactly so many. EOFError where the other end is no more."""
+    """Return exactly `num_bytes` bytes. EOFError if the other end is closed."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -59,7 +59,7 @@ def receive(connection: socket.socket, num_bytes: int) -> bytearray:
 
 
 def serve(connection: socket.socket, work: BodyWork) -> None:
-    """Until the other end is no more."""
+    """Answer tasks until the other end closes, then raise EOFError."""
 
     def require_client() -> None:
         if select.select([connection], [], [], 0)[0]:
@@ -67,7 +67,7 @@ def serve(connection: socket.socket, work: BodyWork) -> None:
 
     while True:
         kind = receive(connection, 1)
-        if kind == UNWANTED:  # it came behind the end of the task
+        if kind == UNWANTED:  # it arrived after the end of the task
             continue
         _, task_bytes, raw_bytes = HEAD.unpack(kind + receive(connection, HEAD.size - 1))
         task: BodyTask = pickle.loads(receive(connection, task_bytes))
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent(int(argv[1]))
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's are for the router, which ends this one behind its drain
+        signal.signal(number, signal.SIG_IGN)  # the router receives a terminal's, and ends this process after its drain
     connection = socket.socket(fileno=int(argv[0]))
     try:
         model: ModelConfig

@@ -1,9 +1,9 @@
-"""The processes that work on what would cost others' tokens: large bodies and grammars. Loop thread.
+"""The processes for work that would delay the tokens of other requests: large bodies and grammars. Loop thread.
 
-Owned by `ApiEndpoint`. Tasks are of three kinds that do not wait for each other, and of each kind one is worked on at a
-time, so there are three processes at most, and none before the first task. A process that dies under a task costs that
-task its first try; one that dies under the second try as well, or that used up its processor time, costs it an error.
-The next task gets a new process.
+Owned by `ApiEndpoint`. There are three kinds of tasks, which do not wait for each other. One task of each kind runs at
+a time, so there are three processes at most, and none before the first task. If a process dies in a task, the task is
+retried once. It fails if the second process dies too, or if a process uses up its CPU time. The next task gets a new
+process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 HUGE_BODY_BYTES = 256 << 10
 MAX_WAITING = 256
-"""Tasks of one kind. The bytes of their bodies are bounded by `router.max_total_body_bytes`."""
+"""Unfinished tasks of one kind, at most. `router.max_total_body_bytes` bounds the bytes of their bodies."""
 TRIES = 2
 HUNG_S = 10 * BODY_S
-"""A process that gave no answer for so long is stopped, or waits for what never comes: it is killed."""
+"""A process that does not answer for this long is stopped or waits forever, and is killed."""
 
 
 class ProcessEnded(Exception):
-    """Without an answer. `code`: as of `subprocess`."""
+    """The process ended without an answer. `code`: its return code, as in `subprocess`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -45,7 +45,7 @@ class ProcessEnded(Exception):
 
 
 class BodyProcess(asyncio.Protocol):
-    """One of them. Answers one task after the other."""
+    """One process, as seen by the process that started it. It answers one task after another."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
@@ -53,7 +53,7 @@ class BodyProcess(asyncio.Protocol):
         self._received = bytearray()
         self._answer: asyncio.Future[object] | None = None
         self.exit_code: int | None = None
-        """None: it lives."""
+        """Return code; None while the process lives."""
 
     @classmethod
     async def start(cls, setup: bytes) -> BodyProcess:
@@ -63,7 +63,7 @@ class BodyProcess(asyncio.Protocol):
             raise _cannot_start(error) from error
         try:
             argv = (sys.executable, "-m", "chitu.serve.body_process", str(theirs.fileno()), str(os.getpid()))
-            # A mark of its own: by the router's one its launcher would take it for the router's worker.
+            # A mark of its own: with the router's mark, the launcher would take it for the router's worker.
             env = child_environment({MARK: uuid.uuid4().hex})
             popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env)
         except OSError as error:
@@ -79,7 +79,7 @@ class BodyProcess(asyncio.Protocol):
         return process
 
     async def ask(self, task: BodyTask, raw: bytes | bytearray) -> object:
-        """Its answer. ProcessEnded where there will be none. Cancelled, it returns when the process is free again."""
+        """Return the answer to `task`. ProcessEnded if none will come. If cancelled, wait until the process is free."""
         if self.exit_code is not None:
             raise ProcessEnded(self.exit_code)
         assert self._transport is not None and self._answer is None
@@ -96,13 +96,13 @@ class BodyProcess(asyncio.Protocol):
                 self._transport.write(UNWANTED)
                 try:
                     await asyncio.wait((self._answer,))
-                except asyncio.CancelledError:  # in a hurry: the answer would be taken for the next task's
+                except asyncio.CancelledError:  # again: an answer now would pass for the next task's
                     self.kill()
             raise
         finally:
             hung.cancel()
             if self._answer.done() and not self._answer.cancelled():
-                self._answer.exception()  # has been seen
+                self._answer.exception()  # mark the exception as retrieved
             self._answer = None
 
     def kill(self) -> None:
@@ -134,7 +134,7 @@ def _cannot_start(error: OSError) -> Internal:
 
 
 class BodyProcesses:
-    """`Away` of this API process."""
+    """The `Away` of this API process."""
 
     def __init__(self, model: ModelConfig, takes_unknown: bool) -> None:
         self._setup = pickle.dumps((model, takes_unknown))
@@ -145,11 +145,11 @@ class BodyProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that live."""
+        """Pids of the live processes."""
         return [process._popen.pid for process in (*self._idle, *self._busy) if process.exit_code is None]
 
     async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
-        """What `BodyWork` gives, or raises, for the task. Capacity where too many wait already."""
+        """Return or raise what `BodyWork` does for the task. Capacity if too many tasks wait already."""
         is_grammar = isinstance(task, JudgeGrammar)
         kind = "grammar" if is_grammar else "huge" if len(raw) > HUGE_BODY_BYTES else "large"
         if self._num_waiting[kind] >= MAX_WAITING:

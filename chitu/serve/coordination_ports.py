@@ -1,7 +1,7 @@
 """The sockets of membership around `PDCoordination`: ROUTER coordination, PUB metadata sync, PULL stats.
 
-Owned by `Membership`, on the router's loop thread. Also watches the processes of members on this machine, whose ends
-it reports to the core. Invariant: every message is decoded and checked before the core sees it; a bad one is counted.
+Owned by `Membership`, on the router's loop thread. Also watches the processes of members on this machine and reports
+their deaths to the core. Invariant: every message is decoded and checked before the core sees it; bad ones are counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _process(info: InstanceInfo) -> ProcessName:
 
 
 class CoordinationPorts:
-    """The three sockets of membership. Binds at construction (port 0: OS-picked); zmq.ZMQError where it cannot."""
+    """The three sockets of membership. Binds at construction (port 0: OS-picked); zmq.ZMQError if that fails."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class CoordinationPorts:
         on_replica: Callable[[ReplicaHeartbeat], None] | None,
         on_trace: Callable[[TraceLines], None],
     ) -> None:
-        """On the running loop. `ports`: coordination, metadata sync, stats. `on_replica`: None where the router is one
-        process."""
+        """Call on the running loop. `ports`: coordination, metadata sync, stats. `on_replica`: None if the router is
+        one process."""
         self._on_request_failed = on_request_failed
         self._on_replica = on_replica
         self._on_trace = on_trace
@@ -71,24 +71,24 @@ class CoordinationPorts:
         )
 
     def start(self) -> None:
-        """From now on messages reach `core`."""
+        """Start passing messages to `core`."""
         self._readers = [
             FrameReader(self._loop, self._router, self._on_coordination),
             FrameReader(self._loop, self._stats, self._on_stats),
         ]
 
     def publish(self, view: ClusterView) -> None:
-        """Tell everyone, and watch the processes of those who are in it. Nothing after `close`: the router's timer runs
-        on until it has ended."""
+        """Publish the view, and watch the processes of its members. Do nothing after `close`: the router's timer runs
+        until the process ends."""
         if self._pub.closed:
             return
         self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
         self._pub.send_multipart([VIEW_TOPIC, encode(view)], zmq.NOBLOCK)
 
     def request_drain(self, role: Role, engine_rank: int) -> bool:
-        """Send an instance nothing new, and ask it to finish what it runs and leave. False where it is not a member.
+        """Send an instance no new requests, and ask it to finish what it runs and leave. False if it is not a member.
 
-        The message is only faster than the view, which says the same until the instance has left.
+        The message is only faster than the view, which repeats the same until the instance has left.
         """
         found = self._core.drain(role, engine_rank)
         if found is None:
@@ -99,7 +99,7 @@ class CoordinationPorts:
         return True
 
     def metrics(self) -> CoordinationMetrics:
-        """The core's, and which messages could not be read."""
+        """Return the core's metrics, with the counts of messages that could not be decoded."""
         bad_frames = {name: r.bad_messages for name, r in zip(("coordination", "stats"), self._readers, strict=True)}
         return msgspec.structs.replace(self._core.metrics(), bad_frames=bad_frames)
 
@@ -139,5 +139,5 @@ class CoordinationPorts:
             self._on_request_failed(message)
         elif not self._core.on_heartbeat(message):
             return
-        if self._on_replica is not None:  # whose room it is, and what of the requests came, each process knows itself
+        if self._on_replica is not None:  # each process knows its own rooms, and what it received of their requests
             self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""What every process of the router does from its start to its end: a timer, and two requests to end.
+"""The lifetime of every process of the router: a timer, and two requests to end.
 
 Used by `RouterProcess` and `ReplicaProcess`, each on its loop thread.
 """
@@ -15,7 +15,7 @@ TICK_S = 0.05
 
 
 class Ending:
-    """The first call asks to finish what runs, and the next one not to wait for it."""
+    """A request to end. The first `ask` starts the drain, the next one ends the wait for it."""
 
     def __init__(self) -> None:
         self.is_due = asyncio.Event()
@@ -28,8 +28,8 @@ class Ending:
 
 
 def keep_ticking(*ticks: Callable[[], None]) -> None:
-    """Call all of them now and every `TICK_S`, as long as the loop runs. One that fails keeps neither the others nor
-    the next turn from coming, and does not end the process."""
+    """Call all `ticks` now and every `TICK_S`, as long as the loop runs. A tick that fails is logged; it prevents
+    neither the other ticks nor the next round, and does not end the process."""
     loop = asyncio.get_running_loop()
 
     def run() -> None:

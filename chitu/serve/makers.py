@@ -1,6 +1,6 @@
-"""Where the engine and the transports of a scheduler process come from: the real ones, or those of a test or benchmark.
+"""Factories of a scheduler process's engine and transports: the real ones, or those of a test or benchmark.
 
-`serve/scheduler.py` calls them on its main thread; `testing/checksum_scheduler.py` gives others. Imports no torch.
+`serve/scheduler.py` calls them on its main thread; `testing/checksum_scheduler.py` passes its own. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankPool(TransferPool, Protocol):
 
 
 class BuiltRank(Protocol):
-    """What `engine.build.build_rank` returns, as much as an instance needs of it."""
+    """The part of the result of `engine.build.build_rank` that an instance needs."""
 
     @property
     def group(self) -> RankGroup | None: ...
@@ -51,7 +51,7 @@ class BuiltRank(Protocol):
 
 
 def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> BuiltRank:
-    """torch is imported here, after the configuration passed."""
+    """Build the rank. Imports torch only now, after the configuration has been checked."""
     from chitu.engine.build import build_rank
 
     return build_rank(topology, instance, tp_rank, progress)

@@ -1,8 +1,8 @@
-"""The router's half that keeps the cluster together: coordination, stats, metadata sync, bootstrap.
+"""The half of the router that keeps the cluster's membership: coordination, stats, metadata sync, bootstrap.
 
-Owned by the process that was started as the router, on its loop thread. It tells what happens to a
-`MembershipListener`, the request router of the same process; other API processes (`router.workers`) read it from the
-metadata port. No HTTP API and no requests here.
+Owned by the process that was started as the router, on its loop thread. It reports events to a `MembershipListener`,
+the request router of the same process; other API processes (`router.workers`) read them from the metadata port. It has
+no part in the HTTP API or in requests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from chitu.types import new_incarnation
 
 
 class MembershipListener(Protocol):
-    """Callbacks for changes of the cluster, all on the loop thread, all immediate; `PDRequestRouter` is one."""
+    """Callbacks for changes of the cluster, all immediate and on the loop thread. `PDRequestRouter` implements them."""
 
     def on_joined(self, instance: InstanceInfo) -> None:
-        """Before the view that has it."""
+        """Handle a new member. Called before the view that contains it."""
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
-        """After the view that has it no more. `has_died`: as `CoordinationEvents` says."""
+        """Handle a lost member. Called after the view that no longer contains it. `has_died`: see
+        `CoordinationEvents`."""
 
     def on_view(self, view: ClusterView) -> None: ...
 
@@ -42,7 +43,8 @@ class MembershipListener(Protocol):
 
 
 class Membership:
-    """Binds at construction (ConfigError where it cannot); `start`, then `tick` every 50 ms or so."""
+    """The membership of one cluster. Binds at construction (ConfigError if that fails). Call `start`, then `tick` about
+    every 50 ms."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Membership:
         on_replica: Callable[[ReplicaHeartbeat], None] | None = None,
         on_trace: Callable[[TraceLines], None] = lambda lines: None,
     ) -> None:
-        """`on_replica`: as `CoordinationPorts` says."""
+        """`on_replica`: see `CoordinationPorts`."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock
@@ -85,7 +87,7 @@ class Membership:
         self._next_publish_s = 0.0
 
     async def start(self) -> None:
-        """Returns once every port takes connections."""
+        """Return once every port accepts connections."""
         self.ports.start()
         await self._bootstrap_http.start()
 
@@ -98,7 +100,7 @@ class Membership:
         }
 
     def tick(self) -> None:
-        """Leases, and the view's repetition."""
+        """Check the leases, and repeat the view when it is due."""
         self.coordination.tick()
         if self._clock.monotonic() >= self._next_publish_s:
             self._publish(self.coordination.view)

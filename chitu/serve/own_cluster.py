@@ -1,4 +1,4 @@
-"""`ClusterSource` of the process that keeps the membership, and what may be done to an instance. Loop thread."""
+"""`ClusterSource` of the process that keeps the membership, and its operations on an instance. Loop thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OwnCluster:
         self._membership = membership
         self._siblings = siblings
         self._ended = RouterMetrics()
-        """What API processes that are no more had counted."""
+        """Sum of the metrics of API processes that have ended."""
 
     @property
     def view(self) -> ClusterView:
@@ -39,7 +39,7 @@ class OwnCluster:
         return self._membership.port_table()
 
     def note_ended(self, metrics: RouterMetrics) -> None:
-        """Of an API process that died: counters must not fall, what was true at a moment is over."""
+        """Add the metrics of an API process that died: its counters, which must not fall, but not its gauges."""
         self._ended = add_up([self._ended, metrics])
         self._ended.in_flight, self._ended.breakers = {}, {}
 
@@ -66,9 +66,9 @@ class OwnCluster:
 
 
 def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
-    """Send an instance nothing new; it finishes what it runs and leaves. Idempotent.
+    """Send an instance no new requests; it finishes what it runs and leaves. Idempotent.
 
-    UnknownInstance; without `force` LastInstance where requests can be served now, and could not without it.
+    Raises UnknownInstance; without `force` LastInstance if requests can be served now but not without this instance.
     """
     view = membership.coordination.view
     info = _find(view, name)

@@ -1,10 +1,10 @@
-"""An API process of a router that is several: `python -m chitu.serve.replica CONFIG INDEX INCARNATION CREATED_S
-TOKEN_PORT SOCKET`.
+"""Another API process of the router: `python -m chitu.serve.replica CONFIG INDEX INCARNATION CREATED_S TOKEN_PORT
+SOCKET`.
 
-Started by `ReplicaSet` alone, with an inherited socket at the API's port. It is the router's HTTP half over again, with
-a token port and a `PDRequestRouter` of its own. Of the cluster it knows what everybody can: it subscribes to the
-metadata port, where beside the view there is what instances say of loads and failures. It says to the stats port, as
-they do, that it lives. It ends when it is told to, or with the process that started it.
+Only `ReplicaSet` starts it, with an inherited socket on the API's port. It is another copy of the router's HTTP half,
+with a token port and a `PDRequestRouter` of its own. It learns about the cluster from the metadata port, which carries
+the view and the instances' reports of loads and failures. Like an instance, it sends heartbeats to the stats port. It
+ends on SIGTERM or SIGINT, or with the process that started it.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ BEAT_S = 0.5
 
 
 class ReplicaCluster:
-    """`ClusterSource` of a replica. `on_frames` takes what comes from the metadata port, of which anything may be lost:
-    views and heartbeats are repeated, and so is the word of a failure."""
+    """`ClusterSource` of a replica. `on_frames` takes messages of the metadata port. Any of them may be lost: views,
+    heartbeats and reports of failures are repeated."""
 
     def __init__(self, router: PDRequestRouter, index: int, siblings: Siblings, ports: Mapping[str, int]) -> None:
-        """`ports`: the router's, by short key name."""
+        """`ports`: the router's ports by short key name."""
         self._router = router
         self._index = index
         self._siblings = siblings
@@ -72,7 +72,7 @@ class ReplicaCluster:
         self._members: dict[InstanceKey, InstanceInfo] = {}
         self._loads: dict[InstanceKey, LoadReport] = {}
         self._is_behind = False
-        """An instance of the newest view could not be connected to."""
+        """Whether the connection to an instance of the newest view failed."""
         self.view = ClusterView(0, -1, ())
 
     def loads(self) -> Loads:
@@ -140,10 +140,10 @@ class ReplicaCluster:
 
 
 class ReplicaProcess:
-    """Everything that the process holds, on its loop."""
+    """The replica: everything that its process holds, on its loop."""
 
     def __init__(self, topology: Topology, numbers: Sequence[int], flush_log: Callable[[], None]) -> None:
-        """`numbers`: as on the command line. ConfigError."""
+        """`numbers`: as on the command line. Raises ConfigError."""
         index, self._incarnation, created_s, token_port, descriptor = numbers
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
@@ -174,13 +174,13 @@ class ReplicaProcess:
         self._next_beat_s = 0.0
 
     async def run(self) -> None:
-        """Serve until told to end; then drain and close."""
+        """Serve until a signal; then drain and close."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
         self._api.start()
         reader = FrameReader(self._loop, self._view, self.cluster.on_frames)
         keep_ticking(self._api.tick, self._beat, self._flush_log)
-        # Instances are to know of it before it has a request for them, and it of them.
+        # Instances must know it before it has a request for them, and it must know them.
         while not any(process.incarnation == self._incarnation for process in self.cluster.view.workers):
             await asyncio.sleep(0.01)
         await self._http.start()
@@ -190,7 +190,7 @@ class ReplicaProcess:
         ProgressWriter().ready(self._incarnation)
         await self._ending.is_due.wait()
         self._http.stop_accepting()
-        # Whoever connected a moment ago cannot know that this process ends, and its siblings may not.
+        # A client that connected a moment ago cannot know that this process ends; its siblings may go on.
         await self._api.drain(self._deadlines.drain_s, self._ending, refuses=False)
         self._own.close()
         await self._http.stop(1.0)

@@ -1,11 +1,11 @@
-"""The router's other API processes (`router.workers` above 1), as the one that keeps the membership sees them.
+"""The router's other API processes (`router.workers` above 1), as the process that keeps the membership sees them.
 
-Owned by `RouterProcess`, on its loop thread. They are children of the `Supervisor` that launchers use: started, started
-again and ended by it. Each is a replica of the API (`replica.py`) with its own socket at the API's port, among which
-the kernel spreads connections (SO_REUSEPORT). This process made all of these sockets and keeps them open: it accepts in
-the place of a replica that is starting, silent or dead, so no connection waits for one that is not there.
+Owned by `RouterProcess`, on its loop thread. The `Supervisor` that launchers use starts, restarts and ends them as its
+children. Each is a replica of the API (`replica.py`) with its own socket on the API's port; the kernel spreads
+connections over these sockets (SO_REUSEPORT). This process made all of them and keeps them open. It accepts in place of
+a replica that is starting, silent or dead, so no connection waits for a missing replica.
 
-Invariant: the cluster view names exactly those that live and have been heard of; whoever leaves it is dead.
+Invariant: the cluster view names exactly the replicas that live and have sent a heartbeat; one that leaves it is dead.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from chitu.types import new_incarnation
 log = logging.getLogger(__name__)
 
 SILENT_S = 2.0
-"""Connections of one that said nothing for so long (it does every 0.5 s) are accepted here."""
+"""This process accepts the connections of a replica that sent no heartbeat for this long (it sends one every 0.5 s)."""
 HUNG_S = 20.0
-"""And after so long it is killed."""
+"""A replica that sent no heartbeat for this long is killed."""
 START_S = 60.0
-"""As long may a start take."""
+"""A replica that is not ready this long after its start is killed."""
 END_S = 2.0
-"""What they may take to end beyond `drain_s`."""
+"""Time that replicas may take to end beyond `drain_s`."""
 MAX_STALL_S = 1.0
-"""A longer gap between two ticks is a stall of this process, and nobody else's silence."""
+"""A longer gap between two ticks is a stall of this process and does not count as a replica's silence."""
 
 _decode_metrics = msgspec.msgpack.Decoder(RouterMetrics).decode
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One API process over all its lives. `child`, and what is below it, are of the present one."""
+    """One API process over all its restarts. `child` and the fields below it are those of the current one."""
 
     index: int
     socket: socket.socket
@@ -61,7 +61,7 @@ class _Replica:
     incarnation: int = 0
     heard_s: float = 0.0
     heartbeat: ReplicaHeartbeat | None = None
-    """The newest; None: it is starting."""
+    """Newest heartbeat; None while the replica starts."""
     is_silent: bool = False
 
     @property
@@ -72,31 +72,31 @@ class _Replica:
 @dataclass(slots=True)
 class ReplicaEvents:
     on_change: Callable[[tuple[ApiProcess, ...]], None]
-    """Who lives has changed; process 0 is the first."""
+    """Called with the live processes when they change; process 0 is the first."""
     on_ended: Callable[[RouterMetrics], None]
-    """One is dead that had counted this."""
+    """Called with the metrics of a process that died."""
 
 
 @dataclass(slots=True)
 class ReplicaSet:
     topology: Topology
-    """With the router's actual ports."""
+    """Topology with the router's actual ports."""
     incarnation: int
-    """Of this process."""
+    """Incarnation of this process."""
     token_port: int
-    """As configured: process i has the i-th behind it, or any free one where it is 0."""
+    """Token port as configured. Process i gets this port plus i, or any free one if it is 0."""
     created_s: int
     events: ReplicaEvents
     _replicas: list[_Replica] = field(default_factory=list)
     _own: Listener | None = None
-    """At the port of this process alone."""
+    """Listener on the port of this process alone."""
     _supervisor: Supervisor | None = None
     _failure: StartFailed | None = None
     _last_tick_s: float = field(default_factory=time.monotonic)
 
     async def start(self, sockets: Sequence[socket.socket], adopt: Callable[[socket.socket], None]) -> None:
-        """One replica for each socket; `adopt` gets connections that are accepted in their place. Returns once all are
-        ready; StartFailed where one ends before."""
+        """Start one replica for each socket. Return once all are ready; StartFailed if one ends before. `adopt` gets
+        the connections that are accepted in their place."""
         loop = asyncio.get_running_loop()
         self._own = Listener(loop, listen(HOST, 0, "an API process"), adopt)
         self._own.resume()
@@ -132,7 +132,7 @@ class ReplicaSet:
                     self._tell()
 
     def tick(self) -> None:
-        """Look after all of them: often, since a death ends what waits for the dead one."""
+        """Check all replicas. Call it often: what waits for a dead replica ends only when this notices the death."""
         if self._supervisor is None or self._failure is not None:
             return
         now_s = time.monotonic()
@@ -154,7 +154,7 @@ class ReplicaSet:
                 replica.listener.resume()
 
     async def end(self, drain_s: float, ending: Ending) -> None:
-        """Have all finish what they run, within `drain_s` or until that is hurried, and end."""
+        """Make all replicas finish what they run, within `drain_s` or until `ending` is hurried, and end."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -190,14 +190,14 @@ class ReplicaSet:
             replica.is_silent = silent_s > SILENT_S
             if replica.is_silent:
                 log.warning(
-                    "%s (pid %d) said nothing for %g s; others serve new connections", replica.name, child.pid, SILENT_S
+                    "%s (pid %d): no heartbeat for %g s; process 0 accepts for it", replica.name, child.pid, SILENT_S
                 )
         if silent_s > (HUNG_S if is_ready else START_S):
-            log.error("%s (pid %d) hangs: it said nothing for %.0f s and is killed", replica.name, child.pid, silent_s)
+            log.error("%s (pid %d) hangs: no heartbeat for %.0f s; killing it", replica.name, child.pid, silent_s)
             child.kill_tree()
 
     def _tell(self) -> None:
-        """All that are ready; instances hear of one before it has a request that it could send them."""
+        """Publish all ready replicas. Instances learn of a replica before it has a request to send them."""
         assert self._own is not None
         ready = [(r.index, r.incarnation, r.heartbeat.port) for r in self._replicas if r.heartbeat is not None]
         first = ApiProcess(0, self.incarnation, self._own.port)

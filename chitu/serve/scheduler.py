@@ -1,8 +1,8 @@
 """Process entry of a P, D or unified instance: `torchrun ... -m chitu.serve.scheduler --role decode --rank 0`.
 
 Reads the topology, binds the ports, loads the model, warms it up, then hands everything to `PDSchedulerService`. Also
-works by hand, without torchrun. Ranks 1, 2, ... of a tensor-parallel instance go to `ranks.py`. Configuration errors
-are one sentence and exit code 2, before any model loads.
+runs without torchrun. Ranks 1, 2, ... of a tensor-parallel instance run `ranks.py`. A configuration error prints one
+sentence and exits with code 2 before any model loads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
-    """`makers`: of engine and transports, where they are not the real ones."""
+    """Run the instance and return the exit code. `makers`: factories of the engine and transports."""
     arguments = _parse(argv)
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
 
 
 def _load(config: str | None, overrides: Sequence[str], role: Role, engine_rank: int) -> Topology:
-    """A launcher has put the devices into the topology; without one an instance takes the first GPUs that it sees."""
+    """Load the topology. If no launcher has placed devices in it, take the first GPUs that this process sees."""
     topology = load_topology(config, overrides)
     if not is_auto(find_instance(topology, role, engine_rank).config):
         return topology
@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", default=None, help="topology YAML, or the name of a packaged one")
     parser.add_argument("--role", required=True, choices=[role.value for role in Role])
     parser.add_argument("--rank", type=int, required=True, help="index of the instance in its list")
-    parser.add_argument("--if-free", action="store_true", help="only where no live process has this rank")
+    parser.add_argument("--if-free", action="store_true", help="start only if no live process has this rank")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="dotted overrides of the topology")
     return parser.parse_args(argv)
 
@@ -167,7 +167,7 @@ def build_engine(
     progress: ProgressWriter,
     makers: Makers,
 ) -> EngineParts:
-    """Load the model and everything that touches its memory."""
+    """Load the model and build everything that accesses its memory."""
     engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
     fingerprint = _fingerprint(topology, instance, engine)
@@ -222,7 +222,7 @@ def build_engine(
 
 
 def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
-    """Of the main rank of several: the ways to the others, where these have more to do than steps."""
+    """Return the main rank's channels to its followers; None if the followers only execute steps."""
     pd, num_followers = topology.dp_config.router.pd_disaggregation, instance.config.tp_size - 1
     if instance.role is Role.PREFILL:
         return FanOut(num_followers, pd.transfer_threads)
@@ -237,7 +237,7 @@ def _build_tiers(
     wake: Waker,
     fan_out: FanOut | None,
 ) -> tuple[PrefixTiers, int]:
-    """The tiers, and the descriptor of their memory for other ranks; -1 without any."""
+    """Return the tiers, and the file descriptor of their memory for the other ranks (-1 if there are none)."""
     config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
     kind, name, host = instance.config.devices[MAIN_RANK].partition(":")[0], instance.name, instance.config.host
     build = partial(build_tiers, config, name, host, pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
@@ -264,7 +264,7 @@ def _tracer(topology: Topology, identity: Identity, comm: CommLoop, pool: RankPo
 
 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
-    """What the keys of cached pages begin with; None where nothing is cached."""
+    """Return the prefix of the keys of cached pages; None if nothing is cached."""
     if not topology.cache.prefix_cache:
         return None
     fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
@@ -286,7 +286,7 @@ def _build_transfer(
     makers: Makers,
     tracer: Tracer,
 ) -> KVManager:
-    """The transfer layer over the pool; from here on the pool never moves."""
+    """Build the transfer layer over the pool; from here on the pool never moves."""
     router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
     transports = makers.wrap_transports(
         makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
@@ -313,7 +313,7 @@ def _build_transfer(
         link=comm.send_peer,
         wake=wake.wake,
         clock=RealClock(),
-        # A follower of P has memory too, but nobody writes there.
+        # A follower of P has memory too, but no instance writes to it.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
         page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if _can_sum_up(pd.verify_kv, pool) else None,
@@ -323,12 +323,13 @@ def _build_transfer(
 
 
 def _can_sum_up(verify_kv: VerifyKV, pool: RankPool) -> bool:
-    """For `verify_kv`, which says why not, and for the hashes of trace records, which can do without."""
+    """Return whether to build page sums: always for `verify_kv`, which reports why they are impossible; else, for the
+    optional hashes of trace records, only if the layout allows them."""
     return verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
 
 
 def end_process(code: int) -> NoReturn:
-    """End now. Everything was closed; the interpreter would take a second of CPU time to take torch apart."""
+    """Exit at once. Everything is closed already, and a regular exit spends a second of CPU time on unloading torch."""
     try:
         logging.shutdown()
         sys.stdout.flush()

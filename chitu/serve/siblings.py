@@ -1,8 +1,8 @@
 """The other API processes of this router (`router.workers`), asked over HTTP on the loopback interface.
 
-Owned by the `ClusterSource` of each process, on its loop. Beside its share of the API's port each process has one of
-its own, which the cluster view names; its record is at `/admin/record` there. What an operator asks of the cluster goes
-to process 0, which keeps the membership. Nobody is waited for without a bound.
+Owned by the `ClusterSource` of each process, on its loop. Beside the shared port of the API, each process has a port of
+its own, which the cluster view names; its record is at `/admin/record` there. Operators' requests about the cluster go
+to process 0, which keeps the membership. Every wait has a timeout.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 REPORT_S = 0.5
-"""A process that has not answered by then is shown as it last did."""
+"""Timeout for the report of a process; after it, the last known report is used."""
 BEHIND_S = 0.01
-"""Until one that has not the newest view is asked again."""
+"""Pause before a process that lacks the newest view is asked again."""
 ANSWER_S = 2.0
-"""For what only process 0 can do."""
+"""Timeout for what only process 0 can do, and for aborts."""
 
 _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
 def credential_of(config: RouterConfig, secrets: ClusterSecrets | None) -> str:
-    """What `Access` takes for an operator's; empty where it asks for none on this machine."""
+    """Return what `Access` accepts as an operator's credential; empty if it requires none on this machine."""
     return secrets.token if secrets is not None else next(iter(config.api_keys), "")
 
 
 class Siblings:
     def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, index: int) -> None:
-        """`index`: of this process, which is none of them."""
+        """`index`: index of this process, which is not one of the siblings."""
         credential = credential_of(config, secrets)
         self._authorization = f"Authorization: Bearer {credential}\r\n" if credential else ""
         self._index = index
         self._others: tuple[ApiProcess, ...] = ()
         self._newest: dict[int, WorkerReport] = {}
-        """By incarnation."""
+        """Newest report by incarnation."""
 
     def on_view(self, view: ClusterView) -> None:
         self._others = tuple(process for process in view.workers if process.index != self._index)
@@ -53,17 +53,18 @@ class Siblings:
         }
 
     async def reports(self, view: ClusterView) -> list[WorkerReport]:
-        """Of all others, as they are when this is called or later, with `view` or a newer one."""
+        """Return the reports of all other processes, made after this call and with `view` or a newer one. If a process
+        does not answer, its last known report is returned."""
         if not self._others:
             return []
         reports = await asyncio.gather(*(self._report(process, view.version) for process in self._others))
         return [report for report in reports if report is not None]
 
     async def ask_first(self, path: str, body: bytes) -> bytes:
-        """What process 0 answers to a POST. The error that it answers; Internal where there is no answer."""
+        """Return the answer of process 0 to a POST. Raises the error that it answers, or Internal if there is none."""
         first = next((process for process in self._others if process.index == 0), None)
         if first is None:
-            raise Internal("this API process has not heard of the one that keeps the membership yet")
+            raise Internal("this API process has not received a cluster view that names process 0 yet; try again")
         try:
             async with asyncio.timeout(ANSWER_S):
                 status, content = await self._ask(first.port, "POST", path, body)
@@ -76,7 +77,8 @@ class Siblings:
         raise refusal
 
     async def abort(self, name: str, tenant: str) -> int:
-        """Requests that all others ended; see `RunningAnswers.abort`. Internal where one does not answer."""
+        """Abort in all other processes and return the number of requests that they ended; see `RunningAnswers.abort`.
+        Internal if one does not answer."""
         body = msgspec.json.encode({"rid": name, "tenant": tenant})
         return sum(await asyncio.gather(*(self._abort(process, body) for process in self._others)))
 
@@ -88,7 +90,7 @@ class Siblings:
                 raise ValueError(f"status {status}")
             return int(msgspec.json.decode(content)["aborted"])
         except ConnectionError:
-            return 0  # it is no more, or not yet, and so are its requests
+            return 0  # the process has ended or not started, so it has no requests
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise Internal(f"API process {process.index} does not answer: {error!r}") from error
 
