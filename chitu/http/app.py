@@ -20,11 +20,11 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
 
 COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
-"""Cold routes that cost about as much here as a hot one."""
+"""Cold routes that count against a client's rate, because they cost about as much here as a hot one."""
 ENDLESS_PATHS = frozenset({"/cluster/events"})
-"""Their answers never end, so there is none without its body."""
+"""Paths whose answers never end, so that HEAD is not served."""
 KEPT_FOLDER = "/v1/requests/"
-"""Answers of requests that outlived their router, by id."""
+"""Path prefix of the answers of requests that outlived their router, by id."""
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
@@ -44,7 +44,7 @@ class RouterApp:
         kept: HotRoute | None = None,
     ) -> None:
         """`hot`: POST routes by path, called with the request id, each counted by `access`. `kept` answers GETs below
-        `KEPT_FOLDER`, called with the id that the path has. `cold` answers everything else, and gets its bodies whole:
+        `KEPT_FOLDER`, called with the id in the path. `cold` answers everything else, and gets its bodies whole:
         `max_body_bytes` at most. `cors_origins`: see `cors.py`."""
         self._cors_origins = cors_origins
         self._hot = hot
@@ -62,7 +62,7 @@ class RouterApp:
             path = scope["path"]
             if self._cors_origins:
                 exchange.headers += cors_headers(scope, self._cors_origins)
-                if is_preflight(scope):  # a browser's own question, which has no key
+                if is_preflight(scope):  # a browser's own request, which has no key
                     exchange.answer(200, b"", preflight_headers(scope))
                     return
             self._access.require(scope)
@@ -71,7 +71,7 @@ class RouterApp:
                 await self._kept(exchange, scope, path.removeprefix(KEPT_FOLDER))
             elif route is None:
                 if scope["method"] == "HEAD" and path not in ENDLESS_PATHS:
-                    scope = {**scope, "method": "GET"}  # of its answer the exchange, which knows, leaves out the body
+                    scope = {**scope, "method": "GET"}  # the exchange knows it and omits the body
                 if path in COUNTED_PATHS:
                     self._access.count(scope)
                 await exchange.whole(self._max_body_bytes)

@@ -1,7 +1,7 @@
 """The routes that are not hot, as a FastAPI application: models, health, tokenising, metrics, API
 documentation, and through `web_routes` the page.
 
-Called on the router's loop, with bodies that are read already and within their bound. The two generation routes are
+Called on the router's loop, with bodies that are read already and within their bound. The generation routes are
 answered beside it (`generate.py`) and only appear in its OpenAPI document. Every error is OpenAI's error object.
 """
 
@@ -57,7 +57,7 @@ def make_cold_app(
     version: str,
     abort: Callable[[str, Scope], Awaitable[int]],
 ) -> FastAPI:
-    """`abort` ends the requests of that id, and says how many."""
+    """Build the application. `abort` ends the requests with an id and returns their number."""
     app = FastAPI(title="chitu", version=version, redoc_url=None)
     _add_error_handlers(app)
     _add_model_routes(app, model, router)
@@ -77,7 +77,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return _error_response(Internal("the server failed to handle this request"))  # who called us logs it
+        return _error_response(Internal("the server failed to handle this request"))  # the caller logs it
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
@@ -125,7 +125,7 @@ def _add_abort_route(app: FastAPI, abort: Callable[[str, Scope], Awaitable[int]]
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         """End a request that this API key sent: its client gets the error `cancelled`, and P and D end it at their
-        next step. One that has ended already, or that nobody knows, is no error."""
+        next step. An id that is unknown, or whose request has ended already, is no error."""
         raw = await request.body()
         if len(raw) > LARGE_BODY_BYTES:
             raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are taken here")
@@ -160,7 +160,7 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
 
     @app.get("/health")
     async def health() -> Response:
-        """200 where a request can be served now; the death of one instance among several changes nothing."""
+        """Return 200 if a request can be served now; the death of one instance among several changes nothing."""
         record = await cluster.record()
         candidates = router.candidates
         body = {

@@ -1,13 +1,13 @@
-"""HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may take (`HTTPLimits`):
+"""HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may use (`HTTPLimits`):
 connections, size and time of a request's head, time of its body, time without reading an answer. Made by `HTTPServer`.
 Loop thread.
 
-One request is answered at a time; those that a client sends ahead wait, and nothing more is read meanwhile. Memory a
-connection can hold: its head (bounded), of a body `FREE_BODY_BYTES` and what the server's `BodyBudget` has for it, and
-of an answer what the transport buffers (the sender waits there) plus what the request itself has ready.
+One request is answered at a time. Pipelined requests wait, and nothing more is read meanwhile. A connection holds at
+most its head (bounded), `FREE_BODY_BYTES` of a body plus what the server's `BodyBudget` grants, and of an answer what
+the transport buffers (the sender waits there) plus what the request itself has ready.
 
-A connection ends with its last answer. Where the client may still be sending then, our side alone is closed and what
-comes is thrown away for a while: a kernel that is told to close with bytes unread resets the connection, and the client
+A connection ends with its last answer. If the client may still be sending then, only our side is closed, and what
+arrives is discarded for a while: a kernel that closes a socket with unread bytes resets the connection, and the client
 loses the answer.
 """
 
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TCP_CLOSE = 7
-"""A socket's state in TCP_INFO once the other side has reset it."""
+"""State of a socket in TCP_INFO once the peer has reset the connection."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.05, 5.0
-"""When to look whether a client that has ended its side is still there: after the first, then ever more rarely."""
+"""First and longest delay between checks whether a client that has closed its side is still there; it doubles."""
 
 
 class Serving:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, app: App, limits: HTTPLimits, state: ServerState) -> None:
         """`state`: uvicorn's connections and tasks, and the headers of every answer, which it renews each second."""
@@ -57,12 +57,12 @@ class Serving:
         self.connections = cast("set[Connection]", state.connections)
         self.bodies = BodyBudget(limits.max_total_body_bytes)
         self.late: dict[Connection, None] = {}
-        """Those beyond the bound, oldest first."""
+        """Connections beyond `max_connections`, oldest first."""
         self.is_ending = False
-        """Each connection gets one answer more."""
+        """Whether the server is ending: each connection gets one more answer."""
 
     def default_headers(self) -> Headers:
-        """Of every answer."""
+        """Return the headers of every answer."""
         return self.state.default_headers
 
 
@@ -78,7 +78,7 @@ class _Phase(enum.Enum):
 
 
 class Connection(asyncio.Protocol):
-    """A request that comes whole, as nearly all do, starts no timer."""
+    """One client's connection. A request that arrives whole, as nearly all do, starts no timer."""
 
     transport: asyncio.Transport
 
@@ -90,18 +90,18 @@ class Connection(asyncio.Protocol):
         self.default_headers = server.default_headers
         self.is_gone = False
         self.on_gone: Callable[[], None] | None = None
-        """Of the request that runs."""
+        """Callback of the running request for a client that leaves."""
         self._reading: Exchange | None = None
-        """Whose body is not complete."""
+        """Request whose body is not complete."""
         self._running: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
-        """Sent ahead; may have the one that is read as its last."""
+        """Pipelined requests; the last of them may be the one that is being read."""
         self._dropped_bytes = 0
         self._has_ended = False
         """The client has closed its side, and waits for answers."""
         self._is_lingering = False
         self._refusal: ChituError | None = None
-        """What is said behind all answers."""
+        """Error to send after all answers."""
         self._timed: tuple[_Phase, int] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
@@ -138,12 +138,12 @@ class Connection(asyncio.Protocol):
         for exchange in self._waiting:
             exchange.release_body()
         self._waiting.clear()
-        del self._requests  # which knows this connection
+        del self._requests  # it refers to this connection
         if self.on_gone is not None:
             self.on_gone()
 
     def shutdown(self) -> None:
-        """Close, after the answer that is under way."""
+        """Close after the running answer."""
         self._requests.close()
         if self._running is None:
             self.transport.close()
@@ -151,8 +151,8 @@ class Connection(asyncio.Protocol):
             self._running.keep_alive = False
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. It may have left altogether: then whatever is sent to it makes its kernel
-        reset the connection. So one that waits for a first byte gets a `100 Continue`, which every client of HTTP/1.1
+        """Handle the end of the client's data. If the client has left altogether, its kernel resets the connection when
+        anything is sent to it. So if it waits for a first byte, send a `100 Continue`, which every client of HTTP/1.1
         discards (RFC 9110, 15.2.1)."""
         if self._running is None:
             return False  # closes
@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
         self._look = self._loop.call_later(seconds, self._look_for_client, seconds)
 
     def _look_for_client(self, waited_s: float) -> None:
-        """Nothing is read any more that would tell."""
+        """Check for a reset, which no read reports any more."""
         sock: socket.socket = self.transport.get_extra_info("socket")
         if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
             self.transport.abort()
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------------- deadlines
 
     def _rearm(self) -> None:
-        """One timer, for what the connection waits for now."""
+        """Set the one timer for what the connection waits for now."""
         if self._is_lingering:
             phase = _Phase.LINGER
         elif self._reading is not None:
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
 
     def _too_slow(self, phase: _Phase, seconds: float) -> None:
         self._timed = self._deadline = None
-        if self._is_paused:  # not the client delays this
+        if self._is_paused:  # the delay is not the client's
             self._rearm()
         elif phase is _Phase.LINGER and self.transport.get_write_buffer_size():
             self._rearm()  # it reads, if slowly; `write_s` bounds that
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
             exchange.release_body()
             if not self.is_gone:
                 self.update_reading()
-            del exchange.scope[EXCHANGE]  # so that both die by counting
+            del exchange.scope[EXCHANGE]  # so that reference counting frees both
             if not exchange.is_complete and not self.is_gone:
                 if exchange.is_started:
                     self.transport.close()
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
                     exchange.fail(exchange.refusal or Internal("the server failed to handle this request"))
 
     def on_answered(self, exchange: Exchange) -> None:
-        """The answer of the running request was written."""
+        """Go on after the answer of the running request was written."""
         self._running = None
         if not exchange.keep_alive:
             self._end()
@@ -321,8 +321,8 @@ class Connection(asyncio.Protocol):
         self._rearm()
 
     def _refuse(self, error: ChituError) -> None:
-        """Nothing more is taken: of the request whose body is read, or, behind the answers to what came before, of what
-        is none."""
+        """Take nothing more and report `error`: to the request whose body is being read or, if there is none, after the
+        answers to earlier requests."""
         self._requests.close()
         if self._reading is None:
             self._refusal = error
@@ -342,7 +342,7 @@ class Connection(asyncio.Protocol):
         self._end()
 
     def _end(self) -> None:
-        """The last answer was written."""
+        """Close the connection after its last answer was written."""
         self._requests.close()
         for exchange in self._waiting:
             exchange.release_body()
@@ -357,7 +357,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _give_way(self) -> None:
-        """To a newer one, beyond the bound on connections."""
+        """Make room for a newer connection, beyond the bound on connections."""
         del self._server.late[self]
         self._server.connections.discard(self)
         if self._running is None and self._refusal is None:
@@ -369,7 +369,7 @@ class Connection(asyncio.Protocol):
     # --------------------------------------------------------------------------------------------------------- writing
 
     async def drained(self) -> None:
-        """Returns when more can be written, or the client is gone."""
+        """Return when more can be written, or the client is gone."""
         if self.is_write_paused and not self.is_gone:
             await self._can_write.wait()
 

@@ -1,12 +1,12 @@
 """One request and its answer on a connection: what a hot route reads and writes, and ASGI's `receive` and `send` for
-the routes of a framework. The one place where answers are framed.
+the routes of a framework. The only place that frames answers.
 
-Made by `Connection` for every request, found in its scope as `EXCHANGE`. ASGI passes a dict to a coroutine for each
-part of an answer and looks at every header again; a generation writes its parts to the transport as they are. Loop
+`Connection` makes one for every request and puts it into its scope as `EXCHANGE`. ASGI passes a dict to a coroutine for
+each part of an answer and checks every header again; a generation writes its parts directly to the transport. Loop
 thread.
 
 Invariants: an answer starts once and is completed once; nothing is written for a client that is gone; a client of
-HTTP/1.0 gets no chunks. The bytes of a body are in the server's `BodyBudget` from their arrival until `release_body`.
+HTTP/1.0 gets no chunks. A body counts against the server's `BodyBudget` from its arrival until `release_body`.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ class Exchange:
         self.connection = connection
         self.scope = scope
         self.headers: Headers = []
-        """Of every answer that is given here."""
+        """Headers of every answer that is written here."""
         self.keep_alive = keep_alive
-        """More requests may follow on the connection."""
+        """Whether more requests may follow on the connection."""
         self.is_started = self.is_complete = False
-        """Of the answer."""
+        """Whether the answer has been started, and completed."""
         self.more_body = True
-        """The client has not sent all of the body."""
+        """Whether the client has not sent all of the body yet."""
         self.refusal: ChituError | None = None
         """Why the rest of the body is not taken."""
         self._budget = budget
         self._body = bytearray()
-        """What came and was not handed on."""
+        """Bytes of the body that arrived and were not handed on."""
         self._num_received = self._held_bytes = 0
         self._expects_continue = expects_continue
         self._takes_body = True
         self._is_wanted = self._was_given = False
-        """Somebody waits for the body; ASGI's reader has all of it."""
+        """Whether a reader waits for the body; whether ASGI's reader has all of it."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_chunked = False
         self._left_bytes: int | None = None
-        """Of the announced length of the answer."""
+        """Bytes of the answer's announced length that are left to write."""
 
     # ------------------------------------------------------------------------------------------------ from the parser
 
     def on_body(self, data: bytes) -> bool:
-        """A part of the body; False where it was thrown away."""
+        """Take a part of the body; return False if it was discarded."""
         if not self._takes_body:
             return False
         self._num_received += len(data)
@@ -108,32 +108,32 @@ class Exchange:
         self._wake()
 
     def break_off(self, error: ChituError) -> None:
-        """The rest of the body will not come, or is not taken: whoever reads it gets the error."""
+        """Give up the rest of the body, which will not come or is not taken: its reader gets the error."""
         self.refusal = error
         self.keep_alive = False
         self.release_body()
         self._wake()
 
     def on_gone(self) -> None:
-        """The client is."""
+        """Wake the reader of the body: the client is gone."""
         self._wake()
 
     @property
     def is_unread(self) -> bool:
-        """More came than anybody asked for."""
+        """Whether more of the body arrived than a reader asked for."""
         return self._takes_body and not self._is_wanted and len(self._body) > FREE_BODY_BYTES
 
     # --------------------------------------------------------------------------------------------------------- request
 
     async def body(self, max_bytes: int) -> bytearray:
-        """The whole body, as it came: a copy of a large one takes long. PayloadTooLarge (without reading it, where its
-        length is announced), Capacity, SlowRequest, InvalidRequest; ClientGone where it never ends."""
+        """Return the whole body without copying it: a copy of a large one takes long. PayloadTooLarge (without reading
+        if its length is announced), Capacity, SlowRequest, InvalidRequest; ClientGone if the body never ends."""
         await self.whole(max_bytes)
         body, self._body = self._body, bytearray()
         return body
 
     async def whole(self, max_bytes: int) -> None:
-        """The same, with the body left to `receive`."""
+        """Wait for the whole body and leave it to `receive`. Raises what `body` raises."""
         if self.more_body:
             announced = header(self.scope, b"content-length")
             if announced is not None and announced.isdigit() and int(announced) > max_bytes:
@@ -152,14 +152,14 @@ class Exchange:
             await self._change()
 
     def release_body(self) -> None:
-        """Whoever read the body is done with it. What still comes of it is thrown away."""
+        """Free the body, with which its reader is done, and discard what still arrives of it."""
         self._takes_body = False
         self._body = bytearray()
         self._budget.give(self._held_bytes)
         self._held_bytes = 0
 
     async def receive(self) -> Message:
-        """ASGI's."""
+        """Receive a message, as ASGI defines it."""
         while not (self.connection.is_gone or self.is_complete):
             if self.refusal is not None:
                 self.fail(self.refusal)
@@ -176,11 +176,11 @@ class Exchange:
         return self.connection.is_gone
 
     def call_when_gone(self, on_gone: Callable[[], None] | None) -> None:
-        """What to do when the client leaves before its answer is complete; None: nothing any more."""
+        """Set what to call when the client leaves before its answer is complete; None calls nothing."""
         self.connection.on_gone = on_gone
 
     async def _change(self) -> None:
-        """Returns after more of the body came, or something ended."""
+        """Return after more of the body arrived, or something ended."""
         if self._expects_continue:
             self._expects_continue = False
             if not self.is_started:
@@ -198,7 +198,7 @@ class Exchange:
     # ---------------------------------------------------------------------------------------------------------- answer
 
     def answer(self, status: int, body: bytes, more: Headers | None = None) -> None:
-        """A complete JSON answer."""
+        """Write a complete JSON answer."""
         if self.connection.is_gone:
             return
         if self.is_started:
@@ -211,20 +211,20 @@ class Exchange:
         self._complete()
 
     def fail(self, error: ChituError) -> None:
-        """The error as OpenAI's object."""
+        """Answer with the error as OpenAI's error object."""
         self.answer(error.http_status, error_body(error), error_headers(error))
 
     @property
     def is_full(self) -> bool:
-        """The client reads slower than it is written to: `await drained()` before more."""
+        """Whether the client reads too slowly: `await drained()` before writing more."""
         return self.connection.is_write_paused
 
     async def drained(self) -> None:
-        """Returns when more can be written, or the client is gone."""
+        """Return when more can be written, or the client is gone."""
         await self.connection.drained()
 
     def stream(self, data: bytes, is_last: bool) -> None:
-        """A part of an event stream; its head leaves with the first one."""
+        """Write a part of an event stream; its head leaves with the first part."""
         if self.connection.is_gone:
             return
         if self.is_started:
@@ -239,7 +239,7 @@ class Exchange:
         self._write(parts, data, is_last)
 
     async def send(self, message: Message) -> None:
-        """ASGI's. What an application says after its body was refused is not heard."""
+        """Send a message, as ASGI defines it. Ignored once the body was refused and the refusal is written."""
         if self.is_full:
             await self.drained()
         if self.connection.is_gone or (self.refusal is not None and self.is_complete):
@@ -265,7 +265,7 @@ class Exchange:
         self.connection.transport.write(b"".join(parts))
 
     def _head(self, status: int, more: Headers) -> list[bytes]:
-        """Without its last empty line."""
+        """Return the head without its last empty line."""
         self.is_started = True
         lines = [STATUS_LINE[status]]
         for name, value in (*self.connection.default_headers(), *self.headers, *more):
@@ -275,8 +275,8 @@ class Exchange:
         return lines
 
     def _append_chunking(self, lines: list[bytes]) -> None:
-        """How the end of an answer without a length is known; before HTTP/1.1 by the connection's end, which is due
-        then as `keep_alive` says."""
+        """Append what marks the end of an answer without a length. Before HTTP/1.1 the connection's end marks it, since
+        `keep_alive` is False then."""
         self._is_chunked = self.scope["http_version"] == "1.1"
         lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 

@@ -42,16 +42,16 @@ from chitu.tokenizer import StopScanner
 from chitu.tracing.router_trace import RouterTrace
 
 PROMPT_TOKENS_A_TURN = 128
-"""Whose logprobs are written as JSON before others have a turn of the loop."""
+"""Prompt tokens whose logprobs are written as JSON before the loop serves other requests."""
 ABORTED = "the request was aborted"
 CHOICES_A_TURN = 4
-"""Of one request, sent on their way before others have a turn of the loop; more, where they go out as one."""
+"""Choices of one request that are sent before the loop serves other requests; more if they are sent together."""
 TOKENS_A_TURN = 1024
-"""Of one request, made into text before others have one; more, where a choice that is not streamed has more."""
+"""Tokens of one request made into text before the loop serves other requests; more if an unstreamed choice has more."""
 
 
 class GenerationRoutes:
-    """Handlers of the routes."""
+    """Handlers of the generation routes."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class GenerationRoutes:
         records: RouterTrace | None = None,
     ) -> None:
         """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `trace` gets every request that
-        is over: when it came, and what makes its spans if they are wanted. `records`: of requests that are traced."""
+        is over: its arrival, and a function that makes its spans if needed. `records`: records of traced requests."""
         self._model = model
         self._router = router
         self._bodies = bodies
@@ -76,9 +76,9 @@ class GenerationRoutes:
         self._records = records
         self.running = RunningAnswers(router.cancel)
         self.keeps = False
-        """True: requests may outlive the router."""
+        """Whether requests may outlive the router."""
         self.draining = False
-        """True: the process is ending and takes nothing new."""
+        """Whether the process is ending and rejects new requests."""
 
     def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
         return self._answer(exchange, scope, request_id, "completion")
@@ -110,7 +110,7 @@ class GenerationRoutes:
                 running.trace = self._records.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
             created_s = int(time.time())
-            if self.keeps and not why_not(job):  # its body is counted as being read until it is over
+            if self.keeps and not why_not(job):  # its body counts as being read until it is over
                 running.origin = Origin(request_id, route, raw, job, created_s)
                 running.numbers = EventNumbers()
             else:
@@ -159,7 +159,7 @@ class GenerationRoutes:
     def _request_span(
         self, scope: Scope, request_id: str, running: RunningAnswer, failed: type[ChituError] | None
     ) -> RequestSpan:
-        """By OpenTelemetry's names where it has one."""
+        """Return the request's span. Attributes have OpenTelemetry's names if it defines one."""
         prompts = {id(choice.prompt): choice.prompt.num_tokens for choice in running.choices}
         attributes = {
             "http.request.method": scope["method"],
@@ -175,13 +175,13 @@ class GenerationRoutes:
     # -------------------------------------------------------------------------------------------------------- choices
 
     async def _start(self, job: Job, request_id: str, running: RunningAnswer, exchange: Exchange) -> None:
-        """Send every choice on its way; all or none. Fills `running.choices` as it goes, so that the caller can cancel
-        them. Others have their turn in between. RequestCancelled where it was aborted by then."""
+        """Send every choice; all or none. Fills `running.choices` as it goes, so that the caller can cancel them. The
+        loop serves other requests in between. RequestCancelled if the request was aborted by then."""
         options, model, choices = job.options, self._model, running.choices
         if running.is_aborted:
             raise RequestCancelled(ABORTED)
         total = len(job.prompts) * options.n
-        if total > 1:  # of one `add_request` asks the same
+        if total > 1:  # for one, `add_request` checks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
             self._router.require_room_for(total, num_tokens)
         plan = job.plan
@@ -218,7 +218,7 @@ class GenerationRoutes:
                         raise RequestCancelled(ABORTED)
 
     def choice_of(self, job: Job, generation: Generation, prompt: Prompt) -> Choice:
-        """To be read from its first token on."""
+        """Return a choice that is to be read from its first token on."""
         options, model = job.options, self._model
         logprobs, of_prompt = None, None
         if options.logprobs is not None or options.num_returned:
@@ -240,7 +240,7 @@ class GenerationRoutes:
 
     def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
-        # The choices of a prompt share it: it counts once, as the first of them found it.
+        # The choices of a prompt share it: it counts once, with the cached tokens of its first choice.
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
         return UsageCount(
             prompt_tokens,
@@ -253,7 +253,7 @@ class GenerationRoutes:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
 
     def _proof(self, job: Job, running: RunningAnswer, kept: Iterable[int] | None = None) -> Proof:
-        """As of now. `kept`: the choices that are returned, where all have ended."""
+        """Return the proof as of now. `kept`: indices of the choices that are returned, if all have ended."""
         records = [choice.generation.attempts() for choice in running.choices]
         cached_tokens, receipt = self._usage(job, running.choices).cached_tokens, None
         if job.options.return_receipt and kept is not None and self._model.layout is not None:
@@ -264,7 +264,7 @@ class GenerationRoutes:
     # ------------------------------------------------------------------------------------------------------- answering
 
     async def write_answer(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
-        """Of choices that are on their way. Errors that a client gets as such are raised."""
+        """Write the answer of choices that were sent. Raises errors that the client gets as an HTTP error."""
         if job.options.stream:
             await self._stream(exchange, job, running, form)
         else:
@@ -328,7 +328,7 @@ class GenerationRoutes:
         exchange.answer(200, body, headers_of(proof) if proof is not None else None)
 
     async def _stream(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
-        """Headers leave with the first event, so that whatever fails before it is still a proper HTTP error."""
+        """Stream the answer. Its head leaves with the first event, so an earlier failure is still an HTTP error."""
         choices, wakeup, with_proof = running.choices, running.wakeup, job.options.return_proof
         open_choices = list(enumerate(choices))
         while open_choices:
@@ -346,7 +346,7 @@ class GenerationRoutes:
             if failure is not None:
                 if not exchange.is_started:
                     raise failure
-                exchange.stream(form.error(failure), is_last=True)  # without a number: it is none of the answer's
+                exchange.stream(form.error(failure), is_last=True)  # without a number: it is not an event of the answer
                 return
             else:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
@@ -368,8 +368,8 @@ class GenerationRoutes:
             exchange.stream(data, is_last=not open_choices)
 
     async def _write_prompt(self, choice: Choice, data: bytes, options: OutputOptions) -> None:
-        """What came of the prompt's logprobs, ahead of its first token. Others have their turn in between: it may be
-        long."""
+        """Write the prompt's logprobs, ahead of its first token. This may take long, so the loop serves other requests
+        in between."""
         prompt, logprobs = choice.prompt, choice.logprobs
         choice.generation.prompt_logprobs = None
         if choice.has_prompt:
@@ -389,7 +389,7 @@ class GenerationRoutes:
 
 
 def _best(choices: list[Choice], options: OutputOptions) -> list[int]:
-    """Of each prompt those to return, the best first; of equal ones the first."""
+    """Return the indices of the choices to return: of each prompt the best first, equal ones in their order."""
     means = [choice.logprobs.mean if choice.logprobs is not None else 0.0 for choice in choices]
     kept: list[int] = []
     for first in range(0, len(choices), options.n):

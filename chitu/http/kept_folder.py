@@ -1,9 +1,9 @@
-"""The folder in which requests outlive their router (`router.kept_requests.dir`): files, and who takes which. Blocking.
+"""The folder of requests that outlive their router (`router.kept_requests.dir`): files, and which router takes which.
 
-Called by `KeptRequests`, in a thread. Several routers may share the folder, and any of them may be killed anywhere.
+`KeptRequests` calls it in a thread; calls block. Several routers may share the folder, and any may be killed anywhere.
 
-Invariants: a file under its name is whole (written aside, synced, renamed) and of mode 0600; it is taken by one rename,
-so by one router; what this user did not write is not read.
+Invariants: a file under its final name is complete (written aside, synced, renamed) and of mode 0600; it is taken by
+one rename, so by one router; files that this user did not write are not read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".request"
 ASIDE = (".partial", ".damaged", ".refused", ".taken")
-"""Of what nobody reads: removed when it is old."""
+"""Suffixes of files that no router reads; they are removed when they are old."""
 
 
 class NotKept(Exception):
-    """Why a request is not written."""
+    """Why a request is not written, or its file not read."""
 
 
 class KeptFolder:
@@ -35,17 +35,17 @@ class KeptFolder:
         self._path = path
         self._max_files, self._max_bytes, self._max_age_s = config.max_requests, config.max_mb << 20, config.max_age_s
         self._said: set[str] = set()
-        """Names that a line of the log was about."""
+        """Names of files that were logged already."""
 
     def write(self, record: KeptRequest) -> None:
-        """NotKept, OSError."""
+        """Write the request to a new file. Raises NotKept or OSError."""
         data = pack(record)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         sizes = [entry.stat().st_size for entry in self._entries() if entry.name.endswith(SUFFIX)]
         if len(sizes) >= self._max_files:
-            raise NotKept(f"{len(sizes)} requests are there (router.kept_requests.max_requests)")
+            raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
         if sum(sizes) + len(data) > self._max_bytes:
-            raise NotKept(f"{len(data)} bytes more are too many (router.kept_requests.max_mb)")
+            raise NotKept(f"the folder has no room for {len(data)} bytes more (router.kept_requests.max_mb)")
         path = self._path / (secrets.token_hex(16) + SUFFIX)
         partial = path.with_suffix(".partial")
         try:
@@ -66,8 +66,8 @@ class KeptFolder:
             os.close(folder)
 
     def found(self, now_s: float, model_hash: str, dtype: str) -> list[tuple[str, KeptRequest]]:
-        """Names and requests that wait for a router of this model, at most `max_requests`. Old files are removed,
-        damaged ones put aside; those of other models or users wait for theirs. OSError."""
+        """Return names and requests that wait for a router of this model, at most `max_requests`. Removes old files and
+        puts damaged ones aside; those of other models or users stay. Raises OSError."""
         found: list[tuple[str, KeptRequest]] = []
         for entry in self._entries():
             name = entry.name
@@ -81,20 +81,20 @@ class KeptFolder:
                 except DamagedFile as error:
                     self.refuse(name, str(error), ".damaged")
                 except (PermissionError, NotKept) as error:
-                    self._say(name, f"is left: {error}")
+                    self._say(name, f"is skipped: {error}")
                 else:
                     if record.expires_s < now_s:
                         os.unlink(entry.path)
-                        log.warning("kept request %s: nobody took it up in time", record.request_id)
+                        log.warning("kept request %s is dropped: no router took it up in time", record.request_id)
                     elif (record.model_hash, record.dtype) != (model_hash, dtype):
                         theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
-                        self._say(name, f"({record.request_id}) is left: it is of the model {theirs}, not {ours}")
+                        self._say(name, f"({record.request_id}) is skipped: it needs the model {theirs}, not {ours}")
                     else:
                         found.append((name, record))
         return found
 
     def take(self, name: str) -> bool:
-        """Whether it is this router's: of several that try one succeeds. OSError."""
+        """Take a file and return whether it is this router's: if several try, one succeeds. Raises OSError."""
         taken = self._path / f"{name}.{secrets.token_hex(8)}.taken"
         is_ours = True
         try:
@@ -106,7 +106,7 @@ class KeptFolder:
         return is_ours
 
     def refuse(self, name: str, reason: str, suffix: str = ".refused") -> None:
-        """Put a file aside, where people may look at it."""
+        """Put a file aside, where operators may look at it."""
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path / name, self._path / (name + suffix))
             log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, name + suffix, reason)
@@ -117,7 +117,7 @@ class KeptFolder:
                 yield from entries
 
     def _read(self, name: str) -> bytes:
-        """NotKept for what is no file of ours; DamagedFile for one that is too large."""
+        """Return a file's content. NotKept if it is not a file of this user, DamagedFile if it is too large."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(self._path / name, flags)
@@ -128,7 +128,7 @@ class KeptFolder:
         try:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-                raise NotKept("it is no file that this user alone can write")
+                raise NotKept("it is not a regular file of this user that no other user can write")
             if facts.st_size > self._max_bytes:
                 raise DamagedFile(f"{facts.st_size} bytes")
             with open(descriptor, "rb", closefd=False) as file:

@@ -1,11 +1,11 @@
 """Requests that outlive their router: written at its end, taken up by the next one, read by `GET /v1/requests/ID`.
 
-Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads. An answer that was taken up goes on
-without a reader. Each reader gets a copy of its output so far, and then what comes, in a `Generation` of its own, so
-that any number of them, one after the other or at once, read it as its first client would have.
+Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads. An answer that was taken up continues
+without a reader. Each reader gets a copy of its output so far, and then what follows, in a `Generation` of its own.
+So any number of readers, one after another or at once, can read it as its first client would have.
 
-Invariants: what is written emits nothing more, so nobody has read what is not in the file; a request is taken up once,
-by one router; what nobody reads ends by its own limits, and is dropped when it is too old.
+Invariants: a written request emits nothing more, so no client has read what is not in the file; a request is taken up
+once, by one router; a request without a reader ends by its own limits, and is dropped when it is too old.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from chitu.router.generation import GenerateRequest, Generation
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks into the folder."""
+"""Interval between two looks into the folder."""
 BUSY = (429, 503)
-"""Statuses of a router that may take a request later."""
+"""HTTP statuses of a router that may accept a request later."""
 
 
 def why_not(job: Job) -> str:
-    """The field for which a request cannot outlive its router; empty where it can."""
+    """Return the field because of which a request cannot outlive its router; empty if it can."""
     options = job.options
     fields = {
         "n": len(job.prompts) * options.n > 1,
@@ -56,7 +56,7 @@ def why_not(job: Job) -> str:
 
 
 class _News(Wakeup):
-    """Of a choice that nobody need wait for."""
+    """The wakeup of a choice without a waiter: each `set` calls `on_news`."""
 
     def __init__(self, on_news: Callable[[], None]) -> None:
         super().__init__()
@@ -68,19 +68,19 @@ class _News(Wakeup):
 
 @dataclass(slots=True, eq=False)
 class TakenUp:
-    """A request of an earlier router."""
+    """A request taken up from an earlier router."""
 
     record: KeptRequest
     job: Job
     request: GenerateRequest
     decoder: ChoiceDecoder
-    """Which finds out that the text is over; its text is nobody's."""
+    """Detects the end of the text; its own text is not used."""
     answer: RunningAnswer
     source: Generation | None = None
-    """What goes on; None: not yet."""
+    """The generation that continues the request; None until it is sent."""
     error: ChituError | None = None
     is_read: bool = False
-    """To its end."""
+    """Whether a client has read the answer to its end."""
     readers: list[Generation] = field(default_factory=list)
 
     @property
@@ -101,7 +101,7 @@ class KeptRequests:
         make_decoder: Callable[[Job, SamplingParams], ChoiceDecoder],
         clock: Clock,
     ) -> None:
-        """`read_body(route, raw)`: anew, as when it came."""
+        """`read_body(route, raw)` decodes a body again, as when it arrived."""
         self._folder = folder
         self._max_requests = max_requests
         self._max_age_s = max_age_s
@@ -119,8 +119,8 @@ class KeptRequests:
     # ------------------------------------------------------------------------------------------------ the router's end
 
     async def write_all(self, timeout_s: float) -> None:
-        """Stop and write what runs, and tell its clients how to go on; what cannot be written they are told, too.
-        Requests that must end here (`why_not`) run on."""
+        """Stop and write the running requests. Their clients are told how to go on, or that their request could not be
+        written. Requests that must end here (`why_not`) run on."""
         self._is_ending = True
         written: list[tuple[RunningAnswer | TakenUp, KeptRequest]] = []
         taken = {id(each.answer): each for each in self._taken}
@@ -129,12 +129,12 @@ class KeptRequests:
                 answer.parting = asyncio.get_running_loop().create_future()
                 self._router.cancel(answer.choices[0].generation)
                 written.append((answer, record))
-        if self._looking is not None:  # it may be taking one
+        if self._looking is not None:  # it may be taking up a request
             await asyncio.wait({self._looking}, timeout=timeout_s / 2)
         for each in self._taken:
             if not each.is_read and each.error is None:
                 written.append((each, self._record_again(each)))
-                each.error = NoInstance("the server is shutting down")  # and no news of it any more
+                each.error = NoInstance("the server is shutting down")  # which also ends its updates
                 if each.source is not None:
                     self._router.cancel(each.source)
         end_s = self._clock.monotonic() + timeout_s
@@ -149,7 +149,7 @@ class KeptRequests:
                 what.wakeup.set()
 
     async def _write(self, record: KeptRequest, end_s: float) -> ChituError:
-        """What its client is told."""
+        """Write the record and return the error that its client gets."""
         ident = record.request_id
         try:
             await asyncio.wait_for(
@@ -159,14 +159,14 @@ class KeptRequests:
             reason = str(error) or "the folder does not answer"
             log.error("request %s is lost with this router: it could not be kept: %s", ident, reason)
             return NoInstance(f"the server is shutting down, and could not keep this request: {reason}")
-        log.info("request %s is kept behind %d tokens", ident, len(record.token_ids))
+        log.info("request %s is kept after %d tokens", ident, len(record.token_ids))
         return RequestKept(
             f"the server is shutting down, and kept this request: the next one goes on with it; read its answer with "
             f"GET /v1/requests/{ident} (its rest, of a stream, with the header Last-Event-ID)"
         )
 
     def _record_of(self, answer: RunningAnswer) -> KeptRequest | None:
-        """None where it cannot be kept, or its last token is here."""
+        """Return the record of a request; None if it cannot be kept, or has its last token already."""
         layout, origin = self._model.layout, answer.origin
         if origin is None or layout is None or len(answer.choices) != 1 or answer.is_aborted:
             return None
@@ -207,8 +207,8 @@ class KeptRequests:
         )
 
     def snapshot(self, name: str) -> bytes:
-        """What a router would write of the newest request of this id, which runs on: a file that another one can take
-        up. UnknownRequest where none runs, InvalidRequest where such a request cannot be kept."""
+        """Return what the router would write of the newest request with this id, which runs on: a file that another
+        router can take up. UnknownRequest if none runs, InvalidRequest if such a request cannot be kept."""
         taken = {id(each.answer): each for each in self._taken}
         for answer in reversed(self._running.named(name)):
             each = taken.get(id(answer))
@@ -222,7 +222,7 @@ class KeptRequests:
     # -------------------------------------------------------------------------------------------------- the next router
 
     def tick(self) -> None:
-        """Look into the folder, now and then, once requests can be served."""
+        """Look into the folder every `LOOK_S`, once requests can be served."""
         now_s = self._clock.monotonic()
         if now_s < self._next_look_s or self._is_ending or self._looking is not None:
             return
@@ -249,16 +249,16 @@ class KeptRequests:
                 if await asyncio.to_thread(self._folder.take, name):
                     self._taken.append(each)
                     self._running.add(record.request_id, each.answer)
-                    log.info("kept request %s goes on behind %d tokens", record.request_id, len(record.token_ids))
+                    log.info("kept request %s continues after %d tokens", record.request_id, len(record.token_ids))
                     self._go_on(each)
             self._has_looked = True
         except OSError as error:
-            log.error("kept requests cannot be looked for: %s", error)
+            log.error("cannot look for kept requests in their folder: %s", error)
         finally:
             self._looking = None
 
     async def _parsed(self, record: KeptRequest) -> TakenUp:
-        """ChituError where this router cannot serve it."""
+        """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
         job = await self._read_body(record.route, bytearray(record.body.encode()))
         limits = self._model.limits(self._router.candidates)
         if why_not(job) or limits is None:
@@ -267,10 +267,10 @@ class KeptRequests:
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
             raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
         self._model.require_known([*ids, *record.token_ids], limits, "token_ids", False)
-        # The rest of the sampling is the body's, too; what depends on limits and luck is as it was.
+        # What depends on limits and chance stays as it was; the rest of the sampling must equal the body's.
         job.samplings = [msgspec.structs.replace(job.samplings[0], max_tokens=sampling.max_tokens, seed=sampling.seed)]
         if ReceiptSampling(**msgspec.structs.asdict(job.samplings[0])) != sampling:
-            raise InvalidRequest("sampling: its body means another one here")
+            raise InvalidRequest("sampling: this router reads other parameters from the request's body")
         job.prompts[0].token_ids, job.prompts[0].num_tokens = pack_i32(ids), len(ids)
         if job.cache_salt is not None:
             job.cache_salt = record.tenant + job.cache_salt
@@ -291,7 +291,7 @@ class KeptRequests:
         return each
 
     def _go_on(self, each: TakenUp) -> None:
-        """Where nobody takes it now, it is tried again."""
+        """Continue the request. If no instance accepts it now, `tick` tries again."""
         record = each.record
         if each.decoder.finish_reason is not None:
             source = Generation(each.request, each.answer.wakeup.set, 0.0, self._clock.monotonic())
@@ -345,24 +345,25 @@ class KeptRequests:
             self._taken.remove(each)
             self._running.remove(each.record.request_id, each.answer)
             if not each.is_read:
-                log.warning("kept request %s: nobody read its answer in time", each.record.request_id)
+                log.warning("kept request %s is dropped: no client read its answer in time", each.record.request_id)
             each.error = each.error or UnknownRequest(f"request {each.record.request_id!r} is too old")
             self._tell(each)
 
     # ---------------------------------------------------------------------------------------------------------- readers
 
     def find(self, name: str, tenant: str) -> TakenUp:
-        """The newest of this id, or answer's id, for this tenant. UnknownRequest; NoInstance before the first look."""
+        """Return the tenant's newest request with this id or answer id. UnknownRequest if there is none; NoInstance
+        before the first look."""
         names = bare_names(name)
         known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
         if known:
             return max(known, key=lambda each: each.record.created_s)
         if not self._has_looked:
-            raise NoInstance("kept requests were not looked for yet: instances are on their way; try again")
+            raise NoInstance("kept requests are not loaded yet: instances are still starting; try again")
         raise UnknownRequest(f"no request {name!r} of an earlier router is kept here for you")
 
     def reader(self, each: TakenUp, wake: Callable[[], None]) -> Generation:
-        """Its output from the beginning on; give it to `leave`."""
+        """Return a reader of the output from its beginning on. Give it to `leave` at the end."""
         now_s = self._clock.monotonic()
         reader = Generation(each.request, wake, now_s, now_s)
         each.readers.append(reader)
@@ -385,6 +386,6 @@ class KeptRequests:
 
 
 def _logprobs_of(generation: Generation) -> list[bytes]:
-    """Of all its tokens; empty where they are not asked for."""
+    """Return the logprobs of all its tokens; empty if they are not requested."""
     kept = generation.kept_logprobs
     return [] if kept is None else kept + generation.logprobs

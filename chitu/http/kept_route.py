@@ -1,7 +1,7 @@
 """`GET /v1/requests/ID`: the answer of a request that outlived its router, as its first client would have read it.
 
-A hot route beside those of `generate.py`, which writes it; loop thread. A stream begins behind the events that the
-client says it has. To leave ends nothing: it may be read again.
+A hot route beside those of `generate.py`, which writes the answer; loop thread. A stream begins after the events that
+the client reports to have. A client that leaves ends nothing: the answer may be read again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class KeptRoute:
         self._clock = clock
 
     async def answer(self, exchange: Exchange, scope: Scope, name: str) -> None:
-        """`name`: of the request, or of its answer."""
+        """Send the answer of a kept request. `name`: id of the request or of its answer."""
         running = RunningAnswer(self._tenant_of(scope), self._clock.monotonic())
         running.numbers = EventNumbers(events_read(scope))
         each = self._kept.find(name, running.tenant)

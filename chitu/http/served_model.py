@@ -28,7 +28,7 @@ from chitu.router.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
 NAMED_CHARS = 100
-"""Of a client's text in an error."""
+"""Characters of a client's text that an error quotes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,12 +45,12 @@ class ServedModel:
         self.tokenizer = tokenizer
         known = [token for token in tokenizer.eos_token_ids if token < spec.vocab_size]
         self.eos_ids = frozenset(spec.eos_token_ids).union(known)
-        """What ends a text, unless the client ignores it: eos of tokenizer, generation_config.json and config.json."""
+        """Tokens that end a text unless `ignore_eos`: eos of tokenizer, generation_config.json and config.json."""
         self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
-        """Those of them that D does not know by itself, as it reads no tokenizer."""
+        """Eos ids that only the tokenizer has. D cannot find them by itself, as it reads no tokenizer."""
         self._completion_texts = CompletionTexts(tokenizer.token_bytes)
         self._chat_texts = ChatTexts(tokenizer.token_bytes)
-        """Tables that fill as tokens occur, for logprobs."""
+        """Tables for logprobs; they fill as tokens occur."""
         self._spec_vocab_size = spec.vocab_size
         self.message_format = MessageFormat.of(tokenizer.template_source)
         self._takes_several_calls = takes_several_calls(tokenizer.apply_chat_template)
@@ -58,38 +58,38 @@ class ServedModel:
         self._config_max_len = config.max_model_len
         self._limits: tuple[Candidates, ModelLimits] | None = None
         self.layout: KVLayout | None = None
-        """Of one that served when `limits` was asked last: all have the same model."""
+        """Layout of an instance that served when `limits` was last computed; all instances have the same model."""
 
     @classmethod
     def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
-        """ConfigError where the folder is missing or not a model."""
+        """Load the model's tokenizer and spec. ConfigError if the folder is missing or not a model."""
         return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
 
     def require_name(self, name: str | None) -> None:
-        """ModelNotFound for a name that is neither the served one nor the path; None is the one model that there is."""
+        """Raise ModelNotFound if `name` is neither the served name nor the path. None means the served model."""
         if name is not None and name != self.name and name != self.path:
             raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
 
     def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool) -> ChoiceLogprobs:
-        """Of a new choice, in the form of its route."""
+        """Return empty logprobs for a new choice, in the form of its route."""
         if is_chat:
             return ChatLogprobs(self._chat_texts)
         return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
 
     def stop_ids_of(self, sampling: SamplingParams) -> frozenset[int]:
-        """Eos and the request's stop ids."""
+        """Return eos and the request's stop ids."""
         return self.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else self.eos_ids
 
     def ends_of(self, sampling: SamplingParams) -> frozenset[int]:
-        """Those of them that end it."""
+        """Return the ids of `stop_ids_of` that end the request's text: without eos if it ignores eos."""
         return frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self.stop_ids_of(sampling)
 
     def prompt_logprobs(self, count: int) -> PromptLogprobs:
-        """Of a new choice, with so many candidates for each token."""
+        """Return empty prompt logprobs for a new choice, with `count` candidates for each token."""
         return PromptLogprobs(self._completion_texts, count)
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
-        """None while no instance can serve. Computed once per view."""
+        """Return the limits of a request; None while no instance can serve. Computed once per view."""
         if self._limits is None or self._limits[0] is not candidates:
             serving = candidates.serving
             if not serving:
@@ -102,13 +102,13 @@ class ServedModel:
         return self._limits[1]
 
     def vocab_size(self, candidates: Candidates) -> int:
-        """Of the serving instances; the checkpoint's while there is none."""
+        """Return the vocabulary size of the serving instances, or of the checkpoint while there is none."""
         limits = self.limits(candidates)
         return limits.vocab_size if limits is not None else self._spec_vocab_size
 
     def encode(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
-        """Token ids. ContextLengthExceeded, before it is tokenised, where they are certainly more than a request may
-        have; the caller counts the others."""
+        """Return the text's token ids. ContextLengthExceeded, without tokenising, if they are certainly more than a
+        request may have; otherwise the caller counts them."""
         if self.tokenizer.exceeds(text, limits.max_model_len):
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {limits.max_model_len} tokens and a prompt of {len(text)} "
@@ -117,8 +117,8 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def bad_words(self, words: Sequence[str | list[int]], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
-        """Each as the tokens that it is at the beginning of a text and behind a space; tokens as they are.
-        InvalidRequest where it is nothing but spaces, or more tokens than are looked back at."""
+        """Return each word as its tokens at the beginning of a text and after a space; token lists stay as they are.
+        InvalidRequest if a word is only spaces, or more than `MAX_BAD_WORD_TOKENS` tokens."""
         found: dict[tuple[int, ...], None] = {}
         for i, word in enumerate(words):
             param = f"bad_words[{i}]"
@@ -139,16 +139,16 @@ class ServedModel:
         return tuple(found)
 
     def encode_to_cut(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:
-        """The same of a text of which only the end is wanted: it may have more tokens than a request, and is refused
-        beyond what `/tokenize` takes."""
+        """Return token ids as `encode` does, for a text of which only the end is used. It may have more tokens than a
+        request; ContextLengthExceeded beyond what `/tokenize` takes."""
         most = max(limits.max_model_len, MAX_TOKENS)
         if self.tokenizer.exceeds(text, most, bytes_per_token=1):
             raise ContextLengthExceeded(f"a prompt of {len(text)} characters has more than {most} tokens; shorten it")
         return self.tokenizer.encode(text, add_special_tokens)
 
     def last_tokens(self, ids: Sequence[int], most: int, has_special_tokens: bool) -> list[int]:
-        """The last of them, `most` at least 1; with special tokens behind those that begin every text (bos), where
-        there is room for more than these."""
+        """Return the last `most` ids (`most` at least 1). With special tokens, the result begins with those that begin
+        every text (bos), if there is room for more than these."""
         head = self.tokenizer.encode("", True) if has_special_tokens else []
         if len(head) < most and list(ids[: len(head)]) == head:
             return [*head, *ids[len(ids) - (most - len(head)) :]]
@@ -162,8 +162,8 @@ class ServedModel:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """A chat as text. InvalidRequest where the template refuses it; `warnings` gets a word on variables that the
-        template does not read."""
+        """Return a chat as text. InvalidRequest if the template refuses it. Variables that the template does not read
+        are added to `warnings`."""
         unread = sorted(variables.keys() - self.tokenizer.template_variables)
         if unread:
             names = ", ".join(unread)[:NAMED_CHARS]
@@ -171,8 +171,8 @@ class ServedModel:
         return self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt, variables)
 
     def message_plan(self, body: ChatBody, prompt: str, tools: Sequence[dict[str, Any]] | None) -> MessagePlan | None:
-        """How the answer to a rendered chat is read; None: all of it is content. `tools`: those that are offered.
-        InvalidRequest for tools where this model's calls could not be told from text."""
+        """Return how to parse the answer to a rendered chat; None if all of it is content. `tools`: the offered tools.
+        InvalidRequest for tools if this model's calls cannot be told from text."""
         calls, marks = (
             self.message_format if body.separate_reasoning is not False else (self.message_format.calls, None)
         )
@@ -197,12 +197,12 @@ class ServedModel:
         )
 
     def may_skip_special(self, plan: MessagePlan) -> bool:
-        """Whether the plan finds its marks without the special tokens."""
+        """Return whether the plan finds its marks in a text without special tokens."""
         return self.tokenizer.special_texts.isdisjoint(plan.marks())
 
     def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
-        """InvalidRequest where the model has no embedding for one of the ids (not empty), whoever made them: tokenizers
-        may know tokens that were added behind the model's vocabulary."""
+        """Raise InvalidRequest if the model has no embedding for one of the ids (not empty). That may happen with a
+        tokenizer's ids too: it may have tokens that were added beyond the model's vocabulary."""
         if is_text and self.tokenizer.vocab_size <= limits.vocab_size:
             return
         largest = max(ids)
@@ -216,8 +216,8 @@ class ServedModel:
 
 
 def output_limit(prompt_tokens: int, wanted: int | None, default: int | None, max_model_len: int) -> int:
-    """Tokens that a request may emit. `default` None: the rest of the context. ContextLengthExceeded where the prompt
-    leaves no room, or not the room that was asked for."""
+    """Return how many tokens a request may emit. `default` None: the rest of the context. ContextLengthExceeded if the
+    prompt leaves no room, or less than `wanted`."""
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(

@@ -1,6 +1,6 @@
-"""uvicorn on a socket of ours, on a loop of ours, without its signal handlers, and with a protocol class of ours for
-its connections (`http_connection.py`, docs/adr/0008). uvicorn keeps connections, tasks and the headers of every answer,
-and ends them; accepting is ours, as uvloop takes one connection a turn. Loop thread.
+"""uvicorn with our own socket, loop and protocol class (`connection.py`, docs/adr/0008), and without its signal
+handlers. uvicorn keeps connections, tasks and the headers of every answer, and ends them. We accept connections
+ourselves, because uvloop accepts one a turn. Loop thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from chitu.http.limits import HTTPLimits, within_descriptors
 log = logging.getLogger(__name__)
 
 CONNECTIONS_PER_TURN = 64
-"""Accepted at once; the loop has other work, too."""
+"""Connections accepted in one turn of the loop, which has other work too."""
 ACCEPT_PAUSE_S = 0.05
 
 
 def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket.socket:
-    """A listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, where it cannot be had.
-    `is_shared`: others of this user may listen at the same port."""
+    """Return a listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, if it cannot listen.
+    `is_shared`: other sockets of this user may listen on the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,8 +45,8 @@ def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket
 
 
 def listen_together(host: str, port: int, key: str, count: int) -> list[socket.socket]:
-    """So many sockets at one port; the kernel gives each connection to one of them, by a hash of its addresses.
-    ConfigError as `listen`, or where the system cannot do it."""
+    """Return `count` sockets on one port; the kernel gives each connection to one of them, by a hash of its addresses.
+    ConfigError as in `listen`, or if the system cannot do it."""
     alone = listen(host, port, key)  # a socket that shares would also share with another router of this user
     if count == 1:
         return [alone]
@@ -58,8 +58,8 @@ def listen_together(host: str, port: int, key: str, count: int) -> list[socket.s
 
 
 class Listener:
-    """Accepts what waits at a listening socket, in bursts: a loop that accepts one connection a turn lets a hundred new
-    clients wait for a hundred turns. Between `resume` and `pause`, on its loop's thread."""
+    """Accepts the connections of a listening socket in bursts: with one connection a turn of the loop, a hundred new
+    clients would wait for a hundred turns. Active between `resume` and `pause`; on its loop's thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sock: socket.socket, take: Callable[[socket.socket], None]
@@ -78,7 +78,7 @@ class Listener:
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def pause(self) -> None:
-        """What comes waits in the kernel's queue."""
+        """Stop accepting; new connections wait in the kernel's queue."""
         self._is_wanted = False
         self._stop_reading()
 
@@ -100,7 +100,7 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as error:
-                # Of this one connection (it is gone already), or for want of descriptors: they come back.
+                # This connection is gone already, or the process is out of descriptors, which become free again.
                 log.warning("cannot accept a connection: %s", error)
                 self._stop_reading()
                 self._loop.call_later(ACCEPT_PAUSE_S, self._try_again)
@@ -116,7 +116,7 @@ class Listener:
 
 
 class _Server(uvicorn.Server):
-    """The process has two servers and drains on its own terms, so neither may take the signals."""
+    """A server that takes no signals: the process has two servers and drains on its own terms."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class _Server(uvicorn.Server):
 
 
 class HTTPServer:
-    """Serves `app` on `sock` from `start` until `stop`, and whatever it adopts."""
+    """Serves `app` on `sock` and on adopted connections, from `start` until `stop`."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class HTTPServer:
         headers: Sequence[tuple[str, str]] = (),
         limits: HTTPLimits | None = None,
     ) -> None:
-        """`headers` are put into every response."""
+        """`headers`: added to every response."""
         self._loop = asyncio.get_running_loop()
         self._listener = Listener(self._loop, sock, self.adopt)
         self.port = self._listener.port
@@ -156,7 +156,7 @@ class HTTPServer:
         self._adoptions: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Returns once connections are taken."""
+        """Return once connections are accepted."""
         self._task = asyncio.create_task(self._server.serve(sockets=[]))
         while not (self._server.started and self._serving.state.default_headers):
             if self._task.done():
@@ -166,7 +166,7 @@ class HTTPServer:
         self._listener.resume()
 
     def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection (non-blocking) that was accepted."""
+        """Serve a non-blocking connection that was accepted elsewhere."""
         task = self._loop.create_task(self._adopt(connection))
         self._adoptions.add(task)
         task.add_done_callback(self._adoptions.discard)
@@ -179,7 +179,7 @@ class HTTPServer:
             connection.close()
 
     def stop_accepting(self) -> None:
-        """No new connections; those that are open get one answer more."""
+        """Accept no new connections; open ones get one more answer."""
         self._listener.close()
         self._serving.is_ending = True
 
