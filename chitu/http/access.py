@@ -1,10 +1,10 @@
-"""Access to the API port: API keys, the cluster's token, rates. Loop thread; decides, answers nothing.
+"""Access to the API port: API keys, the cluster's token, rate limits. Loop thread. It decides, and sends no answers.
 
-Traces are shown to the operator, and to the API key whose requests they are; without API keys to this machine. Open to
-all are the page, `/health` and `/livez`. Where `api_keys` are configured everything else wants one of them. An
-operator's calls (`/admin/...`) want the cluster's token where the cluster has a key, since API keys are for its users;
-without a cluster key an API key, and with neither they must come from this machine and from no web page. The token is
-taken wherever an API key is. Secrets are compared in constant time.
+The page, `/health` and `/livez` are open to all. If `api_keys` are configured, everything else requires one of them. An
+operator's calls (`/admin/...`) require the cluster's token if the cluster has a key, since API keys are for its users.
+Without a cluster key they require an API key; with neither, they must come from this machine and not from a web page.
+Traces are shown to the operator and to the API key whose requests they are; without API keys, to this machine. The
+token is accepted wherever an API key is. Secrets are compared in constant time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chitu.net.http import Scope, header
 from chitu.net.rate_limit import RateLimiter
 
 OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
-"""Asked by probes and browsers, which have no key."""
+"""Paths open to all, for probes and browsers, which have no key."""
 OPEN_FOLDER = "/web/"
 """The page's files, which are in every copy of the project."""
 ADMIN_FOLDER = "/admin/"
@@ -32,9 +32,9 @@ API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is 
 TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
 """Messages for a missing key, and for a wrong one."""
 SALT_BYTES = 16
-"""Of what stands before a request's own salt: as long for everybody, so that no two tenants can mean the same."""
+"""Size of the prefix of a request's own salt. All are equally long, so that two tenants cannot have the same salt."""
 IPV6_NETWORK_BYTES = 8
-"""A client has a whole /64 of addresses."""
+"""Bytes of an IPv6 address that identify a client, which has a whole /64 of addresses."""
 
 
 class Access:
@@ -46,7 +46,7 @@ class Access:
         self._limiter: RateLimiter[bytes] | None = RateLimiter(clock, per_s, burst) if per_s else None
 
     def require(self, scope: Scope) -> None:
-        """Unauthorized or Forbidden where the request may not be answered."""
+        """Raise Unauthorized or Forbidden if the request may not be answered."""
         path: str = scope["path"]
         if path.startswith(ADMIN_FOLDER):
             self._require_operator(scope, header(scope, b"authorization"))
@@ -57,20 +57,20 @@ class Access:
             _require(header(scope, b"authorization"), [*self._api_keys, *self._token], *API_KEY)
 
     def count(self, scope: Scope) -> None:
-        """RateLimited where the client asks for more generations than its share. Call after `require`."""
+        """Raise RateLimited if the client requests more generations than its share. Call after `require`."""
         if self._limiter is None:
-            return  # to read the caller out of an address costs as much as the request's JSON
+            return  # parsing the client's address costs as much as parsing the request's JSON
         wait_s = self._limiter.take(self._client(scope))
         if wait_s:
             raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
 
     def cache_salt(self, scope: Scope) -> str:
-        """Prefix of the request's own `cache_salt`: each tenant's differs. Empty if nobody is asked for a
-        key. Call after `require`."""
+        """Return the prefix of the request's own `cache_salt`, which differs between tenants. Empty if no key is
+        required. Call after `require`."""
         return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
 
     def trace_tenant(self, scope: Scope) -> str | None:
-        """Whose traces may be read; None: everybody's. Call after `require`."""
+        """Return the tenant whose traces may be read; None for all tenants. Call after `require`."""
         is_operator = is_bearer(header(scope, b"authorization"), self._token)
         return None if is_operator or not self._api_keys else self.cache_salt(scope)
 
@@ -83,7 +83,7 @@ class Access:
             _require_local(scope, "without cluster_key or api_keys, admin calls are taken from this machine")
 
     def _client(self, scope: Scope) -> bytes:
-        """Whom a rate belongs to: the API key where keys are asked for, else the address."""
+        """Return what a rate belongs to: the API key if keys are required, else the address."""
         if self._api_keys:
             return bearer(header(scope, b"authorization")) or b""
         address = _address(scope)
@@ -93,8 +93,8 @@ class Access:
 
 
 def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:
-    """By credential; empty where nobody is asked for one. A key is a tenant of its own, or one with those that
-    `api_key_salts` says the same of. Hashes, since instances need not know the keys."""
+    """Return the salts by credential; empty if none is required. A key is a tenant of its own, or shares one with the
+    keys that have the same entry in `api_key_salts`. Salts are hashes, since instances need not know the keys."""
     keys = [key.encode() for key in config.api_keys]
     if not keys:
         return {}

@@ -19,7 +19,7 @@ from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role, instance_name
 
 Change = tuple[int, int]
-"""Equal values: nothing happened in between but heartbeats."""
+"""Version of the cluster's state. Between two equal values nothing happened except heartbeats."""
 
 
 class SnapshotSource:
@@ -45,18 +45,18 @@ class SnapshotSource:
         self._shared: tuple[bytes, Change] = b"", (-1, -1)
         self._shared_at_s = -math.inf
         self.is_closed = False
-        """The process is ending: streams end too."""
+        """Whether the process is ending, so that streams end too."""
 
     @property
     def model_name(self) -> str:
         return self._model.name
 
     async def fresh(self) -> bytes:
-        """JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
+        """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
         return msgspec.json.encode(await self.snapshot())
 
     async def shared(self) -> tuple[bytes, Change]:
-        """JSON of a snapshot that is at most `MIN_AGE_S` old, and a change that it shows."""
+        """Return JSON of a snapshot that is at most `MIN_AGE_S` old, and the `Change` that it includes."""
         now_s = self._clock.monotonic()
         if now_s - self._shared_at_s >= self.MIN_AGE_S:
             change = await self.change()
@@ -65,7 +65,7 @@ class SnapshotSource:
         return self._shared
 
     async def change(self) -> Change:
-        """What has happened, up to a moment ago."""
+        """Return the `Change` of the cluster as of a moment ago."""
         return await self._cluster.version(), self._cluster.view.version
 
     async def snapshot(self) -> ClusterSnapshot:
@@ -86,7 +86,7 @@ class SnapshotSource:
         )
 
     def instances(self) -> tuple[InstanceSnapshot, ...]:
-        """Of the topology, and whoever joined beyond it."""
+        """Return the instances of the topology, and those that joined beyond it."""
         members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
         loads = self._cluster.loads()
         hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
@@ -96,7 +96,7 @@ class SnapshotSource:
 
 
 def transport_in_use(topology: Topology, view: ClusterView) -> str:
-    """`auto` prefers memory that both ends map, on one machine, and takes Mooncake between machines."""
+    """Return the transport in use. `auto` uses memory that both ends map on one machine, Mooncake between machines."""
     router = topology.dp_config.router
     configured = router.pd_disaggregation.transport
     at = [(info.role, "localhost" if is_loopback(info.host) else info.host) for info in view.instances]
@@ -109,7 +109,7 @@ def transport_in_use(topology: Topology, view: ClusterView) -> str:
 
 
 def _requests(record: RouterRecord) -> tuple[RequestSnapshot, ...]:
-    """The newest of all API processes. They share a machine and so its clock."""
+    """Return the newest requests of all API processes, which share a machine and so its clock."""
     ended = sorted((r for worker in record.workers for r in worker.ended), key=lambda r: r.ended_at_s or 0.0)
     running = sorted((r for worker in record.workers for r in worker.running), key=lambda r: r.created_at_s)
     return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])

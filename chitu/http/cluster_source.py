@@ -1,9 +1,8 @@
-"""What an API process can know of the whole router: the cluster view, the loads, and every API process's own record.
+"""The whole router as an API process sees it: the cluster view, the loads, and the record of every API process.
 
-`ClusterSource` is what the routes that show or change the cluster are made with. `serve/own_cluster.py` is the one of
-the process that keeps the membership, `serve/replica.py:ReplicaCluster` that of the other API processes
-(`router.workers`). Whichever is asked asks the others (`serve/siblings.py`), so an answer is as new as the question.
-Loop thread.
+The routes that show or change the cluster use a `ClusterSource`. `serve/own_cluster.py` implements it for the process
+that keeps the membership, `serve/replica.py:ReplicaCluster` for the other API processes (`router.workers`). For each
+call a source asks the other processes (`serve/siblings.py`), so a result is as new as the call. Loop thread.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ class WorkerReport(Wire, frozen=True, tag="worker_report"):
     """One API process as it is now."""
 
     index: int
-    """0: the one that keeps the membership."""
+    """Index of the process; 0 keeps the membership."""
     pid: int
     in_flight: int
     version: int
-    """Of its journal: grows with every start, first token and end of a request."""
+    """Version of its journal: grows with every start, first token and end of a request."""
     running: tuple[RequestSnapshot, ...]
     ended: tuple[RequestSnapshot, ...]
-    """The last ones, oldest first."""
+    """Requests that ended last, oldest first."""
     view_version: int
-    """Of the cluster view that it has."""
+    """Version of the cluster view that it has."""
     metrics: RouterMetrics
-    """Process 0's has what those that have ended had counted, too."""
+    """Metrics of the process; those of process 0 include the counts of processes that have ended."""
     coordination: CoordinationMetrics | None = None
-    """Of process 0."""
+    """Metrics of the membership; of process 0 only."""
 
 
 @dataclass(slots=True, frozen=True)
 class RouterRecord:
-    """The router as a whole: what its API processes know together, and what the membership counts."""
+    """The router as a whole: the reports of its API processes, and the metrics of the membership."""
 
     workers: tuple[WorkerReport, ...]
 
     @property
     def coordination(self) -> CoordinationMetrics:
-        """Zeros where process 0 does not answer."""
+        """Metrics of the membership; zeros if process 0 does not answer."""
         return next((w.coordination for w in self.workers if w.coordination is not None), CoordinationMetrics())
 
     @property
@@ -60,7 +59,7 @@ class RouterRecord:
 
 @dataclass(slots=True, frozen=True)
 class Draining:
-    """An instance that was told to finish and leave."""
+    """An instance that was asked to finish and leave."""
 
     name: str
     incarnation: int
@@ -71,33 +70,33 @@ class ClusterSource(Protocol):
     def view(self) -> ClusterView: ...
 
     def loads(self) -> Loads:
-        """The last report of each member."""
+        """Return the last report of each member."""
 
     def ports(self) -> Mapping[str, int]:
-        """Those of the membership and the one for tokens, by short key name."""
+        """Return the ports of the membership and the token port, by short key name."""
 
     async def version(self) -> int:
-        """Grows with whatever happens to any request."""
+        """Return a number that grows with every event of any request."""
 
     def own_report(self) -> WorkerReport:
-        """What this process knows of its own requests."""
+        """Return this process's report on its own requests."""
 
     async def record(self) -> RouterRecord:
-        """As it is when this is called or later, and when all have seen this process's view; what one that does not
-        answer knew last."""
+        """Return the reports of all API processes, made after this call and after all have this process's view. For a
+        process that does not answer, its last known report is used."""
 
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
 
     async def abort_elsewhere(self, name: str, tenant: str) -> int:
-        """`RunningAnswers.abort` in every other API process. Internal where one does not answer."""
+        """Call `RunningAnswers.abort` in every other API process; return the sum. Internal if one does not answer."""
 
     async def flush_caches(self) -> None:
-        """Every instance forgets the prefixes that it has cached, within a heartbeat or so."""
+        """Make every instance forget its cached prefixes, within about a heartbeat."""
 
 
 def report_of(router: PDRequestRouter, index: int, view: ClusterView) -> WorkerReport:
-    """What this process knows of its own requests."""
+    """Return this process's report on its own requests."""
     return WorkerReport(
         index=index,
         pid=os.getpid(),

@@ -1,7 +1,7 @@
-"""What lets scripts of other web pages use the API from a browser (CORS, `router.cors_origins`). Pure; loop thread.
+"""CORS: headers that let scripts of other web pages use the API (`router.cors_origins`). Pure; loop thread.
 
-A browser asks beforehand (the preflight) what a page may send, and shows the page an answer only where its head names
-the page's origin. No cookies are in use, so none are allowed.
+A browser asks beforehand (the preflight) what a page may send, and shows the page an answer only if its head names the
+page's origin. The API uses no cookies, so none are allowed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.net.http import Headers, Scope, header
 
 EXPOSED = b", ".join((b"x-request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
-"""Headers of answers that scripts may read, beside those that they always may."""
+"""Headers of answers that scripts may read, in addition to those that they always may."""
 PREFLIGHT_S = b"600"
 """How long a browser may remember the answer to a preflight."""
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2000}\Z")
 
 
 def cors_headers(scope: Scope, origins: Collection[str]) -> Headers:
-    """Of every answer: whether a script of the asking page may see it. Operators' calls are no script's."""
+    """Return the headers that tell whether a script of the requesting page may see an answer. Scripts never see the
+    answers to operators' calls."""
     vary: Headers = [(b"vary", b"origin")]
     origin = header(scope, b"origin")
     if origin is None or scope["path"].startswith("/admin/"):
@@ -41,8 +42,8 @@ def is_preflight(scope: Scope) -> bool:
 
 
 def preflight_headers(scope: Scope) -> Headers:
-    """Of the answer to a preflight: what a page may send that `cors_headers` lets see the answer. Client libraries have
-    headers of their own, so it is what they ask for."""
+    """Return the headers of the answer to a preflight: what a page may send if `cors_headers` lets it see the answer.
+    All requested headers are allowed, because client libraries have headers of their own."""
     wanted = header(scope, b"access-control-request-headers") or b""
     return [
         (b"access-control-allow-methods", b"GET, POST"),

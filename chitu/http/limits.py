@@ -1,4 +1,5 @@
-"""What HTTP clients may take of a process, and the count of what they took. For `HTTPServer` and its connections."""
+"""Limits on what HTTP clients may use of a process, and the count of what they use. For `HTTPServer` and its
+connections."""
 
 from __future__ import annotations
 
@@ -6,41 +7,41 @@ import resource
 from dataclasses import dataclass, replace
 
 PROBE_PATHS = frozenset({"/health", "/livez"})
-"""Answered beyond `max_connections`, too: a full server is not a sick one."""
+"""Paths answered beyond `max_connections` too: a full server is not an unhealthy one."""
 PROBE_CONNECTIONS = 64
 """This many connections beyond `max_connections` may still send a request's head; the next one replaces the oldest."""
 PROBE_HEAD_S = 1.0
-"""How long they have to send it."""
+"""Time that these connections have to send the head."""
 FREE_BODY_BYTES = 64 << 10
-"""Of each body, outside the budget, so that small bodies never wait for large ones; the connections bound their sum.
-Also what is taken of a body that nobody reads yet."""
+"""Bytes of each body outside the budget, so that small bodies never wait for large ones; the number of connections
+bounds their sum. Also the bytes that are taken of a body before a reader asks for it."""
 LINGER_BYTES = 64 << 20
-"""Of one request or behind the last one, thrown away unread; a client that sends more is cut off."""
+"""Bytes of one request, or after the last one, that are discarded unread; a client that sends more is cut off."""
 SPARE_DESCRIPTORS = 256
-"""For everything that is no client's connection."""
+"""Descriptors for everything except client connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class HTTPLimits:
-    """For one server. What they protect is this process; requests have bounds of their own."""
+    """Limits of one server. They protect this process; requests have bounds of their own."""
 
     max_connections: int = 8192
-    """Open at once, in this process; fewer if its limit of descriptors is lower."""
+    """Connections open at once in this process; fewer if its limit of descriptors is lower."""
     max_headers: int = 100
     max_head_bytes: int = 64 << 10
-    """Request line and headers."""
+    """Size of the request line and the headers."""
     max_total_body_bytes: int = 256 << 20
-    """Held at once for all requests, beyond the first `FREE_BODY_BYTES` of each."""
+    """Bytes of bodies held at once for all requests, beyond the first `FREE_BODY_BYTES` of each."""
     head_s: float = 10.0
-    """From a connection's start, or the first byte of a later request, to the end of the headers."""
+    """Timeout from a connection's start, or the first byte of a later request, to the end of the headers."""
     body_s: float = 60.0
-    """From there to the end of the body."""
+    """Timeout from the end of the headers to the end of the body."""
     write_s: float = 60.0
     """A client that reads nothing of what is written to it for this long is cut off."""
     linger_s: float = 5.0
-    """For a client that still sends to see that it was answered for the last time."""
+    """Time that a client that still sends has to see that it got its last answer."""
     keep_alive_s: float = 75.0
-    """Between two requests."""
+    """Timeout between two requests."""
 
 
 class BodyBudget:
@@ -51,7 +52,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def take(self, num_bytes: int) -> bool:
-        """False, and nothing is taken, where that would be too many."""
+        """Take the bytes. Return False, and take nothing, if the limit would be exceeded."""
         if self.held_bytes + num_bytes > self.limit_bytes:
             return False
         self.held_bytes += num_bytes
@@ -62,7 +63,8 @@ class BodyBudget:
 
 
 def within_descriptors(limits: HTTPLimits) -> HTTPLimits:
-    """The most connections that leave the process descriptors of its own; it may take all that the system allows."""
+    """Return limits with at most as many connections as leave descriptors for the process. Raises the process's soft
+    limit of descriptors, up to the hard one, if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = PROBE_CONNECTIONS + SPARE_DESCRIPTORS
     wanted = limits.max_connections + others

@@ -1,7 +1,7 @@
-"""The requests in what a connection brings, by httptools (its public face alone). Pure: bytes in, calls out.
+"""Parses the requests of a connection with httptools (only its public API). Pure: bytes in, calls out.
 
-The parser stops at a request that asks for another protocol, and leaves its body to that. None is spoken here, and such
-a wish is ignored (RFC 9110, 7.8); so the head is given to the parser again without it.
+httptools stops at a request that asks for an upgrade to another protocol, and leaves its body to that. No other
+protocol is supported, and the upgrade is ignored (RFC 9110, 7.8): the head is parsed again without it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from chitu.net.http import Headers, Scope
 
 @dataclass(slots=True)
 class Head:
-    """A request without its body. `scope` is ASGI's, except the addresses."""
+    """A request without its body. `scope`: the ASGI scope without the addresses."""
 
     scope: Scope
     keeps_alive: bool
-    """More requests may follow."""
+    """Whether more requests may follow."""
     expects_continue: bool
 
 
 class RequestParser:
-    """`on_head` may raise a ChituError, which `feed` raises then. `on_end` follows every `on_head` once."""
+    """Parser of one connection. `feed` raises the ChituError that `on_head` raises. `on_end` follows every `on_head`
+    once."""
 
     def __init__(
         self,
@@ -44,27 +45,27 @@ class RequestParser:
         self.on_body = on_body  # called by the parser below
         self._parser: Any = httptools.HttpRequestParser(self)
         self.is_over = False
-        """No request follows: set by the owner, and once `feed` has raised."""
+        """Whether no request follows: set by the owner, and once `feed` has raised."""
         self.num_begun = 0
-        """Requests whose first byte came."""
+        """Requests whose first byte has arrived."""
         self.is_in_head = self._is_in_body = False
         self._head_bytes = self._header_bytes = 0
-        """Of an incomplete head, counted as it comes; of its headers, counted as they are parsed."""
+        """Bytes of an incomplete head, counted as they arrive, and of its headers, counted as they are parsed."""
         self._url = b""
         self._headers: Headers = []
         self._refusal: ChituError | None = None
 
     def feed(self, data: bytes) -> None:
-        """HeadersTooLarge, InvalidRequest: what comes is no request, and nothing more is taken."""
+        """Parse `data`. HeadersTooLarge or InvalidRequest if it is no valid request; then nothing more is taken."""
         self._parse(data)
         if self.is_in_head:
-            self._head_bytes += len(data)  # the parser tells of a header only when it has all of it
+            self._head_bytes += len(data)  # the parser reports a header only when it is complete
             if self._head_bytes > self._limits.max_head_bytes:
                 self.close()
                 raise self._too_large()
 
     def close(self) -> None:
-        """Nothing is taken any more."""
+        """Take nothing more."""
         self.is_over, self.is_in_head = True, False
 
     def _parse(self, data: bytes) -> None:
@@ -73,7 +74,7 @@ class RequestParser:
         except httptools.HttpParserUpgrade as stop:
             self._parse(self._head_without_upgrade() + data[stop.args[0] :])
         except httptools.HttpParserError:
-            if not self.is_over:  # else behind a request that said it is the last
+            if not self.is_over:  # else it is after a request that declared itself the last
                 self.close()
                 raise self._refusal or InvalidRequest("this is no HTTP request that the server understands") from None
 
@@ -87,8 +88,8 @@ class RequestParser:
         limits = self._limits
         return HeadersTooLarge(f"at most {limits.max_headers} headers and {limits.max_head_bytes} bytes are taken")
 
-    # ---------------------------------------------------------------------------------------- from the parser; what is
-    # raised in these comes out of `feed_data` as another exception
+    # ------------------------------------------------------------------------------------ calls of the parser; what is
+    # raised in these leaves `feed_data` as another exception
 
     def _refuse(self, error: ChituError) -> ChituError:
         self._refusal = error
@@ -108,7 +109,7 @@ class RequestParser:
         self._header_bytes += len(name) + len(value)
         if len(self._headers) >= self._limits.max_headers or self._header_bytes > self._limits.max_head_bytes:
             raise self._refuse(self._too_large())
-        if self.is_in_head:  # else it is behind the chunks of a body
+        if self.is_in_head:  # else it is a trailer, after the chunks of a body
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

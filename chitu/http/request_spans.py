@@ -1,8 +1,8 @@
 """A request as spans of one trace: on the router, on P, on D. Pure.
 
-Made of what `proof.py` is made of: the records that the router keeps of every attempt, with the times that P and D
-report, and the moments of the HTTP layer. P's and D's clocks are not the router's, so their spans are laid out on the
-router's, in the order in which they came to be; no longer than what they are part of.
+Built from the same data as `proof.py`: the router's records of every attempt, with the times that P and D report, and
+the moments of the HTTP layer. P and D have other clocks than the router, so their spans are placed on the router's
+clock in their order of occurrence, and no longer than the span that contains them.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from chitu.http.proof import Moments, stages_of
 from chitu.protocol.snapshot import RequestSnapshot
 
 MAX_CHOICES = 16
-"""That have spans of their own. Each choice has six or more; a request may have thousands of choices."""
+"""Choices that have spans of their own. Each has six or more; a request may have thousands of choices."""
 
 Attributes = dict[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """Seconds on the router's clock."""
+    """One span. Its times are seconds on the router's clock."""
 
     name: str
     start_s: float
     end_s: float
     attributes: Attributes = field(default_factory=dict)
     instance: str = ""
-    """Name of the instance where it was, as `P0`; empty: the router."""
+    """Name of the instance where it happened, such as `P0`; empty for the router."""
     error: str = ""
-    """Code of `chitu.errors`."""
+    """Error code of `chitu.errors`; empty if there is none."""
     parts: tuple[RequestSpan, ...] = ()
 
 
 def request_span(
     attributes: Attributes, moments: Moments, records: Sequence[Sequence[RequestSnapshot]], error: str
 ) -> RequestSpan:
-    """`records`: of each choice that was sent to instances its attempts, with one at least. `error`: code, where the
-    request has no answer because of it; else that of the first choice that failed counts."""
+    """Return the span of a request, with its parts. `records`: the attempts (at least one) of each choice that was sent
+    to instances. `error`: code of the error that ended the request; if empty, the first failed choice's counts."""
     arrived_s, received_s, answered_s = moments
     received_s = min(max(received_s, arrived_s), answered_s)
     parts = [RequestSpan("receive", arrived_s, received_s)]
@@ -72,8 +72,8 @@ def request_span(
 
 
 def _last_attempt(choice: int, moments: Moments, attempts: Sequence[RequestSnapshot]) -> RequestSpan:
-    """With what it was made of, which is one after the other but for the transfer, of which D's first token does not
-    wait."""
+    """Return the span of a choice's last attempt, with its stages. They follow one another, except the transfer: D's
+    first token does not wait for it."""
     last, stages = attempts[-1], stages_of(moments, attempts)
     queue_s, compute_s = (0.0 if span is msgspec.UNSET else span for span in (stages.queue_s, stages.compute_s))
     prefill, decode = last.prefill or last.decode, last.decode

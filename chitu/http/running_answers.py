@@ -1,5 +1,5 @@
-"""Answers of the generation routes that are being made: their choices, who waits for news of them, and who may abort
-them. Loop thread."""
+"""Running answers of the generation routes: their choices, their wakeups, and which tenant may abort them. Loop
+thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chitu.router.generation import Generation
 
 
 class Wakeup:
-    """A one-waiter event that costs nothing while it is set already."""
+    """An event for one waiter. It costs nothing while it is set already."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -34,7 +34,7 @@ class Wakeup:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns after the next `set` (or at once after one that nobody waited for), and clears it."""
+        """Return after the next `set`, or at once after a `set` that had no waiter. Clears the event."""
         if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -48,19 +48,19 @@ class Choice:
     decoder: ChoiceDecoder
     prompt: Prompt
     logprobs: ChoiceLogprobs | None = None
-    """None where they were not asked for."""
+    """Logprobs of the choice; None if they were not requested."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the field; the same."""
+    """Logprobs for the field `prompt_logprobs`; None if they were not requested."""
     num_shown: int = 0
-    """Tokens that its events stand for, where these say so."""
+    """Tokens that its events have reported as usage, if they do so."""
     is_open: bool = False
-    """Its first event was written."""
+    """Whether its first event was written."""
     has_prompt: bool = False
-    """The prompt's logprobs were written. Another attempt may bring them again."""
+    """Whether the prompt's logprobs were written. Another attempt may bring them again."""
 
 
 class Origin(NamedTuple):
-    """What a request can be made of again, where it may outlive the router."""
+    """What a request can be rebuilt from, if it may outlive the router."""
 
     request_id: str
     route: BodyRoute
@@ -73,28 +73,28 @@ class Origin(NamedTuple):
 class RunningAnswer:
     tenant: str
     arrived_s: float
-    """When its request's head was there; on the router's clock, as the next."""
+    """Time when the request's head was complete, on the router's clock."""
     received_s: float = 0.0
-    """When its whole body was."""
+    """Time when the request's body was complete, on the router's clock."""
     choices: list[Choice] = field(default_factory=list)
-    """Those that were sent on their way."""
+    """Choices that were sent to instances."""
     wakeup: Wakeup = field(default_factory=Wakeup)
     is_aborted: bool = False
     trace: TraceLevel = ""
     origin: Origin | None = None
     numbers: EventNumbers | None = None
-    """Of its stream, where that may be read on."""
+    """Event numbers of its stream, if a client may resume it."""
     parting: asyncio.Future[ChituError] | None = None
-    """It stopped, and this is what its client is told in the end."""
+    """Set once the answer has stopped; its result is the error that the client gets in the end."""
 
 
 def bare_names(name: str) -> set[str]:
-    """Ids of requests that are meant by one, or by an answer's."""
+    """Return the request ids that `name` may mean, as the id of a request or of an answer."""
     return {name, next((name.removeprefix(prefix) for prefix in ID_PREFIXES if name.startswith(prefix)), name)}
 
 
 class RunningAnswers:
-    """By request id, which clients may give to several. `cancel` ends a generation; idempotent."""
+    """The running answers by request id, which several may share. `cancel` ends a generation; idempotent."""
 
     def __init__(self, cancel: Callable[[Generation], None]) -> None:
         self._cancel = cancel
@@ -107,14 +107,14 @@ class RunningAnswers:
         return [answer for known in self._answers.values() for answer in known]
 
     def named(self, name: str) -> list[RunningAnswer]:
-        """By the id of a request, or of an answer; the newest last."""
+        """Return the answers with this id of a request or of an answer; the newest last."""
         return [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
 
     def add(self, request_id: str, answer: RunningAnswer) -> None:
         self._answers.setdefault(request_id, []).append(answer)
 
     def remove(self, request_id: str, answer: RunningAnswer) -> None:
-        """It is over, with whatever of it still runs."""
+        """Remove an answer that is over, and cancel what of it still runs."""
         known = self._answers[request_id]
         known.remove(answer)
         if not known:
@@ -123,8 +123,8 @@ class RunningAnswers:
             self._cancel(choice.generation)
 
     def abort(self, name: str, tenant: str) -> int:
-        """End what runs under this request id, or as the answer of this id, for that tenant, as if its client were
-        gone; the client is told. How many requests: none where they ended already, or nobody knows them. Idempotent."""
+        """End the tenant's requests with this request id or answer id, as if their client were gone; the client gets an
+        error. Return their number: 0 if they have ended already or are unknown. Idempotent."""
         found = [answer for answer in self.named(name) if answer.tenant == tenant and not answer.is_aborted]
         for answer in found:
             answer.is_aborted = True
@@ -132,7 +132,7 @@ class RunningAnswers:
         return len(found)
 
     def end(self, answer: RunningAnswer) -> None:
-        """Nobody waits for it any more."""
+        """Cancel what runs of an answer that is not wanted any more."""
         for choice in answer.choices:
             self._cancel(choice.generation)
         answer.wakeup.set()

@@ -1,8 +1,8 @@
-"""Spans of requests to an OpenTelemetry collector, by OpenTelemetry's own SDK (`router.otlp_endpoint`; ADR 30).
+"""Exports spans of requests to an OpenTelemetry collector with OpenTelemetry's SDK (`router.otlp_endpoint`; ADR 30).
 
-The SDK is imported where a collector is named and nowhere else. It samples, batches and sends as its `OTEL_*`
-variables say, in a thread of its own; what a slow or lost collector does not take is dropped there and costs no
-request anything. `record` on the loop thread.
+The SDK is imported only if a collector is configured. Its `OTEL_*` variables control how it samples, batches and sends,
+in a thread of its own. Spans that a slow or lost collector does not accept are dropped there, at no cost to requests.
+Call `record` on the loop thread.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 CLOSE_S = 1.0
-"""For what was not sent yet when the process ends."""
+"""Time to send the remaining spans when the process ends."""
 SERVICES = {"": "chitu-router", "P": "chitu-prefill", "D": "chitu-decode", "U": "chitu-unified"}
 """`service.name`, by the first letter of an instance's name."""
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 
 class SpanExport:
-    """One per process of the router."""
+    """The exporter of one process of the router."""
 
     def __init__(self, endpoint: str, version: str, now_s: Callable[[], float]) -> None:
-        """`endpoint`: the collector's base URL. `now_s`: the router's clock. ConfigError where the SDK is missing, or
-        does not take what the `OTEL_*` variables say."""
+        """`endpoint`: the collector's base URL. `now_s`: the router's clock. ConfigError if the SDK is missing or
+        rejects an `OTEL_*` variable."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -70,12 +70,12 @@ class SpanExport:
         self._failed: Callable[[str], Status] = lambda code: Status(StatusCode.ERROR, code)
 
     def record(self, scope: Scope, start_s: float, make_span: Callable[[], RequestSpan]) -> None:
-        """A request that is over, under the trace that its client began, if it did (`traceparent`). `make_span` is
-        called where it is one of those that are sampled."""
+        """Record a request that is over, under the trace that its client began, if any (`traceparent`). Calls
+        `make_span` only if the request is sampled."""
         values = [(name, header(scope, name.encode())) for name in CONTEXT_HEADERS]
         carrier = {name: value.decode("latin-1") for name, value in values if value is not None}
         context = self._extract(carrier) if carrier else None
-        # The wall's clock may step at any time: one reading for all of a request.
+        # The wall clock may step at any time: read it once per request.
         zero_ns = time.time_ns() - round(1e9 * self._now_s())
         name = f"{scope['method']} {scope['path']}"
         made = self._router.start_span(name, context, self._server, start_time=_at(zero_ns, start_s))
@@ -83,7 +83,7 @@ class SpanExport:
             self._end(made, make_span(), zero_ns)
 
     def _end(self, made: OpenSpan, span: RequestSpan, zero_ns: int) -> None:
-        """With its parts, which go by its sampling."""
+        """End a span, with its parts. They follow its sampling decision."""
         made.set_attributes(span.attributes)
         if span.error:
             made.set_attribute("error.type", span.error)
@@ -97,12 +97,12 @@ class SpanExport:
         made.end(_at(zero_ns, span.end_s))
 
     def close(self) -> None:
-        """What waits is sent, if the collector takes it within `CLOSE_S`."""
+        """Send the remaining spans, if the collector accepts them within `CLOSE_S`."""
 
         shutdown: Callable[[], Any] = self._sender.shutdown
 
         def send_rest() -> None:
-            with contextlib.suppress(Exception):  # the SDK's, of spans that nobody will see now
+            with contextlib.suppress(Exception):  # an error of the SDK, about spans that are lost anyway
                 shutdown()
 
         closing = ServiceThread("close-spans", send_rest)

@@ -1,7 +1,7 @@
-"""`GET /trace/ID`: the records of a traced request, and its life as a time line that is made of them.
+"""`GET /trace/ID`: the records of a traced request, and the timeline that is made of them.
 
-Part of the FastAPI application of the routes that are not hot. Any API process of the router answers: they write to one
-folder (`tracing/trace_files.py`). Files are read in a thread.
+Part of the FastAPI application of the routes that are not hot. Any API process of the router can answer, since all
+write to one folder (`tracing/trace_files.py`). Files are read in a thread.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from chitu.tracing.trace_files import FoundRecords, find_records
 def add_trace_route(
     app: FastAPI, cluster: ClusterSource, folder: Path, tenant_of: Callable[[Scope], str | None], clock: Clock
 ) -> None:
-    """`tenant_of`: whose traces a caller may read; None: everybody's. `clock`: the router's."""
+    """Add the route. `tenant_of`: the tenant whose traces a caller may read; None for all. `clock`: the router's."""
 
     @app.get("/trace/{request_id:path}")
     async def trace(request: Request, request_id: str) -> Response:
-        """What router, P and D recorded of a request that was traced (`X-Chitu-Trace: 1`), with its time line."""
+        """Return what the router, P and D recorded of a traced request (`X-Chitu-Trace: 1`), with its timeline."""
         found = await asyncio.to_thread(find_records, folder, request_id)
         tenant = tenant_of(request.scope)
         if tenant is None:
@@ -44,6 +44,7 @@ def add_trace_route(
 
 
 def may_read(found: FoundRecords, tenant: str | None) -> bool:
-    """Tenants may give their requests the same id: then these are nobody's but the operator's."""
+    """Return whether the tenant may read the records. If requests of several tenants have the id, only the operator
+    may."""
     tenants = {record.tenant for record in found.records if isinstance(record, TraceRequest)}
     return tenant is None or tenants == {tenant}

@@ -1,7 +1,7 @@
-"""The page at `/` and what it reads: the cluster's snapshot, once or as a stream of events, and examples to ask.
+"""The page at `/` and what it reads: the cluster's snapshot, once or as a stream of events, and example prompts.
 
 Part of the FastAPI application of the routes that are not hot; called on the router's loop. The page's files are
-served as they lie in `web/`, with a policy that lets the browser load nothing from anywhere else.
+served unchanged from `web/`, with a policy that lets the browser load nothing from anywhere else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE_HEADERS = {
 MAX_WATCHERS = 64
 """Event streams at once; each costs the loop an encoded snapshot's write per change."""
 HEARTBEAT_TURNS = 5
-"""Number of `MIN_AGE_S` after which an event comes at the latest, for loads that change without a request."""
+"""Longest time between two events, in units of `MIN_AGE_S`, since loads change without a request too."""
 
 
 class _PageFiles(StaticFiles):
@@ -53,12 +53,12 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
 
     @app.get("/cluster")
     async def cluster() -> Response:
-        """Instances with their loads, and the requests that run or ended lately."""
+        """Return the instances with their loads, and the requests that run or ended lately."""
         return Response(await source.fresh(), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/cluster/events")
     async def cluster_events(request: Request) -> Response:
-        """The same as server-sent events: one at every change, at most ten and at least two a second."""
+        """Stream the same as server-sent events: one at every change, at most ten and at least two a second."""
         watchers.require_room()
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(watchers.events(), media_type="text/event-stream", headers=headers)
@@ -68,8 +68,8 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
 
         @app.get("/demo/example")
         async def demo_example(tokens: Annotated[int, Query(ge=50, le=2000)] = 600) -> dict[str, str]:
-            """A list of facts of about this many tokens with a question on it, and its answer: for the embedded
-            model."""
+            """Return a list of facts of about this many tokens with a question about it, and the answer, for the
+            embedded model."""
             example = tiny.recall(random.Random(), tiny.facts_for(tokens))
             return {"prompt": example.prompt, "answer": example.answer, "value": example.value}
 
