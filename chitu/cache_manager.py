@@ -1,13 +1,13 @@
 """`PagedKVCacheManager`: the page tables of an instance, and its prefix cache. Step thread only, torch-free.
 
-A room's pages are *reserved* (its own forward or a peer fills them), may be *in transfer* (a peer writes them),
-and *quarantined* when the room is dead but the peer is not known to have stopped. `remove_task` ends all of that.
+A room's pages are *reserved* (its own forward or a peer fills them). They may be *in transfer* (a peer writes them),
+and are *quarantined* if the room is dead but its peer may not have stopped. `remove_task` ends all of that.
 
-With a `fingerprint` full pages outlive their room. A room begins with the cached pages of its prompt (`begin`), shared
-with whoever else uses them and never written again; `commit` says which of its own are full and settled, from which
-moment others find them. Invariants: a page is in the hands of one room (*private*), of the prefix index and the rooms
-that pinned it there, or of nobody; only private pages are written to, quarantined or handed to a peer that writes.
-A cached page that nobody uses counts as available: `reserve` takes it where free ones do not suffice.
+With a `fingerprint` full pages outlive their room. A room begins with the cached pages of its prompt (`begin`), which
+other rooms may share and none writes again. `commit` adds the room's own pages that are full and settled to the cache.
+Invariants: a page belongs to one room (*private*), to the prefix index and the rooms that pinned it there, or to
+neither; only private pages are written to, quarantined or handed to a peer that writes. A cached page without a user
+counts as available: `reserve` evicts it if there are not enough free pages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from chitu.kv_cache.prefix_index import PrefixIndex
 @dataclass(slots=True)
 class _Room:
     table: list[int] = field(default_factory=list)
-    """Its pages in token order."""
+    """The room's pages in token order."""
     pinned: list[int] = field(default_factory=list)
-    """In the index, under the keys of its first pages. Mostly the table's own beginning; another page with the same
-    content where two rooms computed it at the same time, and the table keeps its private one."""
+    """Pages in the index, under the keys of the room's first pages. Usually the head of `table`. If two rooms computed
+    a page at the same time, the index may hold the other room's copy while `table` keeps the private one."""
 
     def private(self) -> list[int]:
         num_pinned = len(self.pinned)
@@ -38,8 +38,8 @@ class _Room:
 
 
 class PagedKVCacheManager:
-    """`page_size`: tokens a page. `fingerprint`: what all keys of pages begin with (`page_keys.py`); None: nothing is
-    cached."""
+    """The page tables of all rooms. `page_size` is in tokens. `fingerprint` enters the key of every page
+    (`page_keys.py`); if it is None, nothing is cached."""
 
     def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size
@@ -50,12 +50,12 @@ class PagedKVCacheManager:
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
         self.on_cached: Callable[[Sequence[bytes], int, Sequence[int]], None] | None = None
-        """Hears of pages that can be found from now on: keys of the first pages of a sequence, from which of them on
-        they are new, and where these are."""
+        """Called with pages new to the cache: the keys of a sequence's first pages, the position of the first new one,
+        and the new pages."""
         self.hit_tokens = 0
-        """Of prompts, that rooms began with since the start."""
+        """Prompt tokens that rooms found in the cache since the start."""
         self.evictions = 0
-        """Cached pages that were given to somebody else, since the start."""
+        """Cached pages that were evicted for another room since the start."""
 
     @property
     def num_pages(self) -> int:
@@ -75,39 +75,39 @@ class PagedKVCacheManager:
 
     @property
     def num_cached_pages(self) -> int:
-        """That nobody uses at the moment."""
+        """Number of cached pages that no room uses at the moment."""
         return self._allocator.num_cached
 
     @property
     def num_available_pages(self) -> int:
-        """That `reserve` can give."""
+        """Number of pages that `reserve` can give: the free ones and the cached ones without a user."""
         return self._allocator.num_free + self._allocator.num_cached
 
     @property
     def num_shared_pages(self) -> int:
-        """At most so many entries of the tables of all rooms are of pages that others have counted already."""
+        """Upper bound of the entries in all page tables whose page is counted for another room already."""
         return self._index.num_shared_pins
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """Return the number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
     def get_page_indices(self, room: bytes) -> Sequence[int]:
-        """The room's pages in token order; empty for an unknown room."""
+        """Return the room's pages in token order; empty for an unknown room."""
         found = self._rooms.get(room)
         return found.table if found is not None else ()
 
     # -------------------------------------------------------------------------------------------------------- own pages
 
     def reserve(self, room: bytes, num_tokens: int) -> list[int]:
-        """Grow the room's table until it holds `num_tokens`; the new pages. Capacity, and nothing taken, when short."""
+        """Grow the room's table to `num_tokens` and return the new pages. Raise Capacity, and take none, if short."""
         found = self._rooms.get(room) or _Room()
         table = found.table
         missing = self.pages_for(num_tokens) - len(table)
         if missing <= 0:
             return []
         if missing > self.num_available_pages:
-            raise Capacity(f"{missing} pages wanted, {self.num_available_pages} of {self.num_pages} can be had")
+            raise Capacity(f"{missing} pages wanted, {self.num_available_pages} of {self.num_pages} are available")
         short = missing - self.num_free_pages
         if short > 0:
             self._allocator.release(self._index.evict(short))
@@ -117,28 +117,28 @@ class PagedKVCacheManager:
         return pages
 
     def reserve_for_transfer(self, room: bytes, num_tokens: int) -> list[int]:
-        """`reserve`, for pages that a peer will write: they cannot be freed before the writer is known to be done."""
+        """Reserve pages that a peer will write: they cannot be freed before the writer is known to be done."""
         pages = self.reserve(room, num_tokens)
         self._in_transfer.add(room)
         return pages
 
     def insert_kv_cache_from_transfer(self, room: bytes, page_indices: Sequence[int], prefix_length: int) -> None:
-        """The peer wrote `prefix_length` tokens into these pages: they are the room's own now."""
+        """End the transfer: the peer wrote `prefix_length` tokens to these pages, which are now the room's own."""
         if room not in self._in_transfer:
             raise Internal("KV arrived for a room that expects none")
         if list(page_indices) != self._rooms[room].table[: self.pages_for(prefix_length)]:
-            raise Internal("KV arrived in other pages than were reserved")
+            raise Internal("KV arrived in pages other than those reserved")
         self._in_transfer.discard(room)
 
     def quarantine(self, room: bytes) -> None:
-        """The room is dead, its pages may still be written or read by a peer. `remove_task` frees them. Idempotent."""
+        """Quarantine a dead room's pages, which a peer may still access. `remove_task` frees them. Idempotent."""
         if room in self._rooms and room not in self._quarantined:
             self._quarantined.add(room)
             self._allocator.quarantine(self._rooms[room].private())
 
     def remove_task(self, room: bytes) -> None:
-        """The room's private pages are free, its others idle where nobody else uses them. The caller knows that no peer
-        touches them. Idempotent."""
+        """Free the room's private pages and unpin the rest, which become idle if no other room uses them. The caller
+        knows that no peer touches them. Idempotent."""
         found = self._rooms.pop(room, None)
         self._in_transfer.discard(room)
         self._quarantined.discard(room)
@@ -152,8 +152,8 @@ class PagedKVCacheManager:
             self._allocator.release(gone)
 
     def pages_coming_back(self) -> Callable[[bytes], int]:
-        """By how many pages `num_available_pages` grows if a room gives way, after those that the same function was
-        asked for before. Changes nothing."""
+        """Return a function that counts the pages `num_available_pages` gains if a room gives way, in addition to the
+        rooms passed to it before. Changes nothing."""
         taken: dict[int, int] = {}
 
         def coming_back(room: bytes) -> int:
@@ -171,14 +171,14 @@ class PagedKVCacheManager:
     # ------------------------------------------------------------------------------------------------- the prefix cache
 
     def page_keys(self, cache_salt: str) -> PageKeys | None:
-        """For the pages of one sequence; None where nothing is cached."""
+        """Return the keys for the pages of one sequence; None if nothing is cached."""
         if self._fingerprint is None:
             return None
         return PageKeys.of(self._fingerprint, self.page_size, cache_salt)
 
     def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
-        """The first pages of a new room: those in which the beginning of its `prompt` (int32 LE) is cached. How many
-        tokens that is. At least the last `to_compute` are none of them: the last one's logits are needed."""
+        """Start a new room with the cached pages of its `prompt` (int32 LE). Return how many tokens these hold. They
+        never include the last `to_compute` tokens: the last one's logits are needed."""
         pages = self._find(keys, prompt, to_compute)
         if not pages:
             return 0
@@ -190,12 +190,12 @@ class PagedKVCacheManager:
         return len(pages) * self.page_size
 
     def fork(self, room: bytes, source: bytes, num_tokens: int) -> None:
-        """The room begins with the full pages of the first `num_tokens` of another, which are settled: both use them
-        from now on. Pages that it has already lie behind them."""
+        """Start a room with the full pages of the first `num_tokens` of `source`, which are settled. Both rooms use
+        them from now on. Pages that the new room has already follow them."""
         origin, count = self._rooms[source], num_tokens // self.page_size
         if source in self._in_transfer or source in self._quarantined:
             raise Internal("a room is forked that a peer may still write to")
-        for page in origin.table[len(origin.pinned) : count]:  # nobody else may find them
+        for page in origin.table[len(origin.pinned) : count]:  # shared, but not found by key
             self._index.share(page)
             origin.pinned.append(page)
         found = self._rooms.setdefault(room, _Room())
@@ -206,21 +206,21 @@ class PagedKVCacheManager:
         self._pin(found.pinned)
 
     def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
-        """How many of the available pages a room with this prompt would take: all, except those that others use."""
+        """Return how many available pages a room with this prompt would take: all except those that are in use."""
         wanted = self.pages_for(len(prompt) // 4)
         return wanted - sum(self._index.num_pins(page) > 0 for page in self._find(keys, prompt, to_compute))
 
     def commit(
         self, room: bytes, keys: PageKeys | None, token_ids: bytes, num_tokens: int, is_copy: bool = False
     ) -> None:
-        """K and V of the first `num_tokens` of the room's `token_ids` are in its pages, for good: what is launched does
-        not count. From here on others find the pages that are full. A room that a peer may still write to leaves
-        nothing. `is_copy`: another instance has these pages, so `on_cached` does not hear of them."""
+        """Cache the full pages of the first `num_tokens` of the room's `token_ids`. Their K and V are in the pages for
+        good: tokens of an unread step do not count. A room that a peer may still write to caches nothing. If `is_copy`,
+        another instance has these pages, so `on_cached` is not called."""
         found = self._rooms.get(room)
         if found is None or keys is None or room in self._in_transfer or room in self._quarantined:
             return
         pinned, num_full = found.pinned, num_tokens // self.page_size
-        if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new; or it was flushed
+        if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new, or flushed
             return
         names, num_known = keys.upto(num_full, token_ids), len(pinned)
         for position in range(num_known, num_full):
@@ -233,12 +233,12 @@ class PagedKVCacheManager:
             self.on_cached(names, num_known, pinned[num_known:])
 
     def generation(self, page: int) -> int:
-        """Another number once what this page holds cannot be found any more; from then on others may write to it. Any
-        thread."""
+        """Return a number that changes once the content of this page can no longer be found; from then on it may be
+        overwritten. Any thread."""
         return self._index.generation(page)
 
     def flush(self) -> None:
-        """What is cached is forgotten. Rooms keep what they use, and nobody finds it."""
+        """Forget what is cached. Rooms keep the pages that they use, but no new room finds them."""
         dropped = self._index.flush()
         if dropped:
             self._allocator.release(dropped)

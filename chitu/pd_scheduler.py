@@ -1,12 +1,11 @@
-"""`PDScheduler`: the step loop of an instance. A turn reads as take events, schedule, launch, read.
+"""`PDScheduler`: the step loop of an instance. A turn takes events, schedules, launches and reads.
 
-With `overlap` a turn launches a step and then reads the one before it, so that the device has the next step when it is
-done with one; without, it reads the step that it launched. At most one launched step is unread between two turns.
+With `overlap` a turn launches a step and then reads the one before it, so the device has the next step as soon as it
+finishes one. Without it, a turn reads the step that it launched. At most one launched step is unread between two turns.
 
-Runs on the step thread; `submit`, `cancel_all` and `end_all` may be called by any thread, everything else by the step
-thread alone. It owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`,
-computing is behind `Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or
-torch.
+Runs on the step thread. Any thread may call the methods under "any thread"; the step thread alone calls the rest. It
+owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing is behind
+`Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or torch.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class _LaunchedStep:
-    """A step whose tokens were not read yet."""
+    """A step whose tokens are not read yet."""
 
     handle: StepHandle
     chunks: list[Chunk]
     chunk_slots: list[int]
     slots: list[int]
-    """Those that sample, in the order of the result."""
+    """Slots that sample, in the order of the result."""
     sequences: list[Sequence]
-    """Their sequences when the step was launched."""
+    """Sequences in `slots` when the step was launched."""
 
 
 class PDScheduler:
-    """One instance's requests, from their arrival to the moment that their last page is free again."""
+    """The requests of one instance, from arrival until their last page is free again."""
 
     def __init__(self, parts: PDSchedulerParts) -> None:
         self._parts = parts
@@ -70,7 +69,7 @@ class PDScheduler:
         self._decode = DecodeManager(parts.config, self._sequences, parts.clock, parts.receiver)
         self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
         self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
-        """Empty: nothing is traced."""
+        """Traced rooms; empty if nothing is traced."""
         sender, open_admission = parts.sender, self._open_admission
         if sender is not None:
             open_admission = SpeculativeAdmission(self._sequences, sender).open
@@ -99,7 +98,7 @@ class PDScheduler:
         self._inbox = Inbox()
         self._pending: _LaunchedStep | None = None
         self.turns = 0
-        """Of `step`, idle ones too; any thread may read it."""
+        """Calls of `step`, including idle ones; any thread may read it."""
         self._is_checked = True
 
     # ------------------------------------------------------------------------------------------------------ any thread
@@ -109,29 +108,29 @@ class PDScheduler:
         self._inbox.put(message)
 
     def cancel_all(self) -> None:
-        """The router that sent the present requests is gone: nobody reads their tokens. Another one is there."""
+        """Cancel every request, because a new router has replaced the one that sent them and reads their tokens."""
         self._inbox.put(RouterReplaced())
 
     def cancel_worker(self, incarnation: int) -> None:
-        """An API process of the router is gone (`router.workers`): nobody reads the tokens of its requests."""
+        """Cancel the requests of an API process (`router.workers`) that is gone: their tokens have no reader."""
         self._inbox.put(WorkerGone(incarnation))
 
     def flush_cache(self) -> None:
-        """Forget the prefixes that are cached."""
+        """Forget the cached prefixes."""
         self._inbox.put(CacheFlush())
 
     def end_all(self, silence_s: float) -> None:
-        """The router was silent beyond its limit: end every request with an error."""
+        """End every request with an error, because the router was silent beyond its limit."""
         self._inbox.put(RouterSilent(silence_s))
 
     def _tell(self, word: Word) -> None:
-        """Of a thread that works for the step thread."""
+        """Queue a message from a thread that works for the step thread, and wake it."""
         self._inbox.put(word)
         self._parts.wake()
 
     @property
     def load(self) -> LoadReport:
-        """Snapshot after the newest step, with what came in since: a step may take seconds."""
+        """Load after the newest step, plus the requests that arrived since: a step may take seconds."""
         count, tokens = self._inbox.waiting()
         load = self._load.snapshot
         if not count:
@@ -143,7 +142,7 @@ class PDScheduler:
     # ----------------------------------------------------------------------------------------------------- the step
 
     def step(self) -> bool:
-        """One turn; False where there was nothing to compute or read, and the caller may wait for the next event."""
+        """Run one turn. Return False if nothing was computed or read, so the caller may wait for the next event."""
         self.turns += 1
         steps_before = self._load.steps
         for word in self._inbox.take():
@@ -166,19 +165,19 @@ class PDScheduler:
         return worked
 
     def close(self) -> None:
-        """After the last turn: what was launched is read, so that nothing computes any more."""
+        """After the last turn: read the launched step, so that nothing computes any more, and close the token ports."""
         self._sync_step()
         self._tokens.flush(self._clock.monotonic())
         self._tokens.close()
 
     @property
     def is_idle(self) -> bool:
-        """No request is left, not even one that only waits for a peer to let go of its pages."""
+        """Whether no request is left, not even one that only waits for a peer to release its pages."""
         is_empty = not (self._inbox or len(self._arrivals) or len(self._sequences))
         return is_empty and self._pending is None
 
     def _check_idle(self) -> None:
-        """Without requests every page must be free. A leak is a bug, but no reason to lose what still works."""
+        """Check that every page is free or cached. A leak is a bug, but it is only logged: the instance still works."""
         self._is_checked = True
         try:
             self._cache.check_idle()
@@ -195,7 +194,7 @@ class PDScheduler:
         return Step(plan, first_tokens, chunks, decoding)
 
     def _open_admission(self) -> Callable[[Sequence], bool]:
-        """A unified instance's: like D's, with the prompts that are being computed counted in."""
+        """Return a unified instance's admission check: like D's, with the prompts being computed counted in."""
         if self._sequences.of(SequenceState.RETRACTED):
             return lambda sequence: False
         may_start = self._decode.open_admission(self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT))
@@ -212,8 +211,8 @@ class PDScheduler:
     # ------------------------------------------------------------------------------------------------- launch and read
 
     def _launch(self, step: Step) -> None:
-        """Launch a step, account for it as if it were done, and read the one before. Where it raises, those that it
-        raises for have failed then, and the step is that of the others."""
+        """Launch a step, account for it as if it were done, and read the one before. If the launch raises, the
+        sequences at fault fail and the step goes on with the rest."""
         self._resources.launched()
         handle: StepHandle
         try:
@@ -244,8 +243,8 @@ class PDScheduler:
         self._pending = launched
 
     def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
-        """P: layers go to the sender. To launch a long step takes its time: the logits rows of the step before do not
-        wait for the end of it."""
+        """Return P's layer callback, which tells the sender. As launching a long step takes time, it also reads the
+        step before once that is done, so its logits rows leave early."""
         sender = self._parts.sender
         if sender is None or before is None:
             return None if sender is None else sender.on_layer_done
@@ -258,7 +257,7 @@ class PDScheduler:
         return on_layer
 
     def _sync_step(self) -> None:
-        """Read what is in flight; nothing is then."""
+        """Read the step in flight, if any; afterwards none is."""
         step, self._pending = self._pending, None
         if step is not None:
             self._read(step)
@@ -273,7 +272,7 @@ class PDScheduler:
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
             if sequence.state not in OPEN_STATES:
-                continue  # it ended after the launch: a surplus row
+                continue  # a surplus row: the request ended after the launch
             if failures and step.slots[place] in failures:
                 self._ends.fail(sequence, InvalidRequest(failures[step.slots[place]]))
             else:
@@ -324,7 +323,7 @@ class PDScheduler:
         self._load.bytes_saved += event.saved_bytes
 
     def _note_success(self, event: TransferEvent) -> None:
-        """Of a room that may be traced; the managers have not heard of it yet."""
+        """Record a SUCCESS if its room is traced, before the managers apply the event."""
         assert self._trace is not None
         sequence = self._sequences.find(event.room)
         if sequence is None:

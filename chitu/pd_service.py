@@ -1,9 +1,9 @@
 """`PDSchedulerService`: composition root of a P, D or unified process. Sockets and threads, no policy.
 
 Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `transfer-N` (P's writes), `tiers`
-(copies from pool to host memory and back, where `cache.host_bytes` is set) and `heartbeat` (lease and load). The main
-thread builds everything, then waits for a signal. Ports are bound before the model loads, so a clash is found in a
-second; the router is joined after the warm-up, so no request comes before it can be served.
+(copies between pool and host memory, if `cache.host_bytes` is set) and `heartbeat` (lease and load). The main thread
+builds everything, then waits for a signal. Ports are bound before the model loads, so a clash is found within a second.
+The instance joins the router after the warm-up, so no request arrives before it can be served.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from chitu.types import Incarnation, Role, instance_name
 logger = logging.getLogger(__name__)
 
 SHORTEST_BEAT_S = 0.05
-"""Between two heartbeats, however much there is to tell."""
+"""Shortest time between two heartbeats, however much there is to report."""
 IDLE_WAIT_S = 0.1
-"""How long an idle step thread sleeps before it looks at its queue deadlines."""
+"""How long an idle step thread sleeps before it checks its queue deadlines."""
 QUIET_S = 1.0
-"""A drained instance leaves after this long without work: by then no request is on its way from the router."""
+"""Time without work after which a drained instance leaves: by then no request from the router is in flight."""
 LAST_WORD_S = 0.5
-"""The same of one that a signal ends while it has work: by then the router has read the last tokens. They come by
-another connection than the word that it leaves, which would fail a request that has just finished."""
+"""Time without work after which an instance leaves on a signal: by then the router has read the last tokens. Leave
+takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
 
 
 @dataclass(slots=True)
 class EngineParts:
-    """What the builder of the engine hands over; the service itself never names a tensor."""
+    """The parts of a built engine. The service itself never names a tensor."""
 
     wake: Waker
-    """Of the step thread; the transfer layer has it too."""
+    """Wakes the step thread; the transfer layer uses it too."""
     executor: Executor
     layout: KVLayout
     cache: PagedKVCacheManager
@@ -80,27 +80,27 @@ class EngineParts:
     kv: KVManager | None
     """None on a unified instance."""
     prepare_step_thread: Callable[[], None]
-    """Called first thing on the step thread: per-thread settings of the math library."""
+    """Called first on the step thread: per-thread settings of the math library."""
     close: Callable[[], None]
     follower_pids: tuple[int, ...] = ()
-    """Of the other TP ranks."""
+    """Process ids of the other TP ranks."""
     tiers: PrefixTiers | None = None
     grammars: GrammarStore | None = None
     finished_pages: FinishedPages | None = None
     tracer: Tracer | None = None
-    """All as `PDSchedulerParts` has them."""
+    """Tracer of requests, if any. This field and the three above are described at `PDSchedulerParts`."""
 
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Identity of this process."""
+    """Role, rank and incarnation of this process."""
 
     role: Role
     engine_rank: int
     incarnation: Incarnation
     instance: InstanceConfig
     yields: bool = False
-    """It takes nobody's rank."""
+    """Whether this process must not replace another one that holds its rank (`chitu join`)."""
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ class Identity:
 
 
 class PDSchedulerService:
-    """`comm` is bound already; `engine` is loaded. First `warm_up`, then `run`, which returns the exit code."""
+    """A P, D or unified process. `comm` is bound already; `engine` is loaded. Call `warm_up`, then `run`."""
 
     def __init__(
         self, topology: Topology, identity: Identity, router_host: str, comm: CommLoop, engine: EngineParts
@@ -122,22 +122,22 @@ class PDSchedulerService:
         self._stats_port = router.stats_port
         self._wake = engine.wake
         self._stop = threading.Event()
-        """`run` goes on to its end: after a signal, a refusal, or a drain."""
+        """Set by a signal, a refusal or a drain: `run` ends."""
         self._signalled = threading.Event()
         self._skip_drain = threading.Event()
         self.was_drained = False
-        """An operator wanted this instance to leave, before any signal."""
+        """Whether an operator drained this instance before any signal."""
         self.rank_was_taken = False
-        """The router refused it because another process has its rank."""
+        """Whether the router refused this instance because another process holds its rank."""
         self._step = ServiceThread("step", self._step_loop)
         self._is_warm = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._failures = FailureReports(comm.send_stats)
         self._beat_wake = Waker()
-        """The router should hear at once what the next heartbeat says."""
+        """Sends the next heartbeat at once."""
         self._token_socket: zmq.Socket[bytes] | None = None
-        # P never connects to a token port; 0: the router is several processes, and each names its own in its requests.
+        # P never connects to a token port. 0: the router is several processes; each names its port in its requests.
         if identity.role is not Role.PREFILL and router.token_port:
             self._token_socket = connect(comm.context, zmq.PUSH, router_host, router.token_port)
         self._tokens = TokenManager(
@@ -170,7 +170,7 @@ class PDSchedulerService:
             )
         )
         self._cache_flush = 0
-        """The newest that views asked for."""
+        """Number of the last cache flush that a view requested."""
         self._info = InstanceInfo(
             role=identity.role,
             engine_rank=identity.engine_rank,
@@ -194,13 +194,14 @@ class PDSchedulerService:
     # ----------------------------------------------------------------------------------------------------- main thread
 
     def warm_up(self) -> None:
-        """On the thread that runs the steps: libraries keep handles and plans for each thread. One that raises ends the
-        process."""
+        """Start the step thread and wait for its warm-up, which runs there as libraries keep handles and plans for each
+        thread. An exception in it ends the process."""
         self._step.start()
         self._is_warm.wait()
 
     def run(self) -> int:
-        """Serve until `stop`. When it returns no thread computes, writes or owns an open socket of the protocol."""
+        """Serve until `stop`, a refusal or a drain, and return the exit code. By then no thread computes, writes or
+        owns an open socket of the protocol."""
         step = self._step
         threads = [
             ServiceThread("comm", self._comm_loop),
@@ -228,7 +229,7 @@ class PDSchedulerService:
         if self._engine.kv is not None:
             self._engine.kv.close()
         if step.is_alive():
-            # A forward pass that outlasts its grace still uses the model: do not tear the interpreter down under it.
+            # A forward pass that exceeds its grace period still uses the model: do not finalize the interpreter.
             logger.warning("shutting down without waiting for the step that still computes")
             logging.shutdown()
             os._exit(self._exit_code)
@@ -236,15 +237,15 @@ class PDSchedulerService:
         return self._exit_code
 
     def stop(self) -> None:
-        """Drain for `drain_s`, then end. Safe in a signal handler; the second call ends without draining."""
+        """Drain for at most `drain_s`, then end. Safe in a signal handler; a second call ends without draining."""
         if self._signalled.is_set():
             self._skip_drain.set()
         self._signalled.set()
         self._stop.set()
 
     def _finish_running(self) -> None:
-        """Take nothing new and finish what runs: after a signal within `drain_s`, where an operator drains the instance
-        however long it takes (each request has its own deadlines)."""
+        """Finish what runs and take nothing new: within `drain_s` after a signal, without a limit if an operator drains
+        the instance (each request has its own deadlines)."""
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "an operator asked for it")
@@ -333,7 +334,7 @@ class PDSchedulerService:
         self._wake.wake()
 
     def _on_drain(self) -> None:
-        self.was_drained = not self._signalled.is_set()  # else it is our own Drain that comes back in the view
+        self.was_drained = not self._signalled.is_set()  # else the view reflects our own Drain
         self._stop.set()
 
     def _on_refused(self, code: str, message: str) -> None:
@@ -369,7 +370,7 @@ class PDSchedulerService:
             )
             message = Heartbeat(
                 *(identity.role, identity.engine_rank, identity.incarnation, load),
-                # In this order: what the port was empty of has been noted.
+                # Evaluated in this order: `words` covers all messages that those reads took.
                 reads=self._comm.num_reads,
                 words=self._comm.received.words(),
                 silent=kv.silent_prefills if kv is not None else (),

@@ -1,1 +1,1 @@
-"""What P, D and unified instances are made of, between `pd_service.py` and `pd_scheduler.py` and the engine."""
+"""The parts of P, D and unified instances between `pd_service.py`, `pd_scheduler.py` and the engine."""

@@ -1,8 +1,8 @@
-"""The comm thread of a P, D or unified process: every socket but the token and heartbeat ones, and no policy.
+"""The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
 
 It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
-and one PUSH per peer. Other threads hand it frames through a queue and an eventfd; it hands messages on by callbacks
-that return at once. A bad frame is counted and costs nothing else.
+and one PUSH per peer. Other threads pass it frames through a queue and an eventfd. It passes messages on by callbacks
+that return at once. A bad frame is counted and has no other effect.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from chitu.tracing.tracer import Tracer
 logger = logging.getLogger(__name__)
 
 POLL_MS = 50
-"""Upper bound between two ticks of the deadlines."""
+"""Longest time between two checks of the deadlines."""
 MAX_MESSAGES_PER_TURN = 1000
-"""Of one socket, so that a flood there does not keep the others waiting."""
+"""Messages read from one socket before the next one is served, so a flood on one cannot starve the rest."""
 
 
 @dataclass(slots=True, frozen=True)
 class RouterAddress:
-    """Where the router listens (all TCP)."""
+    """The router's host and its TCP ports."""
 
     host: str
     stats_port: int
@@ -64,26 +64,26 @@ class RouterAddress:
 
 @dataclass(slots=True)
 class CommCallbacks:
-    """All are called on the comm thread and return at once."""
+    """What `CommLoop` calls, always on the comm thread. Every callback returns at once."""
 
     on_request: Callable[[SchedulerMessage], None]
     on_link_word: Callable[[LinkWord], None]
-    """What came of the tokens."""
+    """Called with the router's acknowledgement of tokens."""
     on_view: Callable[[ClusterView], None]
     on_new_router: Callable[[], None]
-    """A router with another incarnation speaks: the requests of the old one are nobody's."""
+    """Called when a router with another incarnation appears: nothing reads the tokens of the old one's requests."""
     on_refused: Callable[[str, str], None]
-    """The router will never take this instance: its code and message."""
+    """Called with the router's error code and message if it refuses this instance for good."""
     on_drain: Callable[[], None]
-    """The router sends nothing new: finish what runs and leave. Called once."""
+    """Called once when the router stops sending requests: finish what runs and leave."""
     on_worker_gone: Callable[[int], None]
-    """An API process of the router (by incarnation) is in the view no more: its requests are nobody's."""
+    """Called with the incarnation of an API process that left the view: nothing reads its requests' tokens."""
     on_missing: Callable[[], None]
-    """A request was lost on the way: the next heartbeat says so, and should not wait."""
+    """Called when a request was lost in transit: send the next heartbeat, which reports it, without delay."""
 
 
 class CommLoop:
-    """Built (and bound) by the main thread, then run by the comm thread alone."""
+    """Sockets and loop of the comm thread. The main thread builds and binds it; the comm thread alone runs it."""
 
     def __init__(
         self,
@@ -106,22 +106,22 @@ class CommLoop:
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write to it after that
+        weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write later
         self._stopping = False
         self._router_incarnation = 0
         self._view_version = -1
         self._workers: set[int] = set()
-        """Of the newest view."""
+        """Incarnations of the API processes in the newest view."""
         self._joined = False
         self._next_join_s = 0.0
         self.num_views = 0
-        """Views of the router so far, repeated ones too; any thread may read it."""
+        """Views received so far, including repeated ones; any thread may read it."""
         self.tracer: Tracer | None = None
-        """Set before `run`."""
+        """Tracer of requests, if any; set before `run`."""
         self.received = LinkReceivers()
-        """What came of the requests; the heartbeats say it."""
+        """Sequence numbers of the requests received, by link; heartbeats report them."""
         self.num_reads = 0
-        """How often the request port was found empty; any thread may read it."""
+        """How often the request port was read until empty; any thread may read it."""
         self.bad_frames = 0
         self.unknown_frames = 0
 
@@ -131,7 +131,7 @@ class CommLoop:
 
     @property
     def joined(self) -> bool:
-        """Whether the newest view of the router has this instance in it."""
+        """Whether the router's newest view lists this instance."""
         return self._joined
 
     # ------------------------------------------------------------------------------------------------------ any thread
@@ -152,7 +152,7 @@ class CommLoop:
         os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
-        """End `run` after what is queued was handed to the sockets."""
+        """End `run` once every queued message is handed to its socket."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
 
@@ -166,10 +166,11 @@ class CommLoop:
         join_interval_s: float,
         lease_s: float,
     ) -> None:
-        """Joins while the newest view has not this instance. Where no view came for `lease_s` the router may have given
-        it up, and its word of it be lost on a connection that has only this end: then views come by a new one. Their
-        word is waited for: a router that is joined before its first view would lose what it sent ahead of that, as the
-        requests of its predecessor."""
+        """Serve the sockets until `stop`; send Join while the newest view lacks this instance.
+
+        After `lease_s` without a view the router may have removed this instance, and the view without it may be lost on
+        a half-open connection, so the view socket is replaced. Join waits for a new view even then. If it came before a
+        new router's first view, requests sent ahead of that view would be dropped as its predecessor's."""
         silence = Silence(join_interval_s)
         poller = zmq.Poller()
         for socket in (self._requests, self._control, self._coordination, self._view):
@@ -209,7 +210,7 @@ class CommLoop:
     def _renew_view(self, poller: zmq.Poller) -> None:
         try:
             socket = self._open_view()
-        except Capacity as error:  # no descriptor is left; the old one may still come back by itself
+        except Capacity as error:  # no file descriptor is left; the old socket may still recover
             logger.warning("no cluster view from the router, and cannot reconnect: %s", error.message)
             return
         poller.unregister(self._view)
@@ -218,7 +219,7 @@ class CommLoop:
         poller.register(socket, zmq.POLLIN)
 
     def _join(self, instance: InstanceInfo) -> None:
-        with contextlib.suppress(zmq.Again):  # there is no connection; it is sent again
+        with contextlib.suppress(zmq.Again):  # not connected; Join is sent again
             self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
 
     def _flush_outbox(self) -> None:
@@ -236,10 +237,10 @@ class CommLoop:
                 self.bad_frames += 1
                 logger.warning("cannot connect to a peer: %s", error)
             except Capacity as error:
-                logger.warning("message dropped: %s", error)  # it is repeated until it is answered
+                logger.warning("message dropped: %s", error)  # it is retransmitted until it is answered
             except zmq.Again:
-                # Protocol messages are repeated until answered: this peer has not read for 100,000 messages. What goes
-                # to the coordination port is not for a router that is not there.
+                # Protocol messages are retransmitted until answered, so this peer has left 100,000 messages unread.
+                # Messages to the coordination port are of no use to a router that is down.
                 if host == "coordination":
                     logger.info("not connected to the router's coordination port: dropped a message")
                 else:
@@ -252,7 +253,8 @@ class CommLoop:
         return socket
 
     def _drain_requests(self, callbacks: CommCallbacks) -> bool:
-        """False where more lies ready. A frame that cannot be read has lost its number: it counts as lost."""
+        """Take the requests that are ready; return False if more may wait. A frame that cannot be decoded has no
+        sequence number, so it counts as lost."""
         frames = _received(self._requests)
         for frame in frames:
             try:
@@ -295,7 +297,7 @@ class CommLoop:
             kv.on_frame(frame[0], frame[1])
 
     def _drain_coordination(self, instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
-        """Returns what this instance says of itself from now on; so does `_drain_views`."""
+        """Take Drain and refusals; return this instance's info from now on, as `_drain_views` does."""
         for frame in _received(self._coordination):
             try:
                 reply = coordination_reply_codec.decode(frame[-1])
@@ -349,13 +351,13 @@ class CommLoop:
         return instance
 
     def _forget_peers(self, view: ClusterView) -> None:
-        """Close sockets to control ports that no member has any more."""
+        """Close sockets to control ports that no member has any longer."""
         present = {(member.host, member.control_port) for member in view.instances}
         for address in self._peers.keys() - present:
             self._peers.pop(address).close()
 
     def _close(self) -> None:
-        # Linger is short but not 0: the Leave that was queued last should reach the router.
+        # A short linger: the Leave queued last should reach the router.
         for socket in (*self._peers.values(), self._requests, self._control, self._view):
             socket.close(0)
         for socket in (self._stats, self._coordination):
@@ -363,14 +365,14 @@ class CommLoop:
 
 
 def _draining(instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
-    """It leaves; `on_drain` is called once. A router that starts anew meanwhile learns it from the Join."""
+    """Return the info marked as draining; call `on_drain` once. A router that restarts meanwhile learns it by Join."""
     if not instance.draining:
         callbacks.on_drain()
     return msgspec.structs.replace(instance, draining=True)
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """All messages that lie ready, so that one poll serves a burst."""
+    """Return the messages that are ready, at most `MAX_MESSAGES_PER_TURN`, so that one poll serves a burst."""
     messages: list[list[bytes]] = []
     while len(messages) < MAX_MESSAGES_PER_TURN:
         try:

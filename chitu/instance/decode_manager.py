@@ -1,12 +1,12 @@
-"""The token half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
+"""The decode half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
 
-Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`; this class has sequences go on
-accordingly (`scheduling/sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
+Owned by `PDScheduler`, step thread only. Policy is in `scheduling/decode.py`. This class applies it: it moves sequences
+between states (`scheduling/sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
 
-A plan may be made before the tokens of the newest launched step are read. So it rests on what was launched
-(`Sequence.kv_len`, `.launched`), not on what was emitted: a sequence of which one more token is in flight takes its
-next step all the same, unless that token is its last by length. If it turns out to have ended (eos, a stop id, a
-cancel), its surplus row writes into a page that it still holds, and the token of it is dropped.
+A plan may be made before the tokens of the newest launched step are read. So it relies on what was launched
+(`Sequence.kv_len`, `.launched`), not on what was emitted. A sequence with one more token in flight takes its next step
+anyway, unless that token is its last by length. If it turns out to have ended (EOS, a stop id, a cancellation), its
+surplus row writes to a page that it still holds, and the token of that row is dropped.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HOLDING = (
     SequenceState.LANDED,
     SequenceState.RUNNING,
 )
-"""It has pages, and decodes or will."""
+"""States in which a sequence holds pages and decodes, or will decode, here."""
 
 
 def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
-    """It in its slot, with the pages and the KV that it has."""
+    """Return the plan record that puts the sequence into its slot, with its pages and the KV that they hold."""
     return Admit(
         sequence.slot,
         sequence.token_ids(),
@@ -49,7 +49,7 @@ def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
 
 
 class DecodeManager:
-    """`receiver` is D's; None on a unified instance."""
+    """The sequences that decode on an instance. `receiver` is D's; None on a unified instance."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DecodeManager:
         self._offload_keys = itertools.count()
         self.retractions = 0
         self.admissions = 0
-        """Requests that D announced since the start."""
+        """Requests announced to P since the start."""
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -84,8 +84,9 @@ class DecodeManager:
         return first_tokens, decoding
 
     def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int], bool]:
-        """Of one turn: whether a sequence may have these pages now, of which others use some already. One that may
-        counts from then on: the caller admits it. `others` hold pages too and will decode here later."""
+        """Return the admission check of this turn: may a sequence take `pages` now, `num_shared` of which are in use?
+        A sequence that passes is counted from then on, so the caller must admit it. `others` hold pages too and decode
+        here later."""
         if not self._slots.num_free:
             return lambda sequence, pages, num_shared: False
         reserve = GrowthReserve(
@@ -112,7 +113,7 @@ class DecodeManager:
     def _grow(self, plan: StepPlan) -> None:
         needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
-            self._resources.sync_step()  # a sequence that ended in it needs no page, and gives some back
+            self._resources.sync_step()  # a sequence that ended in it needs no page, and frees some
             needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
             available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()
@@ -126,17 +127,17 @@ class DecodeManager:
             plan.append.append(AppendPages(sequence.slot, tuple(pages)))
 
     def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
-        """Of these saved copies, with the next plan."""
+        """Drop these saved copies with the next plan, except those of retracted sequences."""
         wanted = {sequence.offload_key for sequence in self._sequences.queue(SequenceState.RETRACTED)}
         self._sequences.dropped_keys = [key for key in saved_keys if key not in wanted]
 
     def _needy(self) -> set[Sequence]:
-        """Whose next step writes beyond its pages."""
+        """Return the running sequences whose next step writes beyond their pages."""
         running = self._sequences.queue(SequenceState.RUNNING)
         return {s for s in running if s.kv_len >= s.capacity_tokens and s.launched < s.max_new_tokens}
 
     def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
-        """KV goes to host memory; no token is lost: all that are launched have been read."""
+        """Move the sequence's KV to host memory. No token is lost: all that were launched have been read."""
         sequence.offload_key = next(self._offload_keys)
         plan.offload.append(Offload(sequence.slot, sequence.offload_key))
         self._resources.vacate(sequence, is_offloaded=True)
@@ -158,7 +159,7 @@ class DecodeManager:
             self._sequences.take(sequence, SequenceEvent.RESUME)
 
     def _announce(self) -> None:
-        """Reserve and tell P, strictly in order; nothing new while somebody waits to come back."""
+        """Reserve pages and announce them to P, strictly in order; nothing while a retracted request waits."""
         waiting = self._sequences.queue(SequenceState.WAITING)
         has_retracted = bool(self._sequences.of(SequenceState.RETRACTED))
         if self._receiver is None or has_retracted or not waiting or not self._slots.num_free:
@@ -166,7 +167,7 @@ class DecodeManager:
         may_start = self.open_admission()
         for sequence in sorted(waiting, key=lambda s: s.order):
             if not sequence.needs_kv:
-                sequence.keys = None  # its pages come to hold nothing, so there is nothing to find or leave
+                sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
             num_pages = self._cache.pages_for(sequence.prompt_len)
             num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
             if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared):
@@ -193,8 +194,8 @@ class DecodeManager:
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
-        # Behind a logits row that comes alone follows Success at once, and P's times and bytes with it. Logprobs of the
-        # prompt come with Success, and leave with the first token.
+        # A request for the logits row alone waits for Success, which follows at once with P's times and bytes. Prompt
+        # logprobs come with Success, and leave with the first token.
         early = self._sequences.queue(SequenceState.LOGITS)
         ready = [s for s in early if s.needs_kv and s.prompt_logprobs is None and not s.forks]
         ready += self._sequences.queue(SequenceState.LANDED)
@@ -210,8 +211,8 @@ class DecodeManager:
         return ready
 
     def fork(self, source: Sequence) -> None:
-        """KV and logits of a prompt are here: its forks go on by themselves. What it holds stays until the step is read
-        in which they begin."""
+        """Start the forks of a prompt whose KV and logits are here. It keeps what it holds until the step in which the
+        last of them starts is read."""
         self._sequences.close(source)
         for fork in source.forks:
             if fork.slot < 0:
@@ -226,7 +227,7 @@ class DecodeManager:
         source.forks[0].kv_bytes = source.kv_bytes
 
     def _leave_source(self, fork: Sequence) -> None:
-        """It has begun, or is over."""
+        """Detach a fork that has started or ended from its prompt; free the prompt after its last fork."""
         source = fork.source
         if source is not None and fork in source.forks:
             source.forks.remove(fork)
@@ -244,8 +245,8 @@ class DecodeManager:
     # --------------------------------------------------------------------------------------------------------- events
 
     def after_launch(self, first_tokens: list[Sequence], decoding: list[Sequence]) -> None:
-        """One more token of each is sampled; of those that decode one more is in the KV cache. Where KV is here, the
-        first token makes a sequence run: what it feeds lies on the device."""
+        """Account for a launched step: one more token sampled for each sequence, and one more in the KV cache for those
+        that decode. If its KV is here, a first token makes a sequence RUNNING: its next input is on the device."""
         for sequence in decoding:
             sequence.kv_len += 1
             sequence.launched += 1
@@ -254,7 +255,7 @@ class DecodeManager:
             self._go_on(sequence, SequenceEvent.START)
 
     def on_event(self, event: TransferEvent) -> None:
-        """D: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        """Apply a transfer event on D. The caller reports FAILED to the router."""
         sequence = self._sequences.get(event.room)
         if sequence is None:
             return
@@ -287,7 +288,7 @@ class DecodeManager:
             self._go_on(sequence, SequenceEvent.KV_HERE)
 
     def _go_on(self, sequence: Sequence, event: SequenceEvent) -> None:
-        """It runs once KV is here and the first token is launched."""
+        """Apply an event. The sequence runs once its KV is here and its first token is launched."""
         self._sequences.take(sequence, event)
         if sequence.state is SequenceState.RUNNING:
             self._resources.free_aux(sequence)
@@ -296,23 +297,23 @@ class DecodeManager:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def finish(self, sequence: Sequence) -> None:
-        """The request has all of its tokens: the full pages of them are there for later prompts."""
+        """End a request that has all of its tokens, and cache its full pages for later prompts."""
         if sequence.state is SequenceState.RUNNING:
-            # Of the newest token K and V are not there, or are just being computed.
+            # K and V of the newest token are missing or being computed.
             num_settled = sequence.prompt_len + len(sequence.emitted) - 1
             self._cache.commit(sequence.room, sequence.keys, sequence.token_ids(), num_settled)
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """The request is over for the client; what a peer may still write to stays until the peer is done."""
+        """Close a request. What a peer may still write to is kept until the peer is done."""
         waits_for_peer = sequence.state in AT_PEER_STATES
         self._sequences.close(sequence)
         if not waits_for_peer:
             self._sequences.free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """It is over before its time; P is told to stop and the pages are quarantined until it has. With the last fork
-        that waits for it a prompt is over, too, which is for the caller to say."""
+        """End a request early: tell P to stop, and quarantine the pages until it has. A prompt ends with the last fork
+        that waits for it; the caller ends it."""
         if sequence.source is not None and sequence in sequence.source.forks:
             self._end_fork(sequence)
         elif self._receiver is not None and sequence.state in AT_PEER_STATES:
@@ -323,7 +324,7 @@ class DecodeManager:
             self._end(sequence)
 
     def _end_fork(self, fork: Sequence) -> None:
-        """One that has not begun: no peer knows of its page."""
+        """End a fork that has not started: no peer has access to its page."""
         self._sequences.close(fork)
         self._sequences.free(fork)
         self._leave_source(fork)

@@ -1,4 +1,4 @@
-"""What an instance tells of itself: queues, pages, work done, and how fast its queue moves.
+"""The load that an instance reports: queues, pages, work done, and how fast its queue moves.
 
 Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, except `snapshot`, which
 any thread may read: it is replaced as a whole.
@@ -38,13 +38,13 @@ class InstanceLoad:
         self._backlog = BacklogMeter(now_s)
         self.steps = 0
         self.prompt_tokens = 0
-        """Computed since the start."""
+        """Prompt tokens computed since the start."""
         self.bytes_moved = self.bytes_saved = 0
         self.snapshot = self._report()
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
-        """Once a step, when it is planned. D's queue moves by admissions, the others' by prompt tokens; after a step
-        that `is_full` more waits."""
+        """Update the backlog meter. Called once a turn, when the step is planned. D's queue moves by admissions, that
+        of other roles by prompt tokens. After a step that `is_full` more work waits."""
         sources = self._sources
         is_waiting = bool(sources.sequences.of(S.WAITING))
         if sources.role is Role.DECODE:
@@ -54,7 +54,7 @@ class InstanceLoad:
         self._backlog.update(now_s, work, waits)
 
     def report(self) -> None:
-        """Make `snapshot` new."""
+        """Replace `snapshot` with the current load."""
         self.snapshot = self._report()
 
     def _report(self) -> LoadReport:

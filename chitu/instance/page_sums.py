@@ -1,8 +1,8 @@
-"""Checksums of the pages that a finished request leaves, by layer, where it asks for them (`SamplingParams.page_sums`).
+"""Checksums of a finished request's pages, by layer, if it asks for them (`SamplingParams.page_sums`).
 
-On D and on unified instances; step thread only. With TP they are of the main rank's KV heads. Two requests with the
-same tokens have the same sums where the same arithmetic made their KV, so that whoever compares them (`chitu verify`)
-learns in which layer and page the first of them went wrong.
+On D and on unified instances; step thread only. With TP they cover the main rank's KV heads. Two requests with the same
+tokens have the same sums if the same arithmetic made their KV. So a comparison (`chitu verify`) finds the first layer
+and page that is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from chitu.protocol import KVLayout
 from chitu.protocol.sequence_states import SequenceState
 
 MAX_SUMMED_BYTES = 32 << 20
-"""Of one request: some 10 ms of a core, in which no step is launched. Pages behind that are left out."""
+"""Most bytes summed for one request: some 10 ms of a core, in which no step is launched. Later pages are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class FinishedPages:
     layout: KVLayout
 
     def sums_of(self, sequence: Sequence) -> bytes:
-        """int64 LE `[layers, pages]`, of its leading full pages; empty where it asked for none."""
+        """Return int64 LE `[layers, pages]` of the request's leading full pages; empty if it asked for none."""
         is_running = sequence.state is SequenceState.RUNNING  # else a peer may still write
         if sequence.sampling is None or not sequence.sampling.page_sums or not is_running:
             return b""
-        # Of the newest token K and V are not there, or are just being computed.
+        # K and V of the newest token are missing or being computed.
         num_full = (sequence.prompt_len + len(sequence.emitted) - 1) // self.layout.page_size
         num_pages = min(num_full, MAX_SUMMED_BYTES // self.layout.bytes_per_page)
         pages = self.cache.get_page_indices(sequence.room)[:num_pages]

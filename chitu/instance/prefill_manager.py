@@ -1,8 +1,8 @@
-"""The prompt half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
+"""The prefill half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
 
 Owned by `PDScheduler`, step thread only. On P a sequence ends here: its pages and aux slot come back with the transfer
-layer's SUCCESS or RELEASED. On a unified instance it is handed to the `DecodeManager` after its last chunk, or if it
-has forks, when that was read.
+layer's SUCCESS or RELEASED. On a unified instance it goes to the `DecodeManager` after its last chunk is launched or,
+if it has forks, read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceS
 
 
 class Tiers(Protocol):
-    """What of `PrefixTiers` (`kv_cache/tiers/`) the step thread uses."""
+    """The part of `PrefixTiers` (`kv_cache/tiers/`) that the step thread uses."""
 
     def load(self, chain: Items[bytes], first: int, pages: Items[int]) -> PageLoad | None: ...
     def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
@@ -35,8 +35,9 @@ class Tiers(Protocol):
 
 
 class PrefillManager:
-    """`sender` is P's; None on a unified instance. `open_admission` gives each turn's rule: whether a sequence may
-    start now; the one that may does. `on_prompt` is told on a unified instance that a prompt with forks is computed."""
+    """The prompts that an instance computes. `sender` is P's; None on a unified instance. `open_admission` returns the
+    admission check of a turn; a sequence that passes it must start. On a unified instance `on_prompt` is called when a
+    prompt with forks is computed."""
 
     def __init__(
         self,
@@ -62,18 +63,18 @@ class PrefillManager:
         self._tiers = tiers
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
-        """When the launched steps with chunks were planned that were not read yet."""
+        """Planning times of the launched steps with chunks that are not read yet."""
 
     def add(self, sequence: Sequence) -> None:
         if sequence.prompt_logprobs is not None:
-            sequence.keys = None  # every position is computed, none is read from the cache
+            sequence.keys = None  # every position must be computed, none read from the cache
         self._sequences.add(sequence)
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
     def schedule(self, plan: StepPlan) -> list[Chunk]:
-        """Admit what fits and put the step's chunks into the plan."""
-        self._admit(plan)  # first: what gives way to an announced request is in no plan yet
+        """Admit what fits and put the step's chunks into the plan. Return the chunks."""
+        self._admit(plan)  # first: a sequence that gives way to an announced request must be in no plan yet
         self._take_loaded(plan)
         chunks = select_chunks(
             self._sequences.queue(SequenceState.COMPUTING), self._config.max_batched_tokens, self._config.chunk_size
@@ -104,9 +105,8 @@ class PrefillManager:
         return chunks
 
     def after_launch(self, chunks: list[Chunk]) -> list[Sequence]:
-        """Account for the chunks of a launched step. Prompts that are whole with it: on a unified instance they are
-        returned and go on elsewhere; on P they wait for their KV to leave, without a slot, and with forks for the end
-        of the step."""
+        """Account for the chunks of a launched step. On a unified instance, return the prompts that it completes. On P
+        these give up their slot and wait until their KV has left. Prompts with forks wait for the end of the step."""
         done = []
         if chunks:
             self._unread_s.append(self._planned_s)
@@ -125,8 +125,8 @@ class PrefillManager:
         return done
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
-        """The step is done: what it computed is there for later prompts, unless the request is over. On P the logits
-        rows of the prompts that ended in it are complete, and may leave. `slots`: of the chunks at its launch."""
+        """Account for a step that is done: cache what it computed for later prompts, unless the request is over. On P,
+        send the logits rows of the prompts that it completed. `slots` are those of the chunks at its launch."""
         if chunks:
             seconds = self._clock.monotonic() - self._unread_s.popleft()
             if self._tiers is not None:
@@ -152,7 +152,7 @@ class PrefillManager:
         may_start = self._open_admission()
         for sequence in by_urgency(waiting):
             if not may_start(sequence):
-                return  # strictly in order: a large request is not overtaken for ever by small ones
+                return  # strictly in order, so small requests cannot starve a large one
             self._slots.take(sequence)
             if self._trace is not None and self._trace.rooms:
                 self._trace.note_slot(sequence)
@@ -175,7 +175,7 @@ class PrefillManager:
     # ---------------------------------------------------------------------------------------------------------- tiers
 
     def _load(self, sequence: Sequence) -> PageLoad | None:
-        """What the tiers have of its prompt, beyond what is cached here; the last token is computed in any case."""
+        """Load what the tiers hold of the prompt beyond the pages cached here. The last token is always computed."""
         if self._tiers is None or sequence.keys is None:
             return None
         num_full = (sequence.prompt_len - 1) // self._cache.page_size
@@ -184,7 +184,7 @@ class PrefillManager:
         return self._tiers.load(sequence.keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
 
     def _take_loaded(self, plan: StepPlan) -> None:
-        """Those whose pages are there, or late, go on with what has come."""
+        """Start the sequences whose pages are loaded, or late, with the pages that have arrived."""
         if self._tiers is None:
             return
         now_s = self._clock.monotonic()
@@ -196,7 +196,7 @@ class PrefillManager:
                 self._begin(sequence, plan)
 
     def flush(self) -> None:
-        """What is on its way from the tiers was forgotten: it is computed."""
+        """Flush the tiers and stop all loads from them; the rest of those prompts is computed."""
         if self._tiers is None:
             return
         self._tiers.flush()
@@ -208,7 +208,7 @@ class PrefillManager:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def on_event(self, event: TransferEvent) -> None:
-        """P: what the transfer layer says of a room. FAILED is reported to the router by the caller."""
+        """Apply a transfer event on P. The caller reports FAILED to the router."""
         sequence = self._sequences.get(event.room)
         if sequence is None:
             return
@@ -221,7 +221,7 @@ class PrefillManager:
             self._sequences.free(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """The request is over. P keeps pages until the sender released the room; a unified instance gives them back."""
+        """End a request. P keeps its pages until the sender has released the room; a unified instance frees them."""
         self._sequences.close(sequence)
         if self._sender is not None:
             self._sender.abort(sequence.room, error)

@@ -1,8 +1,8 @@
-"""The ranks of a tensor-parallel instance as processes: how they get to know each other, and the life of a follower.
+"""The ranks of a tensor-parallel instance as processes: how they exchange addresses, and the life of a follower.
 
-`greet` is called by every rank once its memory is registered with its transports, and before the first step. The main
-rank then goes on in `scheduler.py`; every other one spends its life in `follow`. A follower opens no port: it listens
-to its main rank alone.
+Every rank calls `greet` once its memory is registered with its transports, before the first step. The main rank then
+continues in `scheduler.py`; every other rank stays in `follow` until its end. A follower opens no port: it takes
+orders from its main rank alone.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ logger = logging.getLogger(__name__)
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a rank tells the others at the start."""
+    """What a rank sends to all other ranks at the start."""
 
     pid: int
     memory: RankMemory | None = None
-    """Followers of D: where P's ranks write."""
+    """Registered memory of a follower of P or D; P's ranks write to that of D's."""
     lane_base: str = ""
-    """Main rank of P, of D, and with tiers: where its followers take orders (`FanOut`)."""
+    """Base address of the lanes on which followers take orders (`FanOut`); set by main ranks of P, of D, and with
+    tiers."""
     num_lanes: int = 0
     tier_file: int = -1
-    """Main rank, with tiers: its descriptor of their memory."""
+    """File descriptor of the tiers' memory in the main rank's process; set by a main rank with tiers."""
 
 
 def greet(group: RankGroup, mine: Greeting) -> list[Greeting]:
-    """Everybody's greeting, by rank. Collective."""
+    """Exchange greetings; return those of all ranks, by rank. A collective operation."""
     return [msgspec.msgpack.decode(each, type=Greeting) for each in group.collect(msgspec.msgpack.encode(mine))]
 
 
 def watch_others(greetings: list[Greeting]) -> ProcessWatch:
-    """From here on this process ends as soon as another rank dies."""
+    """Watch the other ranks' processes: from now on this process ends as soon as one of them dies."""
     return ProcessWatch([each.pid for each in greetings if each.pid != os.getpid()])
 
 
 class _Silent:
-    """The main rank's progress stands for all."""
+    """Build progress of a follower, which is not reported: the main rank's stands for all."""
 
     def state(self, state: str) -> None: ...
 
@@ -66,7 +67,7 @@ class _Silent:
 
 
 def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
-    """A follower from its start to its end; the exit code."""
+    """Run a follower from start to end; return the exit code."""
     silent: BuildProgress = _Silent()
     engine = build_rank(topology, instance, tp_rank, silent)
     assert engine.group is not None
@@ -79,7 +80,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
         memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
     greetings = greet(engine.group, Greeting(os.getpid(), memory))
     watch = watch_others(greetings)
-    # The main rank drains before it ends, and needs us for that; a dead main rank ends us by the watch.
+    # The main rank drains before it ends and needs its followers for that. If it dies, the watch ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     writer = _start_writer(topology, engine, tp_rank, transports, greetings[0])
@@ -88,14 +89,14 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
         run_follower(engine.runner, engine.group, watch)
     if writer is not None:
         writer.close()
-    # Transports and pool go with the process, which ends now: closing a Mooncake engine would take a second more.
+    # Transports and pool end with the process, right now: closing a Mooncake engine would take another second.
     return 0
 
 
 def _start_writer(
     topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
 ) -> ShardFollower | None:
-    """Threads that write this rank's shard of P, sum up or copy its pages, when the main rank says so."""
+    """Start the threads that, on orders of the main rank, write this rank's shard (P) and sum or copy its pages."""
     if not main.num_lanes:
         return None
     pool = engine.pool

@@ -1,7 +1,7 @@
-"""What the router asks of an instance, as it comes in: requests become sequences, or are refused before they take
-anything; cancellations and the loss of a router end what is here.
+"""What arrives at an instance: requests become sequences, or are refused before they hold anything; cancellations and
+the loss of a router end requests.
 
-Owned by `PDScheduler`, step thread only; the `Inbox` carries the words over from other threads.
+Owned by `PDScheduler`, step thread only; the `Inbox` carries the messages over from other threads.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 GONE_WORKERS = 64
-"""Number of API processes that are gone and remembered: their last requests may still be on the way."""
+"""Number of ended API processes to remember: their last requests may still be in flight."""
 
 ARRIVALS_A_PRIORITY = 1 << 48
-"""More than an instance gets in its life: a lower priority goes ahead of whatever came before."""
+"""More requests than an instance ever receives, so priority takes precedence over order of arrival."""
 
 
 class RequestArrivals:
@@ -77,9 +77,9 @@ class RequestArrivals:
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
         self._tell = tell
-        """For the threads that compile grammars: a word for `take`."""
+        """Queues a message for `take`; called by the threads that compile grammars."""
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
-        """By room, requests whose grammar is being compiled. They hold nothing yet."""
+        """Requests whose grammar is being compiled, by room. They hold nothing yet."""
 
     def __len__(self) -> int:
         return len(self._uncompiled)
@@ -113,7 +113,7 @@ class RequestArrivals:
             rooms += [fork.room for fork in message.forks]
         if len(set(rooms)) < len(rooms) or any(
             room in self._uncompiled or room in self._sequences for room in rooms
-        ):  # a refusal would end the first one at the router, which knows rooms only
+        ):  # not refused: the router knows rooms only, and would end the first request
             logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
             logger.warning(
@@ -131,12 +131,12 @@ class RequestArrivals:
             self._process_unified_request(message)
 
     def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
-        """Whether tokens have a way back to the API process that asks; the router hears it where not."""
+        """Return whether tokens can be sent to the API process that asks. If its port fails, report the failure."""
         about = log.about(message.request_id)
         try:
             if self._parts.tokens.expect(message.router_worker, message.reply_port, message.link):
                 return True
-            logger.warning("request %s is of a link that another one has replaced", message.request_id, extra=about)
+            logger.warning("ignored request %s: it came by a link that was replaced", message.request_id, extra=about)
         except ChituError as error:
             logger.warning(
                 *("request %s: cannot send tokens to its sender: %s", message.request_id, error.message), extra=about
@@ -145,7 +145,7 @@ class RequestArrivals:
         return False
 
     def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
-        """Whether the request's grammar is; else it comes back when it is."""
+        """Return whether the request's grammar is compiled. If not, compile it, then take the request again."""
         grammar, grammars = message.sampling.grammar, self._parts.grammars
         if grammar is None or grammars is None or grammars.find(grammar) is not None:
             return True
@@ -159,7 +159,7 @@ class RequestArrivals:
         return False
 
     def _cancel_uncompiled(self, room: bytes) -> bool:
-        """Whether it was a request whose grammar is being compiled, or a fork of one."""
+        """Cancel a request whose grammar is being compiled, or a fork of one. Return False if the room is neither."""
         for first, message in self._uncompiled.items():
             forks = tuple(fork for fork in message.forks if fork.room != room)
             if first == room or (message.forks and not forks):
@@ -171,7 +171,7 @@ class RequestArrivals:
         return False
 
     def _process_prefill_request(self, message: PrefillRequest) -> None:
-        sequence = self._arrive(message, Role.PREFILL, "this instance does not prefill for others")
+        sequence = self._arrive(message, Role.PREFILL, "this instance takes no prefill requests")
         sender = self._parts.sender
         if sequence is None or sender is None:
             return
@@ -186,7 +186,7 @@ class RequestArrivals:
         )
 
     def _process_decode_request(self, message: DecodeRequest) -> None:
-        sequence = self._arrive(message, Role.DECODE, "this instance does not decode for others")
+        sequence = self._arrive(message, Role.DECODE, "this instance takes no decode requests")
         if sequence is not None:
             sequence.prefill_rank = message.prefill_rank
             sequence.prefill_incarnation = message.prefill_incarnation
@@ -194,7 +194,7 @@ class RequestArrivals:
             self._sequences.add(sequence)
 
     def _process_unified_request(self, message: UnifiedRequest) -> None:
-        sequence = self._arrive(message, Role.UNIFIED, "this instance serves half requests only")
+        sequence = self._arrive(message, Role.UNIFIED, "this instance takes no unified requests")
         if sequence is not None:
             sequence.announced = True
             self._prefill.add(sequence)
@@ -204,7 +204,7 @@ class RequestArrivals:
     def _arrive(
         self, message: PrefillRequest | DecodeRequest | UnifiedRequest, role: Role, wrong_role: str
     ) -> Sequence | None:
-        """Its sequence; None where it was refused, of which the router hears."""
+        """Return the request's sequence, or None after refusing it, which is reported to the router."""
         sequence = self._sequence(message)
         refusal = InvalidRequest(wrong_role) if self._parts.role is not role else self._refusal(sequence)
         if refusal is None:
@@ -252,7 +252,7 @@ class RequestArrivals:
         )
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
-        """Why a request can never run here, or not behind those that wait already."""
+        """Return why a request can never run here, or not behind those already waiting; None if it can."""
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
         wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._vocab_size)
@@ -268,9 +268,9 @@ class RequestArrivals:
             for each in (sequence, *sequence.forks):
                 each.grammar = found
         if not 0 <= sequence.num_continued < sequence.prompt_len:
-            return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are said to be output")
+            return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are marked as output")
         if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
-            return InvalidRequest(f"{sequence.num_continued} tokens are out already, all that were asked for")
+            return InvalidRequest(f"{sequence.num_continued} tokens are output already, all that were asked for")
         total, choices = sequence.choices[0].final_len, len(sequence.choices)
         if sequence.forks and (sequence.num_continued or choices > MAX_FORKS):
             return InvalidRequest(
@@ -297,7 +297,7 @@ class RequestArrivals:
 
 
 def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:
-    """Why the model cannot take these ids, each of which becomes an index of a tensor; empty where it can."""
+    """Return why the model cannot take these ids, each of which indexes a tensor; empty if it can."""
     values = np.asarray(ids)
     for token in (int(values.min()), int(values.max())) if values.size else ():
         if not 0 <= token < vocab_size:
@@ -310,7 +310,8 @@ def _wrong_logprobs(count: int | None) -> str:
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
-    """The router has checked all of it; this is what would fail, or cost without bound, in the middle of a step."""
+    """Return why these parameters would fail, or cost without bound, within a step; empty if they would not. The router
+    has checked all of them before."""
     bias, stops = sampling.logit_bias, sampling.stop_token_ids
     if len(bias) > MAX_LOGIT_BIAS or len(stops) > MAX_STOP_TOKEN_IDS:
         return (

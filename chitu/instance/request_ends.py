@@ -1,8 +1,8 @@
-"""Every way in which a request ends on an instance: its last token, a failed transfer, a cancel, a deadline, a router
-that is gone.
+"""Every way in which a request ends on an instance: its last token, a failed transfer, a cancellation, a deadline, a
+router that is gone.
 
-Owned by `PDScheduler`, step thread only. It decides which side is told of an end (the router by the token message, or
-on P by `report_failure`) and has the managers give back what the request held.
+Owned by `PDScheduler`, step thread only. It reports the end to the router (by the token message, or on P by
+`report_failure`) and has the managers free what the request held.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 _PROMPT_STATES = frozenset({SequenceState.WAITING, SequenceState.COMPUTING, SequenceState.INFLIGHT})
-"""It is a prompt still: what it holds is the `PrefillManager`'s to give back, or nothing."""
+"""States of a prompt: the `PrefillManager` frees what it holds, if anything."""
 
 
 @dataclass(slots=True, frozen=True)
 class EndRules:
-    """`name`: the instance's, in errors. `is_prefill`: P, which has no word with the client."""
+    """Limits and identity of an instance. `name` is used in errors. `is_prefill`: P, which sends no tokens."""
 
     name: str
     is_prefill: bool
@@ -77,12 +77,12 @@ class RequestEnds:
     # -------------------------------------------------------------------------------------------- what the router hears
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Its newest token was the last one."""
+        """End a request whose newest token was the last one."""
         self._tell(sequence, reason, None)
         self._decode.finish(sequence)
 
     def refuse(self, sequence: Sequence, error: ChituError) -> None:
-        """It ends before it took anything."""
+        """End a request that holds nothing yet, with an error."""
         if sequence.sampling is None:  # P's half of it
             self._report_failure(sequence.room, error)
             self._note_end(sequence, "error", error)
@@ -91,7 +91,7 @@ class RequestEnds:
             self._tell(each, "error", error)
 
     def transfer_failed(self, room: bytes, error: ChituError) -> None:
-        """A FAILED of the transfer layer, which has the pages settled; the managers hear of it by themselves."""
+        """Report a FAILED of the transfer layer to the router. The managers also get it, and handle the pages."""
         if self._rules.is_prefill:
             failed = self._sequences.find(room)
             if failed is not None:
@@ -125,7 +125,7 @@ class RequestEnds:
             self._trace.note_end(sequence, reason, error)
 
     def fail(self, sequence: Sequence, error: ChituError) -> None:
-        """End an open request here, and say so."""
+        """End an open request with an error, and report it to the router."""
         logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
         if self._rules.is_prefill:
             self._report_failure(sequence.room, error)
@@ -137,7 +137,7 @@ class RequestEnds:
                 self._drop(each, error)
 
     def _drop(self, sequence: Sequence, error: ChituError) -> None:
-        """It ends, and with the last fork that waits for it a prompt."""
+        """End a sequence. If it is the last fork that waits for a prompt, end the prompt, too."""
         if sequence.state in _PROMPT_STATES:
             self._prefill.cancel(sequence, error)
         else:
@@ -149,7 +149,7 @@ class RequestEnds:
     # ---------------------------------------------------------------------------------------------- ends by the router
 
     def cancel(self, room: bytes) -> None:
-        """Whoever asked knows: nothing is said."""
+        """Cancel a request without a report: the router asked for it."""
         gone = RequestCancelled("the router cancelled the request")
         sequence = self._sequences.find(room)
         for each in sequence.choices if sequence is not None else ():
@@ -168,8 +168,8 @@ class RequestEnds:
         self._tokens.forget(incarnation)
 
     def end_without_router(self, silence_s: float) -> None:
-        """The router may come back (a stopped process, a cut line), so each request ends with a word that reaches it
-        then."""
+        """End every request with an error. The router may come back (a suspended process, a broken connection), and
+        then receives these errors."""
         lost = PrefillLost if self._rules.is_prefill else DecodeLost
         for sequence in self._sequences.open:
             self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
@@ -177,8 +177,8 @@ class RequestEnds:
     # ----------------------------------------------------------------------------------------------- ends by the clock
 
     def expire(self) -> None:
-        """Nobody waits for pages longer than `queue_s`, and nothing lasts longer than a request may: the router cancels
-        it before, unless that word is lost or the router is. The states between have the transfer layer's deadlines."""
+        """Fail requests that wait for pages longer than `queue_s` or exceed the request timeout. The router cancels the
+        latter itself, unless it or the cancellation is lost. The states between have the transfer layer's deadlines."""
         now_s = self._clock.monotonic()
         oldest_s = now_s - self._rules.queue_s
         for sequence in self._sequences.queue(SequenceState.WAITING):

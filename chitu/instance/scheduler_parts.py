@@ -1,4 +1,4 @@
-"""What a `PDScheduler` is composed of: `pd_service.py` fills it in, or a test or benchmark does."""
+"""The parts of a `PDScheduler`, filled in by `pd_service.py`, a test or a benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chitu.types import Role
 
 @dataclass(slots=True)
 class PDSchedulerParts:
-    """P has a sender, D a receiver, a unified instance neither."""
+    """The parts of a `PDScheduler`. P has a sender, D a receiver, a unified instance neither."""
 
     config: SchedulerConfig
     deadlines: DeadlineConfig
@@ -31,27 +31,27 @@ class PDSchedulerParts:
     cache: PagedKVCacheManager
     tokens: TokenManager
     report_failure: Callable[[bytes, ChituError], None]
-    """Tells the router that P failed a room."""
+    """Reports to the router that P failed a room."""
     clock: Clock
     name: str = "this instance"
-    """As its errors call it."""
+    """Name of the instance in errors."""
     request_timeout_s: float = math.inf
     aux: AuxSlots = field(default_factory=NoAuxSlots)
     num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
     receiver: DecodeReceiverLike | None = None
     tiers: PrefixTiers | None = None
-    """Behind the prefix cache, of P and unified instances."""
+    """Tiers behind the prefix cache of the instance."""
     grammars: GrammarStore | None = None
-    """What the executor's sampler finds compiled grammars in; None where none can be followed."""
+    """Compiled grammars for the executor's sampler; None if this instance does not support grammars."""
     finished_pages: FinishedPages | None = None
-    """Not on P, and not where nobody can sum them up."""
+    """Checksums of finished requests' pages; None on P, and if pages cannot be summed."""
     tracer: Tracer | None = None
-    """What of its requests is traced; None in tests without."""
+    """Tracer of requests; None in tests without one."""
     wake: Callable[[], None] = lambda: None
-    """Of the step thread, where it sleeps; any thread calls it."""
+    """Wakes the step thread if it sleeps; called by any thread."""
     overlap: bool = False
-    """Launch a step before the tokens of the one before are read."""
+    """Whether to launch a step before the tokens of the previous one are read."""
 
     @property
     def role(self) -> Role:

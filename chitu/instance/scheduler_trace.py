@@ -1,6 +1,6 @@
-"""What the step thread records of requests that are traced: where KV is, each token, and the end.
+"""What the step thread records of traced requests: where their KV is, each token, and the end.
 
-Used by `PDScheduler` and its parts, step thread only, and only while something is traced (`is_on`).
+Used by `PDScheduler` and its parts, step thread only, and only while a request is traced (`rooms`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class SchedulerTrace:
         self._tracer = tracer
         self._cache = cache
         self.rooms = tracer.rooms
-        """Empty: nothing is traced, and nothing here need be called."""
+        """Traced rooms. If empty, nothing here need be called."""
 
     def note_slot(self, sequence: Sequence) -> None:
-        """P: its transfer threads name it."""
+        """Record the executor slot of a traced request on P, for its transfer threads."""
         traced = self.rooms.get(sequence.room)
         if traced is not None:
             traced.slot = sequence.slot
 
     def note_restored(self, sequence: Sequence, event: TransferEvent, now_s: float) -> None:
-        """D: KV of its prompt is here, and nothing has been computed behind it."""
+        """Record on D that the KV of a prompt is here, before any later token is computed."""
         layout, pages = self._tracer.kv_layout, self._cache.get_page_indices(sequence.room)
         page_layer_bytes = layout.regions_per_layer * layout.page_bytes * layout.tp_size
         num_here = event.saved_bytes // (page_layer_bytes * layout.num_layers)
@@ -58,16 +58,16 @@ class SchedulerTrace:
         )
 
     def note_token(self, sequence: Sequence, token: int, ended: str, now_s: float, *, is_unified: bool) -> None:
-        """It was emitted."""
+        """Record an emitted token."""
         traced, emitted = self.rooms.get(sequence.room), sequence.emitted
         if traced is None:
             return
         if is_unified and len(emitted) == 1 and sequence.source is None:
             self._note_pages(sequence, sequence.cached_tokens, 0, now_s)
         pages = self._cache.get_page_indices(sequence.room)
-        if len(emitted) == 1:  # on D it may come ahead of the KV
+        if len(emitted) == 1:  # on D the token may come before the KV
             traced.num_pages = self._cache.pages_for(sequence.prompt_len)
-        num_known = traced.num_pages if traced.num_pages <= len(pages) else 0  # it was away in host memory
+        num_known = traced.num_pages if traced.num_pages <= len(pages) else 0  # 0: its KV was in host memory
         traced.num_pages = len(pages)
         last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.prompt[-4:], "little", signed=True)
         self._tracer.add(

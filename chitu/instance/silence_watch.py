@@ -1,4 +1,4 @@
-"""What nobody outside an instance sees: its router is gone for good, or its step thread hangs. Heartbeat thread."""
+"""Failures that only the instance itself can detect. Heartbeat thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chitu.errors import Internal
 
 
 class SilenceWatch:
-    """What nobody outside can see: a router that is gone for good, a step thread that hangs while heartbeats go on."""
+    """Detector of a router that is gone for good, and of a step thread that hangs while heartbeats continue."""
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
         self._deadlines = deadlines
@@ -17,8 +17,8 @@ class SilenceWatch:
         self._is_router_silent = False
 
     def look(self, num_views: int, step_turns: int) -> float:
-        """Every `heartbeat_interval_s`. Seconds without a view, once in each silence, when it reaches `router_s`; else
-        0. Raises Internal for a step of `step_s`, which is to end the process."""
+        """Return the seconds without a view once per silence, when they reach `router_s`; else 0. Raise Internal for a
+        step of `step_s`, which ends the process. Called every `heartbeat_interval_s`."""
         step_s = self._step.seconds(step_turns)
         if step_s >= self._deadlines.step_s:
             raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")

@@ -1,15 +1,15 @@
-"""A step that raised: which sequences are to blame, and how all others go on.
+"""A step that raised: which sequences caused it, and how all others continue.
 
-Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and all that took part are
-admitted anew, with the KV that they had before it: pages are the only store of it, and to compute a token again writes
-the same KV to the same place. Then the step is repeated, by halves where it raises again, until those that raise alone
-are known. They fail; the others have their tokens, once. What of P's layers has left already leaves no second time; it
-may be on its way while it is written again, which `verify_kv` can take for damage, and then costs another attempt.
+Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and its sequences are admitted
+again with the KV that they had before it. Their KV is in the pages alone, and computing a token again writes the same
+KV to the same place. Then the step is repeated, and split in half if it raises again, until the sequences that raise
+alone are known. They fail; each other sequence gets its token once. P's layers that were sent already are not sent
+again. Their transfer may overlap the second write, which `verify_kv` can take for damage; that costs another attempt.
 
-Invariant: a device that is broken ends the process. So where nothing at all could be computed, one token that nobody
-asked for is tried. What the device says only when a step is read (CUDA's errors stay) and an `Internal` (an invariant
-that does not hold: no sequence's fault) are not caught. With tensor parallelism nothing is: a rank that
-raised has left the others in the middle of a sum.
+Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
+tried. Two errors are not caught: those that the device reports only when a step is read (CUDA errors are sticky), and
+`Internal` (a broken invariant, which no sequence causes). With tensor parallelism no error is caught: a rank that
+raised has left the other ranks within a reduction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """A plan, and its sequences, each in the plan's order."""
+    """A plan and its sequences, in the plan's order."""
 
     plan: StepPlan
     first_tokens: list[Sequence]
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(slots=True)
 class _Part:
-    """What a step does for one sequence, beside its admission."""
+    """The part of a step that belongs to one sequence, without its admission."""
 
     sequence: Sequence
     plan: StepPlan = field(default_factory=StepPlan)
@@ -56,13 +56,13 @@ class _Part:
 @dataclass(slots=True)
 class _Outcome:
     tokens: dict[int, int] = field(default_factory=dict)
-    """By slot; so are the logprobs."""
+    """Tokens by slot. The logprobs and failures are by slot, too."""
     logprobs: dict[int, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    """The sequences that raise alone."""
+    """Sequences that raise alone, with their errors."""
 
 
 class StepFaults:
@@ -77,8 +77,8 @@ class StepFaults:
         self._ends = ends
 
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
-        """What is left of a step whose launch raised `error`, and is done. Raises it where nothing can be computed."""
-        self._resources.sync_step()  # the step before was launched, and is sound
+        """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""
+        self._resources.sync_step()  # the step before was launched without an error
         plan = step.plan
         slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
         self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
@@ -112,8 +112,8 @@ class StepFaults:
                 sequence.admitted = False
 
     def _end_unsaved(self, plan: StepPlan) -> int:
-        """How many lost their KV, as it was not yet in host memory and its pages are in other hands. They can go on
-        elsewhere."""
+        """Fail the sequences that lost their KV: it was not yet in host memory, and its pages have other owners. They
+        can continue on another instance. Return how many there are."""
         lost = {offload.key for offload in plan.offload} - self._executor.saved_keys
         candidates = self._sequences.queue(SequenceState.RETRACTED, SequenceState.RUNNING)
         sequences = [sequence for sequence in candidates if sequence.offload_key in lost]
@@ -122,7 +122,7 @@ class StepFaults:
         return len(sequences)
 
     def _parts(self, step: Step) -> list[_Part]:
-        """Of those that go on."""
+        """Return the parts of the step, one for each sequence that is still open."""
         plan, saved, owner = step.plan, self._executor.saved_keys, self._resources.slots.owner
         parts: dict[int, _Part] = {}
 
@@ -137,7 +137,7 @@ class StepFaults:
         for copy in plan.copy:
             part_of(copy.slot).copy.append(copy)
         for restore in plan.restore:
-            if restore.key in saved:  # else it is in the pages again
+            if restore.key in saved:  # else the KV is in the pages again
                 part_of(restore.slot).restore.append(restore)
         for first in plan.first_tokens:
             part_of(first.slot).first_tokens.append(first)
@@ -178,14 +178,14 @@ class StepFaults:
             outcome.done.add(part.sequence)
 
     def _require_sound(self, sequence: Sequence, error: Exception) -> None:
-        """Compute something in the place of `sequence`, which is over. Raises `error` where not even that works."""
+        """Compute a token in place of `sequence`, which is over. Raise `error` if not even that works."""
         sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
         cache = self._resources.cache
         try:
             cache.reserve(sequence.room, sequence.kv_len + 1)
         except Capacity:
-            return  # the end of `sequence` makes room: the next step that raises finds it
-        # The page that its next token is written to: nobody else reads that, as full ones may be cached.
+            return  # ending `sequence` frees pages; the next step that raises tries again
+        # Use the page that its next token goes to: no other sequence reads it. Full pages may be cached and shared.
         next_page = sequence.kv_len // cache.page_size
         pages = cache.get_page_indices(sequence.room)[next_page : next_page + 1]
         admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling)

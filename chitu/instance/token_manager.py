@@ -1,11 +1,11 @@
 """D (or a unified instance) -> router: one token message per step and API process for all requests. Step thread only.
 
-A router is one process with one token port, or several (`router.workers`) with one each; a request says which of them
-it came from and where that listens. The sockets to such ports are opened at the first request from there (`expect`) and
-closed when the process is gone (`forget`).
+A router is one process with one token port, or several (`router.workers`) with one port each. A request names the
+process that sent it and that process's port. The socket to such a port is opened at the first request from there
+(`expect`) and closed when the process is gone (`forget`).
 
-A connection that breaks takes messages with it, so they go by the link by which the requests came (`net/link.py`): they
-are sent again until the router has them. Only its words are heard in another thread (`hear`).
+A connection that breaks loses messages, so tokens use the link by which the requests came (`net/link.py`): they are
+retransmitted until the router acknowledges them. Only acknowledgements arrive on another thread (`hear`).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from chitu.protocol import Finish, LinkWord, TokenBatch, encode
 logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], bool]
-"""Hands a frame to the token port; False where the queue to the router is full. Never blocks."""
+"""Hands a frame to the token port. Returns False if the queue to the router is full. Never blocks."""
 MAX_WORKERS = 256
-"""API processes of one router at once; a socket each."""
+"""Most API processes of one router at a time; each has a socket here."""
 MAX_WORDS = 1024
-"""That wait for the next flush; of more the oldest are lost, which costs a message sent twice."""
+"""Most acknowledgements that wait for the next flush. Beyond it the oldest are lost, which costs a retransmission."""
 FORMER_LINKS = 16
-"""Of one process of the router, remembered: the tail of their connection may still bring a request."""
+"""Number of former links remembered per API process: the tail of their connection may still deliver a request."""
 
 
 class TokenPort(Protocol):
     """The token port of one API process."""
 
     def send(self, frame: bytes) -> bool:
-        """As `Send`."""
+        """Hand a frame to the port, as `Send` does."""
 
     def close(self) -> None: ...
 
 
 OpenPort = Callable[[int], TokenPort]
-"""Port on the router's host -> its socket. BadFrame where it is none."""
+"""Opens the socket to a port on the router's host. Raises BadFrame if the port is invalid."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What one process of the router is sent at the end of the step."""
+    """What is sent to one process of the router at the end of the step."""
 
     send: Send
     close: Callable[[], None] | None
@@ -56,17 +56,17 @@ class _Batch:
     tokens: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
     logprobs: list[tuple[int, bytes]] = field(default_factory=list)
-    """With the place in `tokens`."""
+    """Packed logprobs, each with the index of its token in `tokens`."""
     cached: list[tuple[bytes, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[bytes, bytes]] = field(default_factory=list)
     sender: LinkSender[int] | None = None
-    """Of how many tokens each message has; None until a counted request came."""
+    """Sender of the link; it keeps the number of tokens of each message. None until a request with a link came."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LINKS))
-    """Links that were replaced by the present one, or ended with their router."""
+    """Links that the present one replaced, or that ended with their router."""
 
 
 class TokenManager:
-    """Collects a step's tokens and ends; `flush` sends them as one `TokenBatch` per process of the router."""
+    """The tokens and ends of a step; `flush` sends them as one `TokenBatch` per process of the router."""
 
     def __init__(
         self,
@@ -76,27 +76,27 @@ class TokenManager:
         repeat_s: float = 0.5,
         patience_s: float = math.inf,
     ) -> None:
-        """`send`: to the router's own `token_port`; `open_port`: to those of API processes; the seconds: as
-        `LinkSender` has them."""
+        """Send by `send` to the router's own `token_port`, and by sockets of `open_port` to API processes. `repeat_s`
+        and `patience_s` are those of `LinkSender`."""
         self._incarnation = incarnation
         self._open_port = open_port
         self._repeat_s = repeat_s
         self._patience_s = patience_s
         self._words: deque[LinkWord] = deque(maxlen=MAX_WORDS)
         self._batches: dict[int, _Batch] = {0: _Batch(send, None)}
-        """By incarnation of the API process; 0 is the router that is one."""
+        """Batches by incarnation of the API process; 0 is a router of one process."""
         self.tokens_sent = 0
-        """Dropped ones included."""
+        """Tokens sent since the start, including dropped ones."""
         self.tokens_dropped = 0
-        """Their router had not read beyond the bounds."""
+        """Tokens dropped because the router left too many messages unread."""
 
     def hear(self, word: LinkWord) -> None:
-        """The router says what it has; the next `flush` acts upon it. Any thread."""
+        """Queue the router's acknowledgement for the next `flush`. Any thread."""
         self._words.append(word)
 
     def expect(self, worker: int, port: int, link: int = 0) -> bool:
-        """A request came from this API process by this link. False where that has been replaced: nobody would take its
-        tokens. BadFrame for an impossible port, Capacity for too many processes."""
+        """Prepare to send tokens to an API process by the link of its request. Return False if that link was replaced:
+        the router would drop the tokens. Raise BadFrame for an invalid port, Capacity for too many processes."""
         batch = self._batches.get(worker)
         if batch is None:
             if self._open_port is None:
@@ -113,25 +113,25 @@ class TokenManager:
         return True
 
     def forget(self, worker: int) -> None:
-        """That API process is gone: what it was not sent yet is dropped with its socket."""
+        """Close the socket of an API process that is gone, and drop what is not sent to it yet."""
         batch = self._batches.get(worker)
         if batch is not None and batch.close is not None:
             del self._batches[worker]
             batch.close()
 
     def restart(self) -> None:
-        """A new router listens at the router's own `token_port`: it gets nothing of before."""
+        """Drop what is collected for the router's own `token_port`, where a new router listens now."""
         old = self._batches[0]
         _end_link(old)
         self._batches[0] = _Batch(old.send, None, former=old.former)
 
     def close(self) -> None:
-        """Close the sockets to API processes; what is queued may still leave."""
+        """Close the sockets to API processes; queued messages may still leave."""
         for worker in list(self._batches):
             self.forget(worker)
 
     def push(self, room: bytes, token: int, worker: int = 0, logprobs: bytes | None = None) -> None:
-        """`logprobs`: packed, of a request that asks for them."""
+        """Add a token of a room. `logprobs` are packed; None if the request does not ask for them."""
         batch = self._batches.get(worker)
         if batch is not None:
             if logprobs is not None:
@@ -140,25 +140,25 @@ class TokenManager:
             batch.tokens.append(token)
 
     def note_cached(self, room: bytes, num_tokens: int, worker: int = 0) -> None:
-        """With the room's first token: this many of its prompt's tokens were not computed."""
+        """Report, with the room's first token, how many of its prompt tokens were cached and not computed."""
         batch = self._batches.get(worker)
         if batch is not None:
             batch.cached.append((room, num_tokens))
 
     def push_prompt(self, room: bytes, logprobs: bytes, worker: int = 0) -> None:
-        """Logprobs of a room's prompt, ahead of its first token."""
+        """Add the logprobs of a room's prompt. They travel ahead of its first token."""
         batch = self._batches.get(worker)
         if batch is not None:
             batch.prompt_logprobs.append((room, logprobs))
 
     def finish(self, finish: Finish, worker: int = 0) -> None:
-        """End of a room; it travels behind the room's last token."""
+        """Add the end of a room. It travels behind the room's last token."""
         batch = self._batches.get(worker)
         if batch is not None:
             batch.finished.append(finish)
 
     def flush(self, now_s: float = 0.0) -> None:
-        """At the end of every step, and of every turn without one; `now_s` on the step thread's clock."""
+        """Send what is collected. Called at the end of every turn; `now_s` is on the step thread's clock."""
         while self._words:
             self._on_word(self._words.popleft(), now_s)
         for batch in self._batches.values():
@@ -178,7 +178,7 @@ class TokenManager:
                 batch.send(frame)
             if news.given_up:
                 self._drop(news.given_up)
-                self._flush(batch, now_s)  # even an empty message says that those before it will not come
+                self._flush(batch, now_s)  # even an empty message tells that those before it are given up
 
     def _flush(self, batch: _Batch, now_s: float) -> None:
         sender, count = batch.sender, len(batch.tokens)

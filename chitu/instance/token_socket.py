@@ -1,4 +1,4 @@
-"""The way of an instance's tokens to the router or one of its API processes. Step thread."""
+"""The sockets on which tokens go to the router or one of its API processes. Step thread."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import zmq
 
 LAST_TOKENS_MS = 200
-"""How long messages that are queued when a socket to the router closes may still leave."""
+"""Linger of a socket to the router: how long queued messages may still leave when it closes."""
 
 
 @dataclass(slots=True, frozen=True)
 class TokenSocket:
-    """Implements `TokenPort` for one API process."""
+    """Implementation of `TokenPort` for one API process."""
 
     socket: zmq.Socket[bytes]
 
@@ -24,7 +24,7 @@ class TokenSocket:
 
 
 def send_now(socket: zmq.Socket[bytes], frame: bytes) -> bool:
-    """False where the queue is full."""
+    """Send a frame without blocking; return False if the queue is full."""
     try:
         socket.send(frame, zmq.NOBLOCK)
     except zmq.Again:

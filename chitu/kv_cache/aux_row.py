@@ -1,4 +1,4 @@
-"""Shape of an aux row (one logits row with its header), for code that must not import torch; what rows lie in."""
+"""Shape of an aux row (one logits row with its header), and the memory of rows, for code that must not import torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from numpy.typing import NDArray
 from chitu.types import Role
 
 AUX_HEADER_BYTES = 64
-"""A cache line of header (see `kv_transfer.metadata_buffers`) ahead of the logits."""
+"""Size of the header (see `kv_transfer.metadata_buffers`) before the logits: one cache line."""
 
 
 UNIFIED_AUX_ROWS = 8
-"""A prompt with forks has a row on a unified instance for as long as it is computed; the ninth of them waits."""
+"""Aux rows of a unified instance. A prompt with forks holds one while it is computed; the ninth such prompt waits."""
 
 
 def aux_row_bytes(vocab_size: int) -> int:
-    """Header plus one float32 per vocabulary entry, in whole cache lines."""
+    """Return the size of a row: header plus one float32 per vocabulary entry, in whole cache lines."""
     return AUX_HEADER_BYTES + (4 * vocab_size + 63) // 64 * 64
 
 
 class RowMemory(Protocol):
-    """Rows wherever they are: host memory, or a device's. Any thread."""
+    """Aux rows in host or device memory. Any thread."""
 
     @property
     def num_rows(self) -> int: ...
     @property
     def row_bytes(self) -> int: ...
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
-        """Bytes `[start, end)` of a row, on the host: a view where the row is there, else a copy."""
+        """Return bytes `[start, end)` of a row on the host: a view if the row is there, else a copy."""
         ...
 
     def write(self, row: int, data: bytes) -> None:
-        """Put `data` at the row's begin; there when this returns."""
+        """Write `data` to the start of the row; complete when this returns."""
         ...
 
 
@@ -62,8 +62,8 @@ class HostRows:
 
 
 def num_aux_rows(configured: int | None, num_slots: int, role: Role) -> int:
-    """Of the main rank of an instance: for requests between P and D, and on a unified one for prompts with forks.
-    `configured`: `cache.num_aux_slots`."""
+    """Return the number of aux rows of an instance's main rank: for requests between P and D, or on a unified instance
+    for prompts with forks. `configured` is `cache.num_aux_slots`."""
     if role is Role.UNIFIED:
         return min(num_slots, UNIFIED_AUX_ROWS)
     return configured or 2 * num_slots

@@ -6,13 +6,13 @@ A page's checksum is the sum, modulo 2**64, over regions (K and V of each layer)
 
 where `word` are the signed 64 bit words of one head of the page in one region, and the weights are fixed odd random
 numbers. As it is a sum over regions and heads, layers can be added as they are written, and TP ranks can add up what
-each of them holds: P and D get the same number however they divide the heads.
+each of them holds. P and D get the same number however they divide the heads.
 
-What it finds: every change within one 32 bit word (any flipped byte), for certain; pages, heads, layers, or K and V
-that changed places, zeroed pages, pages of another request, torn writes: all but one in about 2**32. What it does not
-find: changes made on purpose (the weights are no secret), and whatever was wrong in P's own memory already.
+It detects every change within one 32 bit word (any flipped byte). It misses about one in 2**32 of these: swapped pages,
+heads, layers, or K and V; zeroed pages; pages of another request; torn writes. It does not detect deliberate changes
+(the weights are no secret), nor what was wrong in P's own memory already.
 
-Called by transfer threads and by D's verifying thread, never by a step thread. numpy gives up the GIL in every call
+Called by transfer threads and by D's verifying thread, never by a step thread. numpy releases the GIL in every call
 over a chunk. Measured beside CRC-32 and memcpy in docs/benchmarks.md.
 """
 
@@ -37,11 +37,11 @@ Int64s = NDArray[np.int64]
 
 WORD_BYTES = 8
 CHUNK_BYTES = 256 << 10
-"""Looked at in one go: fits a core's cache together with the copy of its upper halves."""
+"""Bytes summed at a time: they fit a core's cache together with the copy of their upper halves."""
 
 
 class PageWeights(NamedTuple):
-    """All odd, int64. For one rank: its own heads."""
+    """The weights of one rank, for its own heads. All are odd int64."""
 
     low_W: Int64s
     high_W: Int64s
@@ -49,7 +49,8 @@ class PageWeights(NamedTuple):
 
 
 def page_weights(layout: KVLayout, tp_rank: int, head_bytes: int) -> PageWeights:
-    """`head_bytes`: of one KV head in one region of a page. Raises ConfigError where that is no multiple of 8."""
+    """Return the weights of a rank. `head_bytes` is the size of one KV head in one region of a page. Raise ConfigError
+    unless it is a multiple of 8."""
     if head_bytes % WORD_BYTES:
         raise ConfigError(f"verify_kv needs KV heads of a multiple of {WORD_BYTES} bytes a page, not {head_bytes}")
     heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
@@ -59,7 +60,7 @@ def page_weights(layout: KVLayout, tp_rank: int, head_bytes: int) -> PageWeights
 
 
 def _odd_numbers(stream: int, count: int) -> Int64s:
-    """SplitMix64: the same numbers in every build and on every machine."""
+    """Return numbers of SplitMix64, which are the same in every build and on every machine."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,7 +69,7 @@ def _odd_numbers(stream: int, count: int) -> Int64s:
 
 
 class HostPageSums:
-    """Checksums of the pages of one rank in this process's own memory, which must outlive it. Any thread."""
+    """Checksums of one rank's pages in this process's own memory, which must outlive this object. Any thread."""
 
     def __init__(
         self, layout: KVLayout, tp_rank: int, region_bases: Sequence[int], num_pages: int, page_bytes: int
@@ -81,7 +82,7 @@ class HostPageSums:
         self._chunk_pages = max(1, CHUNK_BYTES // page_bytes)
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
-        """Of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`."""
+        """Return the sums of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`."""
         pages_N = np.asarray(pages, dtype=np.int64)
         sums_N = np.zeros(len(pages_N), dtype=np.int64)
         low_W, high_W, salt_RH = self._weights
@@ -97,7 +98,7 @@ class HostPageSums:
 
 
 def page_sums_of(pool: KVPool, tp_rank: int) -> HostPageSums | DevicePageSums:
-    """Of a rank's pool, where its memory is."""
+    """Return the checksums of a rank's pool, computed where its memory is."""
     if pool.device.type == "cpu":
         return HostPageSums(pool.layout, tp_rank, pool.region_bases, pool.num_pages, pool.page_bytes)
     from chitu.kv_cache.device_checksum import DevicePageSums

@@ -1,6 +1,6 @@
-"""The page checksum of `checksum.py` over a pool's tensors, on the device where they are: same numbers, no copy to the
-host. Called as `HostPageSums` is; on CUDA the work goes to a stream of its own, so a step's kernels are not waited for
-(what P sums was written by a step that is over, what D sums by the transport)."""
+"""The page checksum of `checksum.py` over a pool's tensors, on their own device: same numbers, no copy to the host.
+Used like `HostPageSums`. On CUDA the work runs on a stream of its own and does not wait for a step's kernels (P sums
+what a finished step wrote, D what the transport wrote)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.ops.cuda_device import on_stream
 
 DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
-"""Temporary device memory is at most three times as much."""
+"""Bytes summed at a time. Temporary device memory is at most three times as much."""
 
 
 class DevicePageSums:
@@ -32,7 +32,8 @@ class DevicePageSums:
 
     @torch.inference_mode()
     def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
-        """Of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`, on the host."""
+        """Return the sums of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`, on
+        the host."""
         with on_stream(self._stream):
             pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
             sums_N = torch.zeros_like(pages_N)

@@ -1,6 +1,6 @@
-"""Aux rows in device memory, as `MetadataBuffers` seals and verifies them: one small copy each way, on a stream of its
-own, so that a step's kernels are not waited for. What P reads was written by a step that is over, what D reads by a
-transport whose write is over. Any thread. On a CPU tensor the same code runs with plain copies (its twin in tests).
+"""Aux rows in device memory, which `MetadataBuffers` seals and verifies: one small copy each way, on a stream of its
+own that does not wait for a step's kernels. P reads what a finished step wrote, D what a finished transfer wrote. Any
+thread. On a CPU tensor the same code runs with plain copies, for tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from chitu.ops.cuda_device import on_stream
 
 
 class DeviceRows:
-    """Implements `kv_cache.aux_row.RowMemory` over uint8 `[rows, row_bytes]`."""
+    """`kv_cache.aux_row.RowMemory` over uint8 `[rows, row_bytes]` of a device."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.ndim != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
@@ -34,15 +34,15 @@ class DeviceRows:
 
     @torch.inference_mode()
     def read(self, row: int, start: int, end: int) -> NDArray[np.uint8]:
-        """A copy of bytes `[start, end)` of a row."""
-        # Pinned, or the copy would go through a buffer of the driver. torch keeps such memory for the next read.
+        """Return a copy of bytes `[start, end)` of a row."""
+        # Pinned, or the copy would go through a driver buffer. torch caches such memory for the next read.
         host = torch.empty(end - start, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._copy(host, self._rows[row, start:end])
         return cast("NDArray[np.uint8]", host.numpy())
 
     @torch.inference_mode()
     def write(self, row: int, data: bytes) -> None:
-        """Put `data` at the row's begin; there when this returns."""
+        """Write `data` to the start of the row; complete when this returns."""
         host = torch.empty(len(data), dtype=torch.uint8, pin_memory=self._is_cuda)
         host.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
         self._copy(self._rows[row, : len(data)], host)

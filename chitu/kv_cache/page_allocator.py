@@ -1,7 +1,7 @@
-"""Which page is in whose hands: free, used, quarantined or cached. Step thread only; knows no request and no tensor.
+"""The state of every page: free, used, quarantined or cached. Step thread only; independent of requests and tensors.
 
-Invariant: free + used + quarantined + cached == total, and a page is never given out twice. Runs of neighbouring
-pages are preferred, because neighbours travel in one copy and gather as one view.
+Invariant: free + used + quarantined + cached == total, and a page is never given out twice. Runs of adjacent pages are
+preferred, because they travel in one copy and gather as one view.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FREE, _USED, _QUARANTINED, _CACHED = 0, 1, 2, 3
 
 
 class PageAllocator:
-    """Pages `0 .. num_pages - 1`."""
+    """The states of pages `0 .. num_pages - 1`."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -40,7 +40,7 @@ class PageAllocator:
         return self._counts[_CACHED]
 
     def reserve(self, count: int, after: int = -1) -> list[int]:
-        """Take `count` free pages, following page `after` where they can. Capacity if fewer are free."""
+        """Take `count` free pages, right after page `after` if possible. Raise Capacity if fewer are free."""
         if count > self.num_free:
             raise Capacity(f"{count} pages wanted, {self.num_free} of {self.num_pages} are free")
         if count == 0:
@@ -52,7 +52,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give used, quarantined or cached pages back. Internal where one is free already."""
+        """Free used, quarantined or cached pages. Raise Internal if one is free already."""
         index = np.asarray(pages, dtype=np.int64)
         states = self._state[index]
         if (states == _FREE).any() or len(np.unique(index)) != len(index):
@@ -63,15 +63,15 @@ class PageAllocator:
         self._counts[_FREE] += len(index)
 
     def quarantine(self, pages: Sequence[int]) -> None:
-        """Keep used pages out of everybody's hands: a peer may still write to them (or read them)."""
+        """Quarantine used pages, so that no room gets them: a peer may still write to them (or read them)."""
         self._turn(pages, _USED, _QUARANTINED, "quarantined that are not in use")
 
     def cache(self, pages: Sequence[int]) -> None:
-        """Nobody uses these pages any more, but what they hold is kept."""
+        """Mark used pages as cached: no room uses them any longer, but their content is kept."""
         self._turn(pages, _USED, _CACHED, "cached that are not in use")
 
     def use_cached(self, pages: Sequence[int]) -> None:
-        """They are used again for what they hold."""
+        """Mark cached pages as used again, with their content."""
         self._turn(pages, _CACHED, _USED, "used for what they hold that are not cached")
 
     def _turn(self, pages: Sequence[int], before: int, after: int, mistake: str) -> None:
@@ -83,14 +83,14 @@ class PageAllocator:
         self._counts[after] += len(index)
 
     def _extension(self, count: int, after: int) -> list[int]:
-        """The pages right behind `after`, where all of them are free."""
+        """Return the pages right after `after` if all of them are free, else []."""
         if after < 0 or after + count >= self.num_pages or self._state[after + 1 : after + 1 + count].any():
             return []
         return list(range(after + 1, after + 1 + count))
 
     def _best_run(self, count: int) -> list[int]:
-        """The shortest free run that holds `count` pages, else the longest runs until there are enough."""
-        if count == 1:  # every growing request comes here once a page, so no search for the best hole
+        """Return the first pages of the shortest sufficient free run, or else the longest runs until there are enough."""
+        if count == 1:  # every growing request comes here once per page, so skip the search for the best run
             return [int(self._state.argmin())]
         free = np.flatnonzero(self._state == _FREE)
         breaks = np.flatnonzero(np.diff(free) != 1) + 1

@@ -1,11 +1,11 @@
-"""What a full page holds, as a name: the content key of a page is a hash of all tokens up to its end.
+"""Content keys of full pages: the key of a page is a hash of all tokens up to its end.
 
-A chain: the key of page n is `blake2b(key of page n - 1 + token ids of page n)`, 128 bits, and the key before page 0 is
-the *root*, a hash of everything else that K and V depend on, and of the `cache_salt`. So equal keys mean equal K and V,
-for whoever has the pages, and prompts with different salts have no key in common. Pure; step thread.
+Keys form a chain: the key of page n is `blake2b(key of page n - 1 + token ids of page n)`, 128 bits. The key before
+page 0 is the *root*, a hash of the `cache_salt` and of everything else that K and V depend on. So equal keys mean equal
+K and V on every instance, and prompts with different salts have no key in common. Pure; step thread.
 
-Two different chains with one key would give wrong tokens. By chance that takes 2**64 pages. Whoever wants it on purpose
-needs as many hashes for two prompts of his own choice, and 2**128 for one that meets somebody else's.
+Two different chains with one key would give wrong tokens. By chance that takes 2**64 pages. An attacker needs as many
+hashes for a collision of two prompts of their choice, and 2**128 to match the key of another client's prompt.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ TOKEN_BYTES = 4
 
 
 def layout_fingerprint(layout: KVLayout) -> bytes:
-    """Of model, weights, KV layout, dtype and page size. `tp_size` is not of it: all ranks together hold the same."""
+    """Return the fingerprint of model, weights, KV layout, dtype and page size. `tp_size` does not enter it: all ranks
+    together hold the same."""
     return blake2b(encode(msgspec.structs.replace(layout, tp_size=1)), digest_size=KEY_BYTES).digest()
 
 
 def lasting_fingerprint(fingerprint: bytes, weights_digest: bytes, version: str, settings: Sequence[object]) -> bytes:
-    """For pages that outlive a process, or that others read: the layout knows weights by their shapes alone, and what
-    another version or other `settings` of the model compute may differ."""
+    """Return a fingerprint for pages that outlive a process or that other processes read. The layout covers the shapes
+    of the weights only, and another version or other `settings` of the model may compute different values."""
     text = repr((version, *settings)).encode()
     return blake2b(fingerprint + weights_digest + text, digest_size=KEY_BYTES).digest()
 
@@ -40,7 +41,7 @@ class PageKeys:
 
     root: bytes
     page_size: int
-    """Tokens."""
+    """Tokens per page."""
     _keys: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -49,12 +50,12 @@ class PageKeys:
         return cls(root, page_size)
 
     def copy(self) -> PageKeys:
-        """For a sequence that begins with the same tokens."""
+        """Return a copy for a sequence that begins with the same tokens."""
         return PageKeys(self.root, self.page_size, list(self._keys))
 
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
-        """Of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are the sequence's, and have only
-        grown since the last call."""
+        """Return the keys of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are those of the
+        sequence; since the last call they may only have grown."""
         keys, page_bytes = self._keys, self.page_size * TOKEN_BYTES
         key = keys[-1] if keys else self.root
         fresh = blake2b(digest_size=KEY_BYTES).copy  # a copy costs a third less than a new one

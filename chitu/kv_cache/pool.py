@@ -1,14 +1,14 @@
-"""The memory itself: one allocation (the *arena*) with the regions of every layer, behind them the aux rows, and behind
-these room for transports, where they need some.
+"""The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
+transports that need some.
 
-One allocation, because every transport registers it once and range checks are then two comparisons. On CPU it is an
-anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and nothing is left
-behind by a `kill -9`. Built by the service, read and written by the executor (step thread) and by transports.
+It is one allocation so that every transport registers it once and a range check takes two comparisons. On CPU it is an
+anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and a `kill -9` leaves
+nothing behind. Built by the service, read and written by the executor (step thread) and by transports.
 
-Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer where a layer has one region (a latent cache), each
-`[num_pages, kv_heads, page_size, head_dim]`: the heads lie outside the tokens, so one head group of a page is
-contiguous. With dtype `fp8_e4m3` each head of a page has its tokens' scales behind its numbers (`ops/fp8_pages.py`).
-An aux row is a 64 byte header and `vocab_size` float32.
+Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer if a layer has one region (a latent cache). Each is
+`[num_pages, kv_heads, page_size, head_dim]`: heads come before tokens, so one head group of a page is contiguous. With
+dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values (`ops/fp8_pages.py`). An aux row is a
+64 byte header and `vocab_size` float32.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _aligned(nbytes: int) -> int:
 
 
 class KVPool:
-    """`k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more with a scratch page), the same tensor
-    where a layer has one region; `regions`: each once, with e4m3 the bytes of heads, scales and all; `aux`: uint8
-    `[num_aux_slots, aux_row_bytes]`."""
+    """The pages and aux rows of one rank. `k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more
+    with a scratch page), the same tensor if a layer has one region. `regions`: each region once; with e4m3 as bytes,
+    including the scales. `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class KVPool:
         has_scratch: bool = False,
         transfer_bytes: int = 0,
     ) -> None:
-        """With `has_scratch` the regions have one page more, `scratch_page`: it is nobody's, no peer may be told of it,
-        and rows that only pad a batch write there. `transfer_bytes`: at the end of the arena, from `transfer_base` on,
-        for transports; nothing here looks at them."""
+        """Allocate the arena. With `has_scratch` the regions have one page more, `scratch_page`, which rows that only
+        pad a batch write to. It belongs to no request and must not be offered to a peer. `transfer_bytes` at the end of
+        the arena, from `transfer_base` on, are for transports and not used here."""
         self.layout = layout
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
@@ -93,7 +93,7 @@ class KVPool:
 
     @property
     def aux_rows(self) -> NDArray[np.uint8] | RowMemory:
-        """`aux` for `MetadataBuffers`: a view of numpy, or where the pool is not in host memory a way to its rows."""
+        """`aux` for `MetadataBuffers`: a numpy view, or a `RowMemory` if the pool is not in host memory."""
         if self.device.type != "cpu":
             return DeviceRows(self.aux)
         rows: NDArray[np.uint8] = self.aux.numpy()
@@ -111,7 +111,7 @@ class KVPool:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the file back; the mapping goes with the last tensor that views it."""
+        """Close the memory file. The mapping ends with the last tensor that views it."""
         if self.memfd >= 0:
             os.close(self.memfd)
             self.memfd = -1

@@ -1,14 +1,15 @@
-"""Which page holds what: the pages that later prompts may begin with, by content key.
+"""The cached pages that later prompts may begin with, by content key.
 
 Owned by `PagedKVCacheManager`, step thread only. Pure: keys and page numbers in, page numbers out; no tokens, no clock.
-A page is *pinned* by the requests that use it, and *idle* while nobody does. Everything costs O(pages touched).
+A page is *pinned* by the requests that use it, and *idle* while none does. Everything costs O(pages touched).
 
-Most pages are never wanted again, so idle pages are evicted by a form of 2Q (T. Johnson and D. Shasha, 1994): those
-that came again, in the index or within as many evictions as there are pages, are *protected* while they are a third of
-all pages at most. The oldest of more becomes the newest of the others, and these go first, by their last use.
+Most pages are never used again, so idle pages are evicted by a form of 2Q (T. Johnson and D. Shasha, 1994). Pages that
+were requested again, while indexed or within as many evictions as there are pages, are *protected*. At most a third of
+all pages are. Beyond that the oldest protected page becomes the newest unprotected one. Unprotected pages are evicted
+first, by their last use.
 
-Whoever pins a page pins all pages before it in its chain, and lets go of them last page first. When a page comes again,
-so have all before it. So no page goes before those behind it in its chain: eviction never cuts a chain.
+A request that pins a page pins all pages before it in its chain, and unpins them last page first. If a page is
+requested again, so are all before it. So no page is evicted before its successors: eviction never cuts a chain.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ from collections.abc import Sequence
 from chitu.errors import Internal
 
 PROTECTED = 3
-"""One in so many pages."""
+"""At most one in this many pages is protected."""
 
 
 class PrefixIndex:
-    """Of pages `0 .. num_pages - 1`. Memory: some 370 bytes a page at most."""
+    """Index of pages `0 .. num_pages - 1`. It takes at most some 370 bytes per page."""
 
     def __init__(self, num_pages: int) -> None:
         self._pages: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None] * num_pages
-        """None: not in the index, or not any more while somebody still uses it."""
+        """Key by page; None if the page is not in the index, or was dropped while a request still uses it."""
         self._pins = array("i", bytes(4 * num_pages))
-        # The idle pages as two rings in both directions. The oldest is behind the head: `_head`, or `_protected_head`.
+        # The idle pages as two doubly linked rings. The oldest follows the head: `_head`, or `_protected_head`.
         self._head, self._protected_head = num_pages, num_pages + 1
         self._next = array("i", range(num_pages + 2))
         self._prev = array("i", range(num_pages + 2))
         self._came_again = bytearray(num_pages)
         self._is_protected = bytearray(num_pages)
-        """In that ring."""
+        """Whether an idle page is in the protected ring."""
         self._num_protected = 0
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        """Keys; the oldest first."""
+        """Keys of evicted pages, the oldest first."""
         self._generations = array("Q", bytes(8 * num_pages))
         self.num_idle = 0
         self.num_shared_pins = 0
         """Pins beyond the first of each page."""
 
     def __len__(self) -> int:
-        """Pages that can be found."""
+        """Return the number of pages that can be found."""
         return len(self._pages)
 
     def num_pins(self, page: int) -> int:
         return self._pins[page]
 
     def generation(self, page: int) -> int:
-        """Of what the page holds: another number as soon as it cannot be found any more, which is before anybody may
-        write to it again. Any thread."""
+        """Return the generation of the page's content. It changes as soon as the content can no longer be found, which
+        is before the page may be overwritten. Any thread."""
         return self._generations[page]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages of the longest beginning of this chain that is here."""
+        """Return the pages of the longest prefix of this chain that is in the index."""
         found: list[int] = []
         for page in map(self._pages.get, keys):
             if page is None:
@@ -68,7 +69,7 @@ class PrefixIndex:
         return found
 
     def pin(self, pages: Sequence[int]) -> list[int]:
-        """They are used by one more request; `pages` came from `find`. Those that were idle."""
+        """Pin pages, which came from `find`, for one more request. Return those that were idle."""
         pins, were_idle = self._pins, []
         for page in pages:
             if pins[page]:
@@ -81,8 +82,9 @@ class PrefixIndex:
         return were_idle
 
     def add(self, key: bytes, page: int) -> int:
-        """`page`, used by one request that has the pages before it in the chain pinned, holds what `key` names. The
-        page of this key from now on: another one where somebody was faster, and then nothing was done."""
+        """Index `page` under `key` and pin it for the one request that uses it, which has pinned the pages before it in
+        the chain. Return the page of this key from now on. If another page has the key already, do nothing and return
+        that one."""
         known = self._pages.setdefault(key, page)
         if known != page:
             return known
@@ -94,19 +96,19 @@ class PrefixIndex:
         return page
 
     def share(self, page: int) -> None:
-        """`page`, used by one request that has the pages before it in the chain pinned, can be pinned by others. It is
-        not found by a key, and belongs to nobody once they let go of it."""
+        """Pin `page` for the one request that uses it, so that more requests can pin it. That request has pinned the
+        pages before it in the chain. The page has no key; once the last request unpins it, it is free."""
         if self._keys[page] is not None or self._pins[page]:
             raise Internal(f"page {page} is in the prefix index already")
         self._pins[page] = 1
 
     def holds(self, page: int) -> bool:
-        """Whether it can be found; a pinned page may have been dropped."""
+        """Return whether a page can be found; a pinned page may have been dropped."""
         return self._keys[page] is not None
 
     def unpin(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A request lets go of these, which are all that it pinned, in the order of its chain. Those that are idle
-        then; and those that can be found no more, and belong to nobody now."""
+        """Unpin all pages that a request pinned, given in the order of its chain. Return those that are idle now, and
+        those that can no longer be found and are free now."""
         pins, idle, dropped = self._pins, [], []
         for page in reversed(pages):
             if not pins[page]:
@@ -122,7 +124,7 @@ class PrefixIndex:
         return idle, dropped
 
     def evict(self, count: int) -> list[int]:
-        """Forget `count` idle pages (or all)."""
+        """Evict `count` idle pages, or all if there are fewer. Return them."""
         evicted = []
         for _ in range(min(count, self.num_idle)):
             page = self._next[self._head]
@@ -139,7 +141,7 @@ class PrefixIndex:
         return evicted
 
     def flush(self) -> list[int]:
-        """Nothing can be found any more. The pages that were idle: nobody's now. What is pinned stays so."""
+        """Forget all keys. Return the pages that were idle and are free now. Pinned pages stay pinned."""
         for page in list(self._pages.values()):
             self._forget(page)
         self._evicted.clear()
@@ -155,7 +157,7 @@ class PrefixIndex:
             )
 
     def _idle(self) -> list[int]:
-        """In the order in which they go."""
+        """Return the idle pages in the order of eviction."""
         pages = []
         for head in (self._head, self._protected_head):
             page = self._next[head]
@@ -172,7 +174,7 @@ class PrefixIndex:
             self._generations[page] += 1
 
     def _link(self, page: int, is_protected: bool) -> None:
-        """As the newest."""
+        """Add a page to a ring as the newest."""
         head = self._protected_head if is_protected else self._head
         newest = self._prev[head]
         self._next[newest], self._prev[page] = page, newest

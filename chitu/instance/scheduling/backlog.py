@@ -1,15 +1,15 @@
-"""How fast a queue moves while it is one: what the router predicts waits by.
+"""How fast a queue moves while requests wait in it, from which the router predicts waits.
 
-Owned by `PDScheduler`, step thread only. Pure: totals and times in, totals out. A rate over all time would say nothing
-of capacity, because an instance without a queue works as slowly as requests come; so only the time counts in which
-something waited that a step could not take, and only the work done in it.
+Owned by `PDScheduler`, step thread only. Pure: totals and times in, totals out. A rate over all time would not measure
+capacity, because an instance without a queue works only as fast as requests arrive. So only the time counts in which
+work waited that a step could not take, and only the work done in it.
 """
 
 from __future__ import annotations
 
 
 class BacklogMeter:
-    """`seconds` and `work` grow while something waits. Work is whatever unit the caller counts in."""
+    """Time and work of a queue: `seconds` and `work` grow while something waits. The caller picks the unit of work."""
 
     def __init__(self, now_s: float) -> None:
         self.seconds = 0.0
@@ -19,7 +19,7 @@ class BacklogMeter:
         self._waits = False
 
     def update(self, now_s: float, total_work: int, waits: bool) -> None:
-        """Once a step: the work done since the start, and whether something still `waits` from here on."""
+        """Note the work done since the start, and whether something `waits` from now on. Called once a turn."""
         if self._waits:
             self.seconds += now_s - self._last_s
             self.work += total_work - self._last_work

@@ -1,7 +1,7 @@
-"""What other threads ask of the step thread: requests, cancellations, and what becomes of the router.
+"""Messages from other threads to the step thread: requests, cancellations, and changes of the router.
 
-Any thread puts in, the step thread alone takes out, in the order in which things came. Owned by `PDScheduler`. A deque
-is enough: its ends are atomic.
+Any thread puts messages in; the step thread alone takes them out, in the order of arrival. Owned by `PDScheduler`. A
+deque suffices: operations at its ends are atomic.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from chitu.protocol import DecodeRequest, PrefillRequest, SchedulerMessage, Unif
 
 @dataclass(slots=True, frozen=True)
 class RouterReplaced:
-    """Another router is there: nobody reads the tokens of what the old one sent."""
+    """A new router has replaced the old one: the tokens of the old one's requests have no reader."""
 
 
 @dataclass(slots=True, frozen=True)
 class RouterSilent:
-    """The router counts as gone, but may come back."""
+    """The router was silent beyond its limit. It may come back."""
 
     silence_s: float
 
@@ -34,12 +34,12 @@ class WorkerGone:
 
 @dataclass(slots=True, frozen=True)
 class CacheFlush:
-    """An operator wants what is cached forgotten."""
+    """An operator asked to flush the prefix cache."""
 
 
 @dataclass(slots=True, frozen=True)
 class GrammarCompiled:
-    """Of a request that came before: what it needs can be found, or why it cannot be made."""
+    """The grammar of an earlier request is compiled, or failed to; the grammar store has the outcome."""
 
     room: bytes
 
@@ -58,12 +58,12 @@ class Inbox:
         self._words.append(word)
 
     def take(self) -> Iterator[Word]:
-        """Until nothing is left; what comes meanwhile is taken too."""
+        """Yield messages until none is left, including those that arrive meanwhile."""
         while self._words:
             yield self._words.popleft()
 
     def waiting(self) -> tuple[int, int]:
-        """Requests that nobody took yet, and the prompt tokens in them that are to be computed here. Any thread."""
+        """Return the number of requests not taken yet, and of their prompt tokens to compute here. Any thread."""
         new = [m for m in tuple(self._words) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
         count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
         return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))

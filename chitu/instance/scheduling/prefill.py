@@ -1,9 +1,9 @@
-"""Chunked prefill: which prompt tokens are computed in the coming step, and which sequences get pages for it.
+"""Chunked prefill: which prompt tokens are computed in the next step, and which sequences get pages for it.
 
 Pure policy over an ordered queue: no clock, no socket, no tensor. Used by P and by unified instances.
 
-On P, a request may be computed before D announced it; that is speculation with pages that D cannot promise to take.
-Announced requests come first, and take the pages of unannounced ones where pages are short. Without that rule P's pages
+On P, a request may be computed before D announces it. That is speculation: D may not have room for its pages yet.
+Announced requests come first, and take the pages of unannounced ones if pages are short. Without that rule P's pages
 could all belong to requests whose D waits for another P in the same state: a deadlock across instances.
 """
 
@@ -26,12 +26,12 @@ class Chunk(NamedTuple):
 
 
 def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Announced before unannounced, each by priority and arrival."""
+    """Return the sequences, announced before unannounced, each group by priority and arrival."""
     return sorted(waiting, key=lambda s: (not s.announced, s.order))
 
 
 def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_size: int) -> list[Chunk]:
-    """The next chunk of each request, most urgent first, while the step's token budget lasts."""
+    """Return the next chunk of each request, most urgent first, while the step's token budget lasts."""
     chunks: list[Chunk] = []
     budget = max_batched_tokens
     for sequence in by_urgency(computing):
@@ -48,8 +48,8 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
 def speculation_to_undo(
     holders: Iterable[Sequence], coming_back: Callable[[bytes], int], pages_wanted: int, aux_wanted: int
 ) -> list[Sequence]:
-    """Unannounced holders of pages, youngest first, that must give way so that an announced request fits; [] if none
-    or not enough of them hold so much. `coming_back`: pages that a room gives back, behind those asked for before."""
+    """Return the unannounced holders of pages, youngest first, that must give way so that an announced request fits.
+    Return [] if none must, or if all together hold too little. `coming_back` is as in `victims_for_growth`."""
     victims: list[Sequence] = []
     for sequence in sorted((s for s in holders if not s.announced), key=lambda s: -s.order):
         if pages_wanted <= 0 and aux_wanted <= 0:

@@ -1,9 +1,9 @@
 """What sequences hold of an instance (pages, an executor slot, an aux slot) and when it is free again.
 
 Owned by `PDScheduler`, used by its managers; step thread only. Invariant: while a launched step is unread, nothing that
-was held when it was launched is free. A kernel may still read or write it, and D promises free pages and aux slots to a
-peer, whose writes no stream of ours orders. So what is given back meanwhile waits for the newest launched step to be
-read; where none is in flight it is free at once.
+was held at its launch is free. A kernel may still read or write it, and D offers free pages and aux slots to a peer,
+whose writes none of our streams orders. So what is released meanwhile becomes free when the newest launched step is
+read. If no step is in flight it is free at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chitu.instance.scheduling.slots import SlotPool
 
 
 class AuxSlots(Protocol):
-    """The slice of `MetadataBuffers` that scheduling needs."""
+    """The part of `MetadataBuffers` that scheduling needs."""
 
     @property
     def num_free(self) -> int: ...
@@ -31,7 +31,7 @@ class AuxSlots(Protocol):
 
 
 class NoAuxSlots:
-    """Of an instance that hands no logits over."""
+    """The aux slots of an instance that hands over no logits: none."""
 
     num_free = 0
 
@@ -43,8 +43,8 @@ class NoAuxSlots:
 
 
 class Resources:
-    """`sync_step` reads what is in flight, so that nothing is: requests may
-    end in it, and what they held comes back. The scheduler sets it."""
+    """The pages, slots and aux slots of an instance. `sync_step`, set by the scheduler, reads the step in flight, so
+    that none is. Requests may end in it, and what they held becomes free."""
 
     def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots) -> None:
         self.cache = cache
@@ -53,40 +53,40 @@ class Resources:
         self.sync_step: Callable[[], None] = lambda: None
         self._num_launched = self._num_read = 0
         self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
-        """What happens when that many steps have been read."""
+        """Releases that wait, each until that many steps have been read."""
 
     @property
     def num_unread(self) -> int:
-        """Launched steps that were not read yet."""
+        """Number of launched steps that are not read yet."""
         return self._num_launched - self._num_read
 
     def launched(self) -> None:
-        """A step is about to be launched: what is held now may be used by it."""
+        """Note that a step is about to be launched, which may use what is held now."""
         self._num_launched += 1
 
     def read(self) -> None:
-        """The oldest unread step is done."""
+        """Note that the oldest unread step was read, and make free what waited for it."""
         self._num_read += 1
         while self._leaving and self._leaving[0][0] <= self._num_read:
             self._leaving.popleft()[1]()
 
     def take_aux(self) -> int:
-        """A slot, where the caller has just seen that one is free."""
+        """Take an aux slot. The caller has just checked that one is free."""
         slot = self.aux.allocate()
         if slot is None:
             raise Internal("an aux slot was counted as free but none is")
         return slot
 
     def hold_forks(self, source: Sequence) -> None:
-        """A slot for each fork (the first one gets that of the prompt, where it has one) and the page in which the
-        prompt ends. The caller has just seen that they are free."""
+        """Reserve for each fork the page in which the prompt ends, and a slot; the first fork later gets the slot of
+        the prompt, if that has one. The caller has just checked that they are free."""
         for fork in source.forks:
             self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
         for fork in source.forks[source.slot >= 0 :]:
             self.slots.take(fork)
 
     def free_slot(self, sequence: Sequence) -> None:
-        """It keeps its pages. As all of these: nothing happens where it has none (any more)."""
+        """Free the slot of a sequence that keeps its pages. Like the methods below, do nothing if it has none."""
         if sequence.slot >= 0:
             self._when_read(partial(self._free_slot, sequence))
 
@@ -95,12 +95,12 @@ class Resources:
             self._when_read(partial(self._free_aux, sequence))
 
     def free_all(self, sequence: Sequence, then: Callable[[], object]) -> None:
-        """The request is over and no peer touches its pages. `then` follows."""
+        """Free all that a request holds, then call `then`. The request is over and no peer touches its pages."""
         self._when_read(partial(self._free_all, sequence, then))
 
     def vacate(self, sequence: Sequence, is_offloaded: bool) -> None:
-        """Free all at once of a sequence that comes back later; nothing may be in flight. `is_offloaded`: the executor
-        forgets the slot when it has saved its pages."""
+        """Free at once all that a sequence holds that will come back. No step may be in flight. `is_offloaded`: the
+        executor itself releases the slot after it has saved its pages."""
         if self.num_unread:
             raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
         if sequence.slot >= 0:

@@ -1,8 +1,8 @@
-"""Every request of an instance, in the queue of its state. The one writer of a state.
+"""Every request of an instance, in the queue of its state. The only writer of a state.
 
-Owned by `PDScheduler`, step thread only; its managers decide what happens, and `take` it. Invariants: a request is in
-one queue, that of its state; a pair that `SEQUENCE_TRANSITIONS` does not have changes nothing, so a request ends once,
-and is freed once.
+Owned by `PDScheduler`, step thread only; its managers decide on events and apply them by `take`. Invariants: a request
+is in exactly one queue, that of its state. A pair that is not in `SEQUENCE_TRANSITIONS` changes nothing, so a request
+ends once, and is freed once.
 """
 
 from __future__ import annotations
@@ -15,57 +15,57 @@ from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_TRANSITIONS, Se
 
 
 class Sequences:
-    """`resources`: what they hold."""
+    """The sequences of an instance by state. `resources` are what they hold."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
         self._all: dict[bytes, Sequence] = {}
         self._queues: dict[SequenceState, dict[bytes, Sequence]] = {state: {} for state in SequenceState}
         self.dropped_keys: list[int] = []
-        """Of saved copies that nobody comes back to; the next plan drops them."""
+        """Keys of saved copies that no request needs any longer; the next plan drops them."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def __contains__(self, room: bytes) -> bool:
-        """Also where it is over, but a peer may still touch its pages."""
+        """Return whether the room is here, even if it is over and a peer may still touch its pages."""
         return room in self._all
 
     def get(self, room: bytes) -> Sequence | None:
         return self._all.get(room)
 
     def find(self, room: bytes) -> Sequence | None:
-        """One that is not over for the client."""
+        """Return the room's sequence unless it is over for the client."""
         sequence = self._all.get(room)
         return sequence if sequence is not None and sequence.state in OPEN_STATES else None
 
     def queue(self, *states: SequenceState) -> list[Sequence]:
-        """In the order in which they came into these states, one state after the other. A copy."""
+        """Return a copy of these queues, one state after the other, each in the order of entry."""
         return [sequence for state in states for sequence in self._queues[state].values()]
 
     def of(self, state: SequenceState) -> Mapping[bytes, Sequence]:
-        """By room, as it is now."""
+        """Return the live queue of a state, by room."""
         return self._queues[state]
 
     @property
     def open(self) -> list[Sequence]:
-        """Every request that is not over for its client; of a prompt with forks these."""
+        """Every request that is not over for its client; for a prompt with forks, its forks."""
         return [s for s in self._all.values() if s.state in OPEN_STATES and not s.forks]
 
     def num_choices(self, *states: SequenceState) -> int:
-        """Requests in these states, forks counted one by one."""
+        """Return the number of requests in these states, with forks counted one by one."""
         return sum(len(sequence.forks) or 1 for state in states for sequence in self._queues[state].values())
 
     # ------------------------------------------------------------------------------------------------------- its road
 
     def add(self, sequence: Sequence) -> None:
-        """It waits, and its forks wait for it."""
+        """Add a new sequence as WAITING, with forks that wait for it."""
         for each in (sequence, *sequence.forks):
             each.state = SequenceState.WAITING if each is sequence else SequenceState.FORK_WAITING
             self._all[each.room] = self._queues[each.state][each.room] = each
 
     def take(self, sequence: Sequence, event: SequenceEvent) -> bool:
-        """The one way in which a request changes. False: the event is absorbed."""
+        """Apply an event: the only way in which a state changes. Return False if the event is absorbed."""
         target = SEQUENCE_TRANSITIONS.get((sequence.state, event))
         if target is None:
             return False
@@ -79,13 +79,13 @@ class Sequences:
         return keys
 
     def hold_forks(self, source: Sequence) -> None:
-        """Its forks hold what they need, as their prompt does."""
+        """Reserve what the forks of a prompt need, and mark them as held."""
         self.resources.hold_forks(source)
         for fork in source.forks:
             self.take(fork, SequenceEvent.HOLD)
 
     def close(self, sequence: Sequence) -> bool:
-        """Over for the client: it computes no more. False: it was over."""
+        """End a sequence for the client: it computes no more. Return False if it was over already."""
         is_retracted = sequence.state is SequenceState.RETRACTED
         if not self.take(sequence, SequenceEvent.END):
             return False
@@ -96,7 +96,7 @@ class Sequences:
         return True
 
     def free(self, sequence: Sequence) -> None:
-        """No peer touches its pages: all that it holds is given back."""
+        """Free all that a closed sequence holds. The caller knows that no peer touches its pages."""
         if self.take(sequence, SequenceEvent.FREE):
             self.resources.free_all(sequence, lambda: self._remove(sequence))
 

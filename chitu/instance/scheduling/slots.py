@@ -1,4 +1,4 @@
-"""Executor slots: which sequence has which, and which ones the executor must forget."""
+"""Executor slots: which sequence holds which, and which ones the executor must release."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chitu.instance.scheduling.sequence import Sequence
 
 
 class SlotPool:
-    """`owner[slot]` is the sequence in it. Step thread only."""
+    """The slots of an executor; `owner[slot]` is the sequence in a slot. Step thread only."""
 
     def __init__(self, num_slots: int) -> None:
         self.owner: list[Sequence | None] = [None] * num_slots
@@ -23,7 +23,7 @@ class SlotPool:
         self.owner[sequence.slot] = sequence
 
     def free(self, sequence: Sequence, admitted: bool) -> None:
-        """Give the slot back. `admitted`: the executor knows the sequence and the next plan releases it there."""
+        """Free the slot. `admitted`: the executor knows the sequence, so the next plan releases it there."""
         slot = sequence.slot
         sequence.slot = -1
         self.owner[slot] = None
@@ -32,6 +32,6 @@ class SlotPool:
             self._to_release.append(slot)
 
     def take_releases(self) -> list[int]:
-        """Slots that the coming plan releases, before it admits anybody."""
+        """Return and clear the slots that the next plan must release, which it does before it admits any sequence."""
         releases, self._to_release = self._to_release, []
         return releases

@@ -1,7 +1,7 @@
-"""P's admission. A request may be computed before D announced it: that is speculation, and it gives way.
+"""P's admission. A request may be computed before D announces it. Such speculation gives way to announced requests.
 
-Owned by `PDScheduler`, step thread only. Which one gives way is policy (`prefill.py`); here it does. Why there is such
-a rule is said there, too.
+Owned by `PDScheduler`, step thread only. The policy in `prefill.py` decides which request gives way, and explains why.
+This module carries it out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class SpeculativeAdmission:
         self._sender = sender
 
     def open(self) -> Callable[[Sequence], bool]:
-        """Of one turn: whether a sequence may start now. The one that may does."""
+        """Return the admission check of one turn: may a sequence start now? One that passes must start."""
         return self._may_start
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Pages, an aux slot and an executor slot; announced requests may take speculative ones."""
+        """Return whether pages, an aux slot and an executor slot are free. An announced request may take those of
+        speculative ones."""
         pages, aux = self._missing(sequence)
         if (pages > 0 or aux > 0) and sequence.announced:
             self._undo_speculation(sequence)
@@ -35,7 +36,7 @@ class SpeculativeAdmission:
         return pages <= 0 and aux <= 0 and self._resources.slots.num_free > 0
 
     def _missing(self, sequence: Sequence) -> tuple[int, int]:
-        """Pages and aux slots that it lacks."""
+        """Return how many pages and aux slots the sequence lacks."""
         pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
         return pages, 1 - self._resources.aux.num_free
 
@@ -45,13 +46,13 @@ class SpeculativeAdmission:
         self._resources.sync_step()  # a step in flight may compute for those that give way
         for sequence in self._speculators(wanting):
             if not self._sender.reset_chunks(sequence.room):
-                continue  # announced in this very moment: it is urgent itself now
+                continue  # it was announced just now, so it is urgent, too
             sequence.stop_load()
             self._resources.vacate(sequence, is_offloaded=False)
             sequence.kv_len, sequence.prompt_lines = 0, None
             self._sequences.take(sequence, SequenceEvent.GIVE_WAY)
 
     def _speculators(self, wanting: Sequence) -> list[Sequence]:
-        """The sequences that must give way so that it fits."""
+        """Return the sequences that must give way so that `wanting` fits."""
         holders = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
         return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))
