@@ -1,9 +1,9 @@
 """The `chitu` command: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
 bench, doctor.
 
-Only calls (`cli_arguments.py` parses). Imports of what a command needs happen inside it, so that `chitu --help` is
-instant. A wrong configuration is one sentence on stderr and exit code 2; any other known failure, and what the system
-refuses, is one sentence and exit code 1; Ctrl-C is 130.
+This module only calls; `cli_arguments.py` parses. Each command imports what it needs inside its function, so that
+`chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2; any other known
+failure, including an OS error, prints one sentence and exits with 1; Ctrl-C exits with 130.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from chitu.errors import ChituError, ConfigError
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
-    # argparse takes the words behind an option for unknown ones: here they are overrides as much as those before it.
+    # argparse takes positional arguments after an option for unknown ones; here they are overrides like those before.
     if rest and (not hasattr(arguments, "topology") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.topology += rest
     try:
         result = RUNS[arguments.command](arguments)
-        sys.stdout.flush()  # what cannot be written is known now, not when the interpreter ends
+        sys.stdout.flush()  # so that a write error raises here, not when the interpreter ends
         return result
     except ConfigError as error:
         print(f"chitu: {error.message}", file=sys.stderr)
@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `chitu plan | head`
         _forget_output()
         return 128 + signal.SIGPIPE
-    except UnicodeEncodeError as error:  # of a terminal with another encoding
+    except UnicodeEncodeError as error:  # the terminal has another encoding
         text = error.object[error.start : error.end]
         print(f"chitu: {text!a} cannot be written in {error.encoding}: use UTF-8 for names and output", file=sys.stderr)
         return 2
-    except OSError as error:  # a folder that cannot be made, a full disk
+    except OSError as error:  # for example a folder that cannot be made, or a full disk
         _forget_output()
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"chitu: {where}{error.strerror or error}", file=sys.stderr)
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Else the interpreter tries once more to write it, and complains."""
+    """Redirect stdout to /dev/null, so that the interpreter does not try to write it again at exit and fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[str | None, list[str]]:
-    """The topology's name, if one is given, and the overrides, among the positional arguments. `may_download`: a model
-    that is not here."""
+    """Split the positional arguments into the topology's name, if one is given, and the overrides. `may_download`
+    allows to download a model that is not here."""
     overrides = [word for word in arguments.topology if "=" in word]
     files = [word for word in arguments.topology if "=" not in word]
     if len(files) > 1:
@@ -85,7 +85,7 @@ def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[s
 
 
 def _as_yaml(text: str) -> str:
-    """Quoted where YAML could read it as anything but the text that it is."""
+    """Return the text for YAML, quoted if YAML could read it as anything but a string."""
     return text if re.fullmatch(r"[A-Za-z/][\w./+-]*[/][\w./+-]*", text) else msgspec.json.encode(text).decode()
 
 
@@ -160,7 +160,7 @@ def _snapshot(arguments: argparse.Namespace) -> int:
 
     data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
     record = unpack(data)
-    # Not seen under its name before it is whole, and by nobody else: it has the prompt.
+    # The file gets its name when it is complete. Only its owner may read it: it contains the prompt.
     partial = f"{arguments.file}.partial"
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
@@ -218,7 +218,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
         )
         report = verify(options, say)
-    except ChituError as error:  # 1 would say that answers are wrong
+    except ChituError as error:  # exit code 1 would mean that answers are wrong
         print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
         return EXIT_CODES["unjudged"]
     if arguments.json:
@@ -245,7 +245,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout,
         )
         results = replay_receipts(options, receipts, say)
-    except ChituError as error:  # 1 would say that tokens differ
+    except ChituError as error:  # exit code 1 would mean that tokens differ
         print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
         return EXIT_CODES["unjudged"]
     for one in results:
@@ -260,11 +260,11 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _read_text(name: str) -> str:
-    """ConfigError where it is none that can be read."""
+    """Read a text file; raise ConfigError if that fails."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{name} cannot be read: {reason}") from error
 
 

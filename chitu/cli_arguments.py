@@ -1,4 +1,4 @@
-"""The arguments of the `chitu` commands: names, help texts, and what a value may be. `cli.py` runs them."""
+"""The arguments of the `chitu` commands: names, help texts and valid values. `cli.py` runs the commands."""
 
 from __future__ import annotations
 
@@ -15,128 +15,128 @@ DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
-    "gpu": "kernels, steps, transfers and 1P1D on a GPU, against what it does at best",
-    "soak": "a long load with accidents: is everything right and flat?",
+    "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
+    "soak": "a long load with injected failures: are all answers right and all resources flat?",
     "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of all commands; `command` of what it parses is the name of one."""
+    """Return the parser of all commands; it sets `command` to the name of one."""
     parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
     parser.add_argument("--version", action="version", version=f"chitu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser("serve", help="a whole topology on this machine, until Ctrl-C")
+    command = commands.add_parser("serve", help="run a whole topology on this machine, until Ctrl-C")
     _add_topology(command)
-    command.add_argument("--port", type=_port, help="HTTP port, over dp_config.router.port (0: any free one)")
-    command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all of the machine's)")
+    command.add_argument("--port", type=_port, help="HTTP port, overrides dp_config.router.port (0: any free)")
+    command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all addresses)")
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
-    command.add_argument("--no-restart", action="store_true", help="do not start a process again that died")
+    command.add_argument("--no-restart", action="store_true", help="do not restart a process that died")
     command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
     command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
 
-    command = commands.add_parser("chat", help="talk to a running router, here or with one question in a pipe")
+    command = commands.add_parser("chat", help="talk to a running router, in a terminal or by a question in a pipe")
     command.add_argument("question", nargs="*", help="one question (default: stdin, which may be a terminal)")
     _add_router(command)
     command.add_argument("--model", metavar="NAME", help="served name (default: the one that the router serves)")
     command.add_argument("--system", metavar="TEXT", help="the system message")
     command.add_argument(
-        "--max-tokens", type=_positive(int), metavar="N", help="of an answer (default: the rest of the context)"
+        "--max-tokens", type=_positive(int), metavar="N", help="length of an answer (default: the rest of the context)"
     )
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, always the likeliest")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0 (greedy)")
 
-    command = commands.add_parser("explain", help="where the time of a running cluster's requests goes")
+    command = commands.add_parser("explain", help="show where a running cluster's requests spend their time")
     command.add_argument(
         "source", nargs="?", default=DEFAULT_URL, metavar="URL | FILE", help=f"(default: {DEFAULT_URL})"
     )
     command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
     command.add_argument(
-        "--seconds", type=_positive(float), default=10.0, metavar="S", help="to watch for (default: 10)"
+        "--seconds", type=_positive(float), default=10.0, metavar="S", help="seconds to watch (default: 10)"
     )
-    command.add_argument("--save", metavar="FILE", help="what was seen, to be explained again")
-    command.add_argument("--json", action="store_true", help="the explanation as one JSON object")
+    command.add_argument("--save", metavar="FILE", help="file for what was observed, to explain it again")
+    command.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
 
-    command = commands.add_parser("trace", help="the life of a traced request (X-Chitu-Trace: 1) as a time line")
+    command = commands.add_parser("trace", help="show a traced request (X-Chitu-Trace: 1) as a time line")
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     _add_router(command)
     command.add_argument("--dir", metavar="DIR", help="folder of the records (trace.dir), in place of a router")
-    command.add_argument("--frames", action="store_true", help="also its messages (X-Chitu-Trace: frames), by msgpack")
-    command.add_argument("--json", action="store_true", help="time line and records as one JSON object")
+    command.add_argument("--frames", action="store_true", help="also its messages (X-Chitu-Trace: frames), decoded")
+    command.add_argument("--json", action="store_true", help="print time line and records as one JSON object")
 
-    command = commands.add_parser("join", help="add an instance to a running cluster, from this machine, until Ctrl-C")
+    command = commands.add_parser("join", help="add an instance on this machine to a running cluster, until Ctrl-C")
     command.add_argument("role", choices=["prefill", "decode", "unified"])
     command.add_argument("topology", nargs="*", metavar="a.b=c", help="dotted overrides of the cluster's topology")
     _add_router(command)
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder, where it is another one on this machine")
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder, if it is another one on this machine")
     command.add_argument(
-        "--devices", metavar="A,B", help="one a TP rank (default: as the role's first instance; free GPUs)"
+        "--devices", metavar="A,B", help="one per TP rank (default: as the role's first instance; free GPUs)"
     )
-    command.add_argument("--rank", type=int, metavar="K", help="as which (default: the lowest that nobody has)")
+    command.add_argument("--rank", type=int, metavar="K", help="rank of the instance (default: the lowest free one)")
     command.add_argument(
         "--ready-timeout", type=_positive(float), default=600.0, metavar="S", help="seconds (default: 600)"
     )
     command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
 
-    command = commands.add_parser("drain", help="have an instance finish what it runs, leave the cluster and end")
+    command = commands.add_parser("drain", help="let an instance finish what it runs, leave the cluster and end")
     command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
     _add_router(command)
-    command.add_argument("--force", action="store_true", help="also where nothing can be served without it")
+    command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
 
-    command = commands.add_parser("verify", help="whether a running cluster answers as one undivided engine does")
+    command = commands.add_parser("verify", help="check that a running cluster answers like one undivided engine")
     command.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
     command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
     command.add_argument("--model", metavar="DIR", help="checkpoint folder of the reference (default: the cluster's)")
-    command.add_argument("--reference", metavar="URL", help="an undivided engine that runs already, in place of one")
-    command.add_argument("--device", default="cpu", help="of the reference that is started (default: cpu)")
-    command.add_argument("--no-transformers", action="store_true", help="leave transformers out as second reference")
+    command.add_argument("--reference", metavar="URL", help="a running undivided engine, instead of starting one")
+    command.add_argument("--device", default="cpu", help="device of the reference that is started (default: cpu)")
+    command.add_argument("--no-transformers", action="store_true", help="do not use transformers as second reference")
     command.add_argument(
-        "--rounds", type=_positive(int), default=8, metavar="N", help="prompts at most, until every pair was hit"
+        "--rounds", type=_positive(int), default=8, metavar="N", help="most prompts until every pair was hit"
     )
     command.add_argument(
         "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
     )
     command.add_argument(
-        "--max-tokens", type=_positive(int), default=40, metavar="N", help="of an answer (default: 40)"
+        "--max-tokens", type=_positive(int), default=40, metavar="N", help="length of an answer (default: 40)"
     )
     command.add_argument(
         "--timeout", type=_positive(float), default=120.0, metavar="S", help="seconds for one answer (default: 120)"
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
-    command = commands.add_parser("snapshot", help="a running request as a file, from which another router goes on")
+    command = commands.add_parser("snapshot", help="save a running request to a file for another router to continue")
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     command.add_argument(
-        "file", metavar="FILE", help="to be written; a folder of kept requests wants the suffix .request"
+        "file", metavar="FILE", help="file to write; in a folder of kept requests its suffix must be .request"
     )
     _add_router(command)
 
-    command = commands.add_parser("replay", help="whether an engine gives the tokens of saved answers again")
+    command = commands.add_parser("replay", help="check that an engine reproduces the tokens of saved answers")
     command.add_argument(
         "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
     )
     source = command.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
-    source.add_argument("--url", default=DEFAULT_URL, help=f"a cluster that runs (default: {DEFAULT_URL})")
+    source.add_argument("--url", default=DEFAULT_URL, help=f"a running cluster (default: {DEFAULT_URL})")
     command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
-    command.add_argument("--device", default="cpu", help="of the engine that is started (default: cpu)")
+    command.add_argument("--device", default="cpu", help="device of the engine that is started (default: cpu)")
     command.add_argument(
         "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
     )
     command.add_argument(
         "--timeout", type=_positive(float), default=600.0, metavar="S", help="seconds for one answer (default: 600)"
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object a receipt")
+    command.add_argument("--json", action="store_true", help="print one JSON object per receipt")
 
-    command = commands.add_parser("plan", help="the processes, ports and commands of a topology; starts nothing")
+    command = commands.add_parser("plan", help="show processes, ports and commands of a topology; starts nothing")
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
 
-    command = commands.add_parser("node", help="the processes of one host of a topology: run it on each of its hosts")
+    command = commands.add_parser("node", help="run the processes of one host of a topology; use it on every host")
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
-    command.add_argument("--node-index", type=int, required=True, metavar="K", help="which of the hosts this one is")
+    command.add_argument("--node-index", type=int, required=True, metavar="K", help="index of this host")
     command.add_argument(
         "--cpus-per-gpu", type=_positive(int), metavar="N", help="CPU threads of each rank of an instance"
     )
@@ -144,7 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--ready-timeout", type=_positive(float), metavar="S", help="seconds to be ready in (default: 600)"
     )
     command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
-    command.add_argument("--on-failure", metavar="COMMAND", help="run once when a process of this node died")
+    command.add_argument("--on-failure", metavar="COMMAND", help="command to run once if a process of this node dies")
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")
     command.add_argument("directory", metavar="DIR")
@@ -162,16 +162,16 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
 
-    command = commands.add_parser("doctor", help="what keeps this machine, or all nodes at once, from serving")
+    command = commands.add_parser("doctor", help="find what keeps this machine, or all nodes together, from serving")
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
-    command.add_argument("--node-index", type=int, metavar="K", help="which of them this is: run it on all at once")
+    command.add_argument("--node-index", type=int, metavar="K", help="index of this host; run it on all at once")
     return parser
 
 
 def _port(text: str) -> int:
     if not is_number(text) or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 0 (any free one) to {MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
 
 
@@ -191,7 +191,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
 
 def _refuse_key(_key: str) -> str:
     raise argparse.ArgumentTypeError(
-        "`ps` shows command lines to everybody: put the key into the environment as CHITU_API_KEY"
+        "`ps` shows command lines to all users: put the key into the environment as CHITU_API_KEY"
     )
 
 
@@ -207,4 +207,4 @@ def _add_topology(command: argparse.ArgumentParser) -> None:
         metavar="TOPOLOGY.yaml | a.b=c",
         help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
     )
-    command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, over model.path")
+    command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, overrides model.path")

@@ -89,7 +89,7 @@ class PageAllocator:
         return list(range(after + 1, after + 1 + count))
 
     def _best_run(self, count: int) -> list[int]:
-        """Return the first pages of the shortest sufficient free run, or else the longest runs until there are enough."""
+        """Return the start of the shortest free run that suffices, else the longest runs until there are enough."""
         if count == 1:  # every growing request comes here once per page, so skip the search for the best run
             return [int(self._state.argmin())]
         free = np.flatnonzero(self._state == _FREE)

@@ -1,1 +1,1 @@
-"""Where full pages of KV are kept beside the pool: host memory, and behind it slower stores."""
+"""Storage of full KV pages outside the pool: host memory, and slower stores behind it."""

@@ -1,4 +1,4 @@
-"""The tiers of an instance by its configuration. Called once by the main thread, after the pool was made."""
+"""The tiers of an instance, built from its configuration. Called once by the main thread, after the pool is built."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from chitu.kv_cache.tiers.record import HEADER_BYTES
 from chitu.kv_cache.tiers.slow_tier import SlowTier
 
 DECODE_HOST_BYTES = 1 << 30
-"""Of host memory on D at most: pages wait there for disk and store, and none is read."""
+"""Most host memory that D uses: pages wait there for disk and store, and none is read from there."""
 
 
 class Index(Protocol):
-    """What of `PagedKVCacheManager` is needed."""
+    """The part of `PagedKVCacheManager` that tiers need."""
 
     page_size: int
     on_cached: Callable[..., None] | None
@@ -45,10 +45,10 @@ def build_tiers(
     file: int = -1,
     on_all_ranks: Callable[[PageCopies, memoryview], PageCopies] = lambda own, memory: own,
 ) -> PrefixTiers:
-    """With `cache.host_bytes` set; `cache` tells it of its pages from now on. `name`, `address`: the
-    instance's. `device`: the kind of the pool's. `free_bytes`: of host memory. `file`: where host memory is, if other
-    ranks map it; `on_all_ranks` makes of our copies between the pool and this memory those of all ranks. Raises
-    ConfigError."""
+    """Build the tiers of an instance with `cache.host_bytes`; from now on `cache` passes them its pages. `name` and
+    `address` are the instance's, `device` is the kind of the pool's device. `free_bytes` are those of host memory.
+    `file` is the descriptor of the tiers' memory if other ranks map it. `on_all_ranks` extends this rank's copies
+    between pool and that memory to all ranks. Raise ConfigError if host memory or a store cannot be used."""
     page_bytes = page_content_bytes(pool.layout)
     if config.host_bytes < HEADER_BYTES + page_bytes:
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, less than one page of {HEADER_BYTES + page_bytes}")
@@ -72,6 +72,6 @@ def build_tiers(
 
 
 def decode_cache(config: CacheConfig) -> CacheConfig:
-    """D's, of a cluster's: it hands pages to the tiers that others read, and takes none from there."""
+    """Return D's cache configuration: D writes pages to tiers that other instances read, and reads none itself."""
     store = replace(config.store, segment_bytes=0)
     return replace(config, host_bytes=min(config.host_bytes, DECODE_HOST_BYTES), store=store)

@@ -1,5 +1,5 @@
-"""`PageCopies` of a pool in tensors, on the device where they are. On CUDA the copies go to a stream of their own, so
-that no step waits for them."""
+"""`PageCopies` of a pool in tensors, on their own device. On CUDA the copies run on a stream of their own, so that no
+step waits for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DevicePageCopies:
             on_device_RHB = torch.stack([region_PHB[page] for region_PHB in self._regions_PHB])
             if content_RHB.is_contiguous():
                 content_RHB.copy_(on_device_RHB, non_blocking=True)
-            else:  # torch would copy by way of memory that is not pinned
+            else:  # torch would copy through memory that is not pinned
                 for content_HB, on_device_HB in zip(content_RHB, on_device_RHB, strict=True):
                     content_HB.copy_(on_device_HB, non_blocking=True)
         self._wait()
@@ -51,8 +51,8 @@ class DevicePageCopies:
 
 
 def pin(memory: memoryview) -> None:
-    """Registered, not taken from torch, whose allocator of pinned memory rounds up to a power of two. ConfigError where
-    the driver refuses."""
+    """Pin memory by registering it; torch's allocator of pinned memory would round up to a power of two. Raise
+    ConfigError if the driver refuses."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes, 0))
     if code:

@@ -1,10 +1,10 @@
 """`DiskPages`: records in files of one folder, the least recently used deleted first, and those of other instances.
 
-Called by the thread `tier-disk` alone, but for `may_have`. It writes to its own folder, and deletes elsewhere only what
-is not the page that its name says. A file's name is its page's key. It is written under another
-name and then renamed, so a process that is killed leaves no half of a record under a key. After a power cut a file may
-have lost its content: whoever reads it verifies. What other processes delete is missed, and files that are not of this
-kind are left alone. After a restart files count as used when they were written.
+Called by the thread `tier-disk` alone, except `may_have`. It writes to its own folder, and deletes in others only files
+that do not hold the page that their name says. A file is named by its page's key. It is written under another name and
+then renamed, so a process that is killed leaves no partial record under a key. After a power cut a file may have lost
+its content, so readers verify it. A file deleted by another process is a miss. Other kinds of files are left alone.
+After a restart, a file counts as last used when it was written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _UNFINISHED = ".kv.tmp"
 
 
 class DiskPages:
-    """Makes `folder`, and finds what an earlier process left there. At most `max_bytes` of files. `shared`: where
-    it lies beside those of other instances, which are read, too. ConfigError where the folder cannot be written to."""
+    """The pages in `folder`, at most `max_bytes` of files. It makes the folder, or finds what an earlier process left
+    there. `shared` is its parent, in which the folders of other instances are read, too. Raises ConfigError if the
+    folder cannot be written to."""
 
     def __init__(self, folder: Path, max_bytes: int, shared: Path | None = None) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._shared = shared
         self._others: list[Path] = []
-        """Folders of other instances, as they were seen last."""
+        """Folders of other instances, as of the last scan."""
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Bytes by key, the least recently used first."""
+        """File sizes in bytes by key, the least recently used first."""
         self.num_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ class DiskPages:
             self._delete(key)
 
     def close(self) -> None:
-        """What is there stays for the next process."""
+        """Do nothing: the files stay for the next process."""
 
     def _path(self, key: bytes) -> Path:
         return self._folder / _name(key)
@@ -138,7 +139,7 @@ def _name(key: bytes) -> str:
 
 
 def _read_other(path: Path, record: memoryview) -> bool:
-    """False, too, where it is not there or not for us."""
+    """Read a record of another instance. Return False also if the file is missing or not readable for this process."""
     try:
         return _read_whole(path, record)
     except (FileNotFoundError, PermissionError):
@@ -146,7 +147,7 @@ def _read_other(path: Path, record: memoryview) -> bool:
 
 
 def _read_whole(path: Path, record: memoryview) -> bool:
-    """False where the file has another length."""
+    """Read a file into `record`. Return False if the file has another length."""
     with open(path, "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != len(record):
             return False

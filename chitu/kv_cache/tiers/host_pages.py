@@ -1,8 +1,8 @@
-"""`HostPages`: pages in host memory, in slots of one size, the least recently used given up first.
+"""`HostPages`: pages in host memory, in slots of one size, the least recently used evicted first.
 
-Any thread; one lock, never held during a copy. A slot is *free*, *filling* (in the hands of the thread that took it),
-or *found* under a key; a found one may be *pinned* by its readers. Only found slots without a pin are given up. What
-was found is never written to, so a pinned slot can be read without the lock.
+Any thread; one lock, never held during a copy. A slot is *free*, *filling* (owned by the thread that took it), or
+*found* under a key; a found one may be *pinned* by its readers. Only found slots without a pin are evicted. A found
+slot is never written to, so a pinned one can be read without the lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from chitu.kv_cache.tiers.record import HEADER_BYTES
 
 
 class HostPages:
-    """`memory` holds as many records (`record.py`) of `page_bytes` bytes of content as fit; the rest stays unused."""
+    """The slots in `memory`: as many records (`record.py`) of `page_bytes` bytes of content as fit; the rest of it is
+    unused."""
 
     def __init__(self, memory: memoryview, page_bytes: int) -> None:
         self.record_bytes = HEADER_BYTES + page_bytes
@@ -27,10 +28,10 @@ class HostPages:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._pins: dict[int, int] = {}
         self._orphans: set[int] = set()
-        """Forgotten while pinned: free with the last pin."""
+        """Slots cleared while pinned; the last unpin frees them."""
         self._epoch = 0
         self.evictions = 0
-        """Pages that were given up for others, since the start."""
+        """Pages evicted for other pages since the start."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -42,7 +43,7 @@ class HostPages:
         return self._memory[slot * self.record_bytes : (slot + 1) * self.record_bytes]
 
     def take(self) -> tuple[int, int] | None:
-        """A slot to fill, and the epoch that `publish` wants; None while every slot is filling or pinned."""
+        """Take a slot to fill; return it with the epoch for `publish`. None if all slots are filling or pinned."""
         with self._lock:
             if self._free:
                 return self._free.pop(), self._epoch
@@ -54,14 +55,14 @@ class HostPages:
             return None
 
     def give_back(self, slot: int) -> None:
-        """A slot from `take`, of which nothing came."""
+        """Free a slot from `take` that was not filled."""
         with self._lock:
             self._free.append(slot)
 
     def publish(self, key: bytes, taken: tuple[int, int], holds: Callable[[], bool] = lambda: True) -> bool:
-        """The taken slot is filled and sealed: from now on it is found. False, and it is free, where the key is here
-        already, everything was forgotten meanwhile, or `holds()` says that it is not the page of this key. That is
-        asked under the lock: `clear` comes before it or after all of this."""
+        """Publish a taken slot, which is filled and sealed, under its key. Free it and return False if the key is here
+        already, `clear` was called meanwhile, or `holds()` denies that the slot holds the page of this key. `holds` is
+        called under the lock, so a `clear` comes before or after all of this."""
         slot, epoch = taken
         with self._lock:
             if epoch != self._epoch or key in self._found or not holds():
@@ -71,7 +72,7 @@ class HostPages:
             return True
 
     def pin(self, key: bytes) -> int | None:
-        """The slot of this key, which stays as it is until `unpin`; it is the most recently used one then."""
+        """Return the slot of this key, or None; it stays unchanged until `unpin`, and is now the most recently used."""
         with self._lock:
             slot = self._found.get(key)
             if slot is not None:
@@ -89,14 +90,14 @@ class HostPages:
                 self._free.append(slot)
 
     def touch(self, chain: Iterable[bytes]) -> None:
-        """These were used, in one go: of a chain given last page first, the first page is given up last."""
+        """Mark pages as used. Of a chain given last page first, the first page is evicted last."""
         with self._lock:
             for key in chain:
                 if key in self._found:
                     self._found.move_to_end(key)
 
     def clear(self) -> None:
-        """Nothing is found any more, nor will be what is filling now."""
+        """Forget all pages, including those that are filling now."""
         with self._lock:
             self._epoch += 1
             for slot in self._found.values():

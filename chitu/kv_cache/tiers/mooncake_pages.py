@@ -1,17 +1,17 @@
 """`MooncakePages`: a page store by Mooncake Store, which all instances of a cluster share.
 
-Called by the thread `tier-store` alone, but for `connect`. What shapes it, of mooncake-transfer-engine-non-cuda
-0.3.13.post1 over TCP:
+Called by the thread `tier-store` alone, except `connect`. These properties of mooncake-transfer-engine-non-cuda
+0.3.13.post1 over TCP shape it:
 
-* A call waits 4 s where the master is dead and 30 s where it, or a client that holds the record, does not answer, and
-  no setting of ours shortens that; beside the transport `mooncake`, whose settings are the process's, a client that is
-  frozen holds it for as long. `SlowTier` waits for none of it.
-* `setup` holds the interpreter's lock, for 90 s where the master is dead and for longer where it does not answer: the
-  whole process stands still. So it is called of a master that has just answered, and before the instance serves.
-* The answers are return codes, or empty bytes for a record that cannot be had. `health_check` says 0 of a dead master.
-* The first record of a key stays: to put another returns 0 and changes nothing. So what was changed is removed.
-* Calls copy (`put_batch`, `get_batch`): memory that we hand to the library for a call that fails is written to later.
-* It listens on all addresses, without any credential: a trusted network only. GPU memory is never given to it.
+* A call waits 4 s if the master is dead, and 30 s if the master or a client that holds the record does not answer. No
+  setting of ours shortens that. Beside the transport `mooncake`, whose settings apply to the whole process, a frozen
+  client blocks it for as long. `SlowTier` waits for none of it.
+* `setup` holds the GIL for 90 s if the master is dead, and for longer if it does not answer: the whole process stands
+  still. So it is called only if a master has just answered, and before the instance serves.
+* Calls return codes, or empty bytes for a record that cannot be read. `health_check` returns 0 for a dead master.
+* The first record of a key stays: a second put returns 0 and changes nothing. So a record that changed is removed.
+* We use the calls that copy (`put_batch`, `get_batch`): memory given to a call that fails may be written to later.
+* It listens on all addresses, without any credential: use a trusted network only. GPU memory is never given to it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 P2P = "P2PHANDSHAKE"
 CALL_BYTES = 64 << 20
-"""In one call at most, but for a single record that has more; the library's own buffer is twice as large."""
+"""Most bytes in one call, except for a single larger record. The library's own buffer is twice as large."""
 NOT_THERE = -704
 ANSWER_S = 2.0
-"""In which a master answers, before a client is set up."""
+"""Timeout of the check that a master answers, before a client is set up."""
 
 
 def require_mooncake_store() -> None:
-    """Raises MissingDependency where the package cannot be imported."""
+    """Raise MissingDependency if the package cannot be imported."""
     try:
         importlib.import_module("mooncake.store")
     except (ImportError, OSError) as error:
@@ -47,7 +47,8 @@ def require_mooncake_store() -> None:
 
 
 class MooncakePages:
-    """`host`: address at which other clients reach this one. `record_bytes`: of each record."""
+    """A client of Mooncake Store. `host` is the address at which other clients reach it. `record_bytes` is the size of
+    each record."""
 
     def __init__(self, config: StoreConfig, host: str, record_bytes: int) -> None:
         require_mooncake_store()
@@ -58,12 +59,12 @@ class MooncakePages:
         self._store: Any = None
 
     def connect(self) -> None:
-        """By the main thread, before the instance serves. A store that is not there is looked for again when pages are
-        put or wanted."""
+        """Connect to the store. Called by the main thread, before the instance serves. If the store is not available,
+        each later call tries again."""
         try:
             self._connected()
         except StoreError as error:
-            logger.warning("the prefix cache begins without its store: %s", error)
+            logger.warning("the prefix cache starts without its store: %s", error)
 
     def may_have(self, key: bytes) -> bool:
         return True
@@ -74,7 +75,7 @@ class MooncakePages:
             end = start + self._at_once
             code = store.put_batch([_name(key) for key in keys[start:end]], list(records[start:end]))
             if code:
-                raise StoreError(f"Mooncake Store at {self._config.master} took no pages (code {code})")
+                raise StoreError(f"Mooncake Store at {self._config.master} stored no pages (code {code})")
 
     def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
         store, count = self._connected(), 0
@@ -100,10 +101,10 @@ class MooncakePages:
             raise StoreError(f"Mooncake Store at {self._config.master} removed no page (code {code})")
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """It counts what is read by itself."""
+        """Do nothing: the store tracks reads itself."""
 
     def clear(self) -> None:
-        """It is not this instance's own."""
+        """Do nothing: the store is shared with other instances."""
 
     def close(self) -> None:
         if self._store is not None:
@@ -123,14 +124,14 @@ class MooncakePages:
             if code:
                 store.close()
                 raise StoreError(f"no Mooncake Store at {config.master} (code {code})")
-            logger.info("Mooncake Store at %s is used", config.master)
+            logger.info("connected to Mooncake Store at %s", config.master)
             self._store = store
         return self._store
 
 
 def _require_master(address: str) -> None:
-    """Raises StoreError unless a master reads there: it hangs up on what is not of its protocol. One that dies hangs
-    up, too, but not twice."""
+    """Raise StoreError unless a master reads there: it closes a connection that does not follow its protocol. A dying
+    master closes it, too, but not twice."""
     host, _, port = address.rpartition(":")
     try:
         for _ in range(2):

@@ -1,8 +1,8 @@
 """Copies of single pages between a rank's pool and host memory. Called by the thread `tiers`, never by a step thread.
 
-The content of a page is its part of each region (K and V of every layer), one after the other, with the KV heads of the
-whole model in each: instances of different `tp_size` exchange pages. A rank copies the heads that it holds to and from
-their places; of a head that several ranks hold, the first of them copies it out and all of them copy it in.
+The content of a page is its part of each region (K and V of every layer), one after the other, each with the KV heads
+of the whole model, so that instances of different `tp_size` can exchange pages. A rank copies the heads that it holds
+to and from their places. If several ranks hold a head, the first of them copies it out and all of them copy it in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PagedRegions(Protocol):
-    """What of a pool is copied."""
+    """The part of a pool that copies need."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -32,7 +32,7 @@ class PagedRegions(Protocol):
     def num_pages(self) -> int: ...
     @property
     def page_bytes(self) -> int:
-        """Of a page in one region, on this rank."""
+        """Bytes of a page in one region, on this rank."""
         ...
 
     @property
@@ -41,27 +41,27 @@ class PagedRegions(Protocol):
 
 class PageCopies(Protocol):
     def extract_from_kvpool(self, page: int, content: memoryview) -> None:
-        """Copy the page to `content`. Another thread may write to the page meanwhile, and then anything is copied."""
+        """Copy the page to `content`. If another thread writes to the page meanwhile, the copy is undefined."""
         ...
 
     def restore_to_kvpool(self, page: int, content: memoryview) -> None:
-        """Copy `content` into the page, which is nobody else's. Steps that are launched from then on read it."""
+        """Copy `content` to the page, which has no other user. Steps launched after this returns read it."""
         ...
 
 
 class HeadsOfRank:
-    """Which KV heads of a page's content are a rank's. `shape`: of a content, in bytes: region, head, byte."""
+    """The KV heads of a page's content that a rank holds. `shape` is that of the content: region, head, byte."""
 
     def __init__(self, layout: KVLayout, tp_rank: int) -> None:
         heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
         self.shape = (layout.num_layers * layout.regions_per_layer, layout.num_kv_heads, layout.head_bytes)
         self.place = slice(heads.start, heads.stop)
         self.is_first = tp_rank == 0 or heads != kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank - 1)
-        """Of the ranks that hold them."""
+        """Whether this is the first of the ranks that hold these heads."""
 
 
 class HostPageCopies:
-    """Of a rank's pool in this process's own memory, which must outlive it."""
+    """`PageCopies` of a rank's pool in this process's own memory, which must outlive this object."""
 
     def __init__(self, pool: PagedRegions, tp_rank: int = MAIN_RANK) -> None:
         self._heads = HeadsOfRank(pool.layout, tp_rank)
@@ -85,12 +85,12 @@ class HostPageCopies:
 
 
 def page_content_bytes(layout: KVLayout) -> int:
-    """Of a page in all regions, with the KV heads of all ranks."""
+    """Return the bytes of a page in all regions, with the KV heads of all ranks."""
     return layout.num_layers * layout.regions_per_layer * layout.num_kv_heads * layout.head_bytes
 
 
 def page_copies_of(pool: PagedRegions, device: str, tp_rank: int = MAIN_RANK) -> PageCopies:
-    """Of a rank's pool, where its memory is. `device`: its kind."""
+    """Return the page copies of a rank's pool; `device` is the kind of its device."""
     if device == "cpu":
         return HostPageCopies(pool, tp_rank)
     from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
@@ -99,7 +99,7 @@ def page_copies_of(pool: PagedRegions, device: str, tp_rank: int = MAIN_RANK) ->
 
 
 def shared_file(nbytes: int) -> int:
-    """A descriptor of memory for the ranks of an instance, zeros. ConfigError where there is none."""
+    """Return a descriptor of zeroed memory that the ranks of an instance share. Raise ConfigError if there is none."""
     try:
         file = os.memfd_create("chitu-tiers", os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
@@ -109,8 +109,8 @@ def shared_file(nbytes: int) -> int:
 
 
 def host_memory(nbytes: int, device: str, file: int = -1) -> memoryview:
-    """Zeros, or what is in the file of this descriptor. Pinned where the pool is a GPU's, so that copies need no
-    detour; else the system's until it is touched."""
+    """Map new zeroed memory, or the file of this descriptor. It is pinned if the pool is on a GPU, so that copies need
+    no staging; else the system allocates pages when they are touched."""
     memory = memoryview(mmap.mmap(file, nbytes))
     if device != "cpu":
         from chitu.kv_cache.tiers.device_page_copies import pin

@@ -1,7 +1,7 @@
-"""`PageLoad`: pages of one prompt on their way from the tiers into the pool, page after page in the order of its chain.
+"""`PageLoad`: the load of one prompt's pages from the tiers to the pool, one after the other in the order of its chain.
 
-Made by the step thread, filled by the thread `tiers`. Invariant: after `stop` has returned nothing of it is written to
-the pool any more, so the pages may go to others.
+Made by the step thread, filled by the thread `tiers`. Invariant: after `stop` has returned, nothing of it is written to
+the pool any longer, so the pages may be given to another request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 
 class PageLoad:
-    """`pages[i]` of the pool is to hold the page of `keys[i]`. `end_s`: when it is waited for no longer."""
+    """A load that puts the page of `keys[i]` into `pages[i]` of the pool. Its deadline is `end_s`."""
 
     def __init__(self, keys: Sequence[bytes], pages: Sequence[int], end_s: float) -> None:
         self.keys = keys
@@ -21,21 +21,21 @@ class PageLoad:
         self._is_stopped = False
         self._num_restored = 0
         self.is_done = False
-        """Nothing more will come. Any thread may read it."""
+        """Whether nothing more will arrive. Any thread may read it."""
         self._tried: dict[str, int] = {}
-        """At which page a tier was asked last, by its name."""
+        """Position of the page for which a tier was last asked, by the tier's name."""
         self._source = ("", 0, 0)
 
     @classmethod
     def none(cls) -> PageLoad:
-        """Nothing comes."""
+        """Return a finished load without pages."""
         load = cls((), (), 0.0)
         load.is_done = True
         return load
 
     @property
     def position(self) -> int:
-        """Of the first page that is not restored."""
+        """Position of the first page that is not restored."""
         return self._num_restored
 
     @property
@@ -43,23 +43,23 @@ class PageLoad:
         return self._is_stopped
 
     def tries(self, tier: str) -> bool:
-        """Whether to ask this tier for the next page: once for each."""
+        """Return whether to ask this tier for the next page; True once per page."""
         if self._tried.get(tier) == self._num_restored:
             return False
         self._tried[tier] = self._num_restored
         return True
 
     def note_source(self, tier: str, begin: int, end: int) -> None:
-        """These pages were brought to host memory by a tier."""
+        """Note that a tier brought these pages to host memory."""
         self._source = (tier, begin, end)
 
     def num_from_source(self, begin: int, end: int) -> tuple[str, int]:
-        """How many of these pages a tier brought, and which."""
+        """Return the tier that brought the last pages to host memory, and how many of these pages were among them."""
         tier, source_begin, source_end = self._source
         return tier, max(0, min(end, source_end) - max(begin, source_begin))
 
     def restore(self, copy: Callable[[int], None]) -> bool:
-        """`copy` the next page into its place in the pool, which it is given. False, and nothing done, after `stop`."""
+        """Call `copy` with the place of the next page in the pool. After `stop`, do nothing and return False."""
         with self._lock:
             if self._is_stopped:
                 return False
@@ -68,7 +68,7 @@ class PageLoad:
             return True
 
     def stop(self) -> int:
-        """How many pages are restored, for good. Waits for the copy of one page at most; idempotent."""
+        """Stop the load and return the final number of restored pages. Wait for one page copy at most; idempotent."""
         with self._lock:
             self._is_stopped = True
             return self._num_restored

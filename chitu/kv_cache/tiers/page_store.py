@@ -1,6 +1,6 @@
-"""`PageStore`: what disk and remote stores are to the tiers. One thread calls a store; it may take its time.
+"""`PageStore`: the interface of disk and remote stores. One thread calls a store, which may block.
 
-Records are those of `record.py`. A store may lose, change or forge them: what it gives is verified by the caller.
+Records are those of `record.py`. A store may lose, change or forge them: the caller verifies what it returns.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from typing import Protocol
 
 
 class StoreError(Exception):
-    """The store does not work at the moment, as the message says."""
+    """The store does not work at the moment; the message says why."""
 
 
 class PageStore(Protocol):
-    """Every method may raise StoreError or OSError."""
+    """A store of page records. Every method may raise StoreError or OSError, except `may_have`."""
 
     def may_have(self, key: bytes) -> bool:
-        """Any thread, at once, and never raises: False where `store_get` would bring nothing."""
+        """Return False if `store_get` would find nothing. Any thread; returns at once and never raises."""
         ...
 
     def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
-        """Keep these; of some it may keep none."""
+        """Store these records. The store may omit some."""
         ...
 
     def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
-        """Fill `records` with those of `keys`, in order, up to the first that it has not: how many."""
+        """Fill `records` with those of `keys`, in order, up to the first missing one. Return how many were filled."""
         ...
 
     def forget(self, key: bytes) -> None:
-        """What `store_get` gave is not the page of this key."""
+        """Remove the record of this key: what `store_get` returned is not its page."""
         ...
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """These were used, the first one last."""
+        """Mark these as used; the first one counts as the most recent."""
         ...
 
     def clear(self) -> None:
-        """An operator wants what is cached forgotten, as far as it is this instance's own."""
+        """Remove this instance's own records, because an operator flushed the cache."""
         ...
 
     def close(self) -> None: ...

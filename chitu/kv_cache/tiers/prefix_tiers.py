@@ -1,14 +1,14 @@
-"""`PrefixTiers`: the prefix cache behind the pool. What is evicted there is in host memory still, or in a slower store
-behind it, and comes back.
+"""`PrefixTiers`: the prefix cache behind the pool. Pages evicted from the pool are still in host memory, or in a slower
+store behind it, and can be loaded again.
 
-The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which return at once; `load`'s outcome is a
-`PageLoad`. All copies to and from the pool are made by the thread `tiers`, loads before write-backs.
+The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which return at once; `load` returns a
+`PageLoad`. The thread `tiers` makes all copies to and from the pool, loads before write-backs.
 
-* **Write-back holds no page.** A page is copied when it has entered the index, while it stays what it is there: cached
-  pages are never written to. It may be evicted in the middle of the copy, and then the copy is thrown away: the index
-  counts how often it has let go of each page (`PrefixIndex.generation`), before anybody can write there.
-* **Loading must pay.** A page is loaded where its bytes by the speed of loads, as measured here, take less time than
-  its tokens by the speed of prefills. What was not measured for a while counts as fast.
+* **Write-back holds no page.** A page is copied once it has entered the index; cached pages are never written to. If it
+  is evicted during the copy, the copy is dropped: the index counts how often it has released each page
+  (`PrefixIndex.generation`), before the page can be overwritten.
+* **Loading must pay.** A page is loaded if its bytes, at the measured speed of loads, take less time than its tokens at
+  the measured speed of prefills. A speed that was not measured lately counts as fast.
 * **A loss is a miss**: what cannot be copied in time, or finds no room, is computed.
 """
 
@@ -30,23 +30,24 @@ from chitu.kv_cache.tiers.speed import MeasuredSpeed
 from chitu.net.job_thread import JobThread
 
 MAX_WRITE_BACKS = 1024
-"""Batches of pages (of one request and step) that wait to be copied; beyond it the oldest are not."""
+"""Most batches of pages (of one request and step) that wait to be copied; beyond it the oldest are dropped."""
 PIECE_PAGES = 8
-"""As many are copied to host memory before a load may go ahead."""
+"""Pages copied to host memory before a waiting load gets its turn."""
 
 
 class _WriteBack(NamedTuple):
     chain: Sequence[bytes]
-    """Keys of the first pages of a sequence."""
+    """Keys of a sequence's pages, from its first page on."""
     first: int
-    """The last `len(pages)` of them are new."""
+    """Position in `chain` of the first new page; the pages from there on are new."""
     pages: Sequence[int]
     generations: Sequence[int]
 
 
 class PrefixTiers:
-    """`generation(page)`: of the index, see above. `wake`: the step thread, when a load is done. `page_tokens`: tokens
-    a page. `load_timeout_s`: the longest that a prompt waits for its pages."""
+    """Host memory and the slow tiers behind it. `generation(page)` is that of the index, see above. `wake` wakes the
+    step thread when a load is done. `page_tokens`: tokens per page. `load_timeout_s`: longest wait of a prompt for its
+    pages."""
 
     def __init__(
         self,
@@ -71,17 +72,17 @@ class PrefixTiers:
         self._lock = threading.Lock()
         self._write_backs: deque[_WriteBack] = deque(maxlen=MAX_WRITE_BACKS)
         self._is_writing_back = False
-        """A job for the next of them is queued; behind the loads that came before it, and ahead of none."""
+        """Whether a job for the next write-back is queued. It runs after all loads that were queued before it."""
         self._restore_speed = MeasuredSpeed(clock)
         self._prefill_speed = MeasuredSpeed(clock)
         self.hit_pages = 0
-        """Of prompts, that came from host memory since the start."""
+        """Prompt pages that came from host memory since the start."""
 
     # ------------------------------------------------------------------------------------------------------ any thread
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """Of prompts, that came from `host`, and from each slow tier by its name, since the start."""
+        """Prompt tokens that came from `host`, and from each slow tier by its name, since the start."""
         pages = {"host": self.hit_pages} | {name: tier.hit_pages for name, tier in self._slow.items()}
         return {name: count * self._page_tokens for name, count in pages.items()}
 
@@ -96,7 +97,7 @@ class PrefixTiers:
     # ----------------------------------------------------------------------------------------------------- step thread
 
     def write_back(self, chain: Sequence[bytes], first: int, pages: Sequence[int]) -> None:
-        """The pages of `chain[first:]` have just entered the index."""
+        """Queue the pages of `chain[first:]`, which have just entered the index, to be copied to host memory."""
         work = _WriteBack(chain, first, pages, [self._generation(page) for page in pages])
         with self._lock:
             self._write_backs.append(work)
@@ -105,8 +106,8 @@ class PrefixTiers:
             self._thread.put(self._write_back_next)
 
     def load(self, chain: Sequence[bytes], first: int, pages: Sequence[int]) -> PageLoad | None:
-        """Bring what there is of the pages of `chain[first:]` into `pages`, in order, up to the first that is nowhere.
-        None where nothing would come. What comes before `first` is in the pool, and counts as used here, too."""
+        """Load the pages of `chain[first:]` into `pages`, in order, up to the first that no tier has. Return None if
+        nothing would be loaded. The pages before `first` are in the pool, and are marked as used here, too."""
         if first:
             self._thread.put(partial(self._host.touch, chain[first - 1 :: -1]))
         keys = chain[first:]
@@ -119,11 +120,11 @@ class PrefixTiers:
         return load
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts in this time."""
+        """Note that a step computed this many prompt tokens in this time."""
         self._prefill_speed.note(num_tokens, seconds)
 
     def flush(self) -> None:
-        """Forget all pages; the index has done so before."""
+        """Forget all pages. The index has done so already."""
         self._host.clear()
         for tier in self._slow.values():
             tier.clear_later()
@@ -137,17 +138,17 @@ class PrefixTiers:
     # ------------------------------------------------------------------------------------------------------ main thread
 
     def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
-        """`spawn(name, target)` makes a thread whose death must end the process."""
+        """Start the threads. `spawn(name, target)` makes a thread whose death must end the process."""
         self._thread.start(spawn)
         for tier in self._slow.values():
             tier.start(spawn)
 
     def run_one(self) -> bool:
-        """Without `start`: do one job in this thread; False where none waits."""
+        """Run one job in this thread, without `start`. Return False if none waits."""
         return any([self._thread.run_one(), *[tier.run_one() for tier in self._slow.values()]])
 
     def close(self) -> None:
-        """No step runs any more. The pool may go when this returns."""
+        """Stop the threads. No step runs any longer; the pool may be freed once this returns."""
         with self._lock:
             self._write_backs.clear()
         self._thread.close()
@@ -172,13 +173,13 @@ class PrefixTiers:
         self._thread.put(self._write_back_next)
 
     def _write_back_piece(self, work: _WriteBack) -> bool:
-        """False where a page could not be copied: what comes behind it would never be found."""
+        """Copy the next pages. Return False if one could not be copied: pages after it would never be found."""
         keys = work.chain[work.first : work.first + PIECE_PAGES]
         pieces = zip(keys, work.pages, work.generations, strict=False)
         return all(key in self._host or self._extract(key, page, generation) for key, page, generation in pieces)
 
     def _extract(self, key: bytes, page: int, generation: int) -> bool:
-        """Whether it is in host memory now."""
+        """Copy a page to host memory. Return whether it is there now."""
         if self._generation(page) != generation:
             return False  # it was evicted before its turn came
         taken = self._host.take()

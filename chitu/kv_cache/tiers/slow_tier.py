@@ -1,8 +1,8 @@
-"""`SlowTier`: a store behind host memory, on a thread of its own that may stand still.
+"""`SlowTier`: a store behind host memory, on a thread of its own that may block.
 
-Pages go through host memory: what is put is read from there, what is fetched is verified and put there. A store that
-fails, or takes longer than a call may, is left out for `OFF_S`; nobody waits for it meanwhile, and what is asked of it
-is a miss. Invariant: nobody but the thread waits for the store.
+Pages go through host memory: puts read from there, fetched pages are verified and stored there. If a call fails or
+times out, the store is off for `OFF_S`: no request waits for it meanwhile, and every lookup is a miss. Invariant: only
+the tier's own thread waits for the store.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 OFF_S = 10.0
 PUT_PAGES = 8
-"""In one call: a load waits for the end of it."""
+"""Most pages put in one call; a load waits for its end."""
 FETCH_PAGES = 32
-"""In one call; the next is made when these are in the pool."""
+"""Most pages fetched in one call; the next call is made when these are in the pool."""
 MAX_WAITING_PUTS = 1 << 16
-"""Pages; beyond it the oldest are not kept here."""
+"""Most pages that wait to be put; beyond it the oldest are not put here."""
 
 
 class SlowTier:
-    """`call_timeout_s`: a call that takes longer has failed, whatever comes of it."""
+    """A store behind host memory. A call that takes longer than `call_timeout_s` has failed, whatever its outcome."""
 
     def __init__(self, name: str, store: PageStore, host: HostPages, call_timeout_s: float, clock: Clock) -> None:
         self.name = name
@@ -42,18 +42,18 @@ class SlowTier:
         self._call_timeout_s = call_timeout_s
         self._clock = clock
         self.speed = MeasuredSpeed(clock)
-        """Bytes a second, of fetches."""
+        """Speed of fetches, in bytes per second."""
         self._thread: JobThread[Callable[[], None]] = JobThread(f"tier-{name}", lambda job: job())
         self._lock = threading.Lock()
         self._puts: deque[bytes] = deque(maxlen=MAX_WAITING_PUTS)
         self._is_putting = False
-        """A job for the next of them is queued."""
+        """Whether a job for the next puts is queued."""
         self._off_until_s = 0.0
         self._busy_since_s: float | None = None
         self.hit_pages = 0
-        """Of prompts, that came from here since the start. Counted by the thread `tiers`."""
+        """Prompt pages that came from here since the start. Counted by the thread `tiers`."""
         self.bad_pages = 0
-        """That were not what they should be, since the start."""
+        """Fetched pages that failed verification since the start."""
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -61,7 +61,7 @@ class SlowTier:
         return self._is_on() and self._store.may_have(key)
 
     def put_later(self, keys: Sequence[bytes]) -> None:
-        """Those of them that are in host memory still when their turn comes."""
+        """Queue pages to be put, as far as they are still in host memory by then."""
         with self._lock:
             self._puts.extend(keys)
             is_queued, self._is_putting = self._is_putting, True
@@ -69,7 +69,7 @@ class SlowTier:
             self._thread.put(self._put_next)
 
     def fetch_later(self, load: PageLoad, then: Callable[[], None]) -> None:
-        """Bring the next pages of `load` to host memory, as far as they are here; `then` follows in any case."""
+        """Queue a fetch of the next pages of `load` to host memory, as far as they are here. `then` always follows."""
         self._thread.put(partial(self._fetch, load, then))
 
     def clear_later(self) -> None:
@@ -88,11 +88,11 @@ class SlowTier:
         self._thread.start(spawn)
 
     def run_one(self) -> bool:
-        """Without `start`: do one job in this thread; False where none waits."""
+        """Run one job in this thread, without `start`. Return False if none waits."""
         return self._thread.run_one()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """What still waits to be kept is not. A store that does not answer is not waited for longer than this."""
+        """Drop the waiting puts and stop the thread. Wait at most `timeout_s` for a store that does not answer."""
         with self._lock:
             self._puts.clear()
         self._thread.put(self._close)
@@ -129,7 +129,7 @@ class SlowTier:
         then()
 
     def _get(self, keys: list[bytes]) -> int:
-        """How many of the first are in host memory now."""
+        """Fetch pages to host memory. Return how many of the first are there now."""
         taken = [slot for _ in keys if (slot := self._host.take()) is not None]
         records = [self._host.record(slot) for slot, _ in taken]
         keys = keys[: len(taken)]
@@ -165,11 +165,11 @@ class SlowTier:
         self._call(self._store.close)
 
     def _at_once(self, most: int) -> int:
-        """Of the slots of host memory a call has a quarter at most."""
+        """Return the pages for one call: at most `most`, and a quarter of the slots of host memory."""
         return max(1, min(most, self._host.num_slots // 4))
 
     def _call(self, action: Callable[[], None]) -> None:
-        """What the store is asked for; a failure is noted and nothing else."""
+        """Call the store. A failure turns it off for `OFF_S` and is logged, not raised."""
         begin_s = self._busy_since_s = self._clock.monotonic()
         problem = ""
         try:
