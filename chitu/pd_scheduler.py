@@ -108,7 +108,7 @@ class PDScheduler:
         self._inbox.put(message)
 
     def cancel_all(self) -> None:
-        """Cancel every request, because a new router has replaced the one that sent them and reads their tokens."""
+        """Cancel every request: a new router has replaced the one that sent them, so their tokens have no reader."""
         self._inbox.put(RouterReplaced())
 
     def cancel_worker(self, incarnation: int) -> None:
@@ -165,7 +165,7 @@ class PDScheduler:
         return worked
 
     def close(self) -> None:
-        """After the last turn: read the launched step, so that nothing computes any more, and close the token ports."""
+        """Read the step in flight, so that nothing computes any longer, and close the token ports. After all turns."""
         self._sync_step()
         self._tokens.flush(self._clock.monotonic())
         self._tokens.close()

@@ -74,7 +74,7 @@ class RequestEnds:
         self._clock = clock
         self._next_expire_s = 0.0
 
-    # -------------------------------------------------------------------------------------------- what the router hears
+    # -------------------------------------------------------------------------------------------- reports to the router
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a request whose newest token was the last one."""

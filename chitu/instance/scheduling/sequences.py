@@ -56,7 +56,7 @@ class Sequences:
         """Return the number of requests in these states, with forks counted one by one."""
         return sum(len(sequence.forks) or 1 for state in states for sequence in self._queues[state].values())
 
-    # ------------------------------------------------------------------------------------------------------- its road
+    # ---------------------------------------------------------------------------------------------------- transitions
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence as WAITING, with forks that wait for it."""
