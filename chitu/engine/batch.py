@@ -1,7 +1,7 @@
-"""Slots: what the executor keeps of each sequence between steps, and the batch that a plan makes of them.
+"""Slots: the executor's state of each sequence between steps, and the batch that a plan makes of them.
 
-Device tensors hold token ids and page tables; lengths are host integers, known without asking the device, since every
-sampled row adds exactly one token. Owned by `ModelRunner`, step thread only.
+Device tensors hold token ids and page tables. Lengths are host integers: every sampled row adds exactly one token, so
+the host needs no answer from the device. Owned by `ModelRunner`, step thread only.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ class SlotState:
     """Host side of a slot."""
 
     num_tokens: int
-    """Prompt and output tokens known so far."""
+    """Number of prompt and output tokens so far."""
     kv_len: int
     """Tokens whose K and V are in the pages."""
     num_pages: int
     samples: bool
-    """Admitted with sampling parameters."""
+    """Whether it was admitted with sampling parameters."""
 
 
 def host_rows(
     spans: Sequence[Span], slots: Sequence[int], positions: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """Slots and positions of the rows of these spans, then of one row for each of `slots`: int64 `[2, T]` on the host,
-    pinned where a copy to the device then waits for nothing. A long prompt's rows are no Python numbers: 8192 of them
-    would cost 3 ms."""
+    """Return slots and positions of the rows of these spans, then of one row for each of `slots`: int64 `[2, T]` on the
+    host, pinned for CUDA so that a copy does not wait. Made with numpy: 8192 rows as Python numbers would cost 3 ms."""
     num_span_rows = sum(span.length for span in spans)
     rows_2T = torch.empty(2, num_span_rows + len(slots), dtype=torch.int64, pin_memory=device.type == "cuda")
     slots_T, positions_T = rows_2T.numpy()
@@ -51,10 +50,10 @@ def host_rows(
 
 
 class SlotTable:
-    """`num_slots` sequences of at most `max_model_len` tokens in pages of `page_size`.
+    """A table of `num_slots` sequences of at most `max_model_len` tokens in pages of `page_size`.
 
-    Behind them stands the scratch slot, for rows that only pad a batch: all its pages are `scratch_page`, which must
-    then belong to nobody (None: nothing is padded here).
+    Behind them is the scratch slot, for rows that only pad a batch: all its pages are `scratch_page`, which no sequence
+    may own (None: no batch is padded).
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class SlotTable:
         self.device = device
         self._num_pages = num_pages
         max_pages = (max_model_len + page_size - 1) // page_size
-        # One column more than tokens are fed: where the last token of a full sequence may go.
+        # One column more than tokens are fed, for the last token of a full sequence.
         self.token_ids = torch.zeros(num_slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(num_slots + 1, max_pages, dtype=torch.int64, device=device)
         if scratch_page is not None:
@@ -87,7 +86,7 @@ class SlotTable:
         return sequence
 
     def admit(self, admit: Admit) -> torch.Tensor:
-        """Fill a free slot; returns its token ids (int64, device)."""
+        """Fill a free slot and return its token ids (int64, device)."""
         if not 0 <= admit.slot < len(self._sequences) or self._sequences[admit.slot] is not None:
             raise Internal(f"slot {admit.slot} is not free")
         tokens = torch.from_numpy(np.array(unpack_i32(admit.token_ids), dtype=np.int64))
@@ -105,11 +104,11 @@ class SlotTable:
         return sequence
 
     def forget(self, slot: int) -> None:
-        """As `release`, also of a slot that holds nothing."""
+        """Free the slot, also if it holds no sequence."""
         self._sequences[slot] = None
 
     def append_pages(self, appends: Sequence[AppendPages]) -> None:
-        """Those of a whole plan by one copy to the device."""
+        """Append the pages of a whole plan, with one copy to the device."""
         slots: list[int] = []
         columns: list[int] = []
         new: list[int] = []
@@ -127,24 +126,24 @@ class SlotTable:
             self.page_table[where[0], where[1]] = where[2]
 
     def pages_of(self, slot: int, num_tokens: int) -> torch.Tensor:
-        """Pages (int64, device) that hold the first `num_tokens` of a slot."""
+        """Return the pages (int64, device) that hold the first `num_tokens` of a slot."""
         count = (num_tokens + self.page_size - 1) // self.page_size
         if count > self[slot].num_pages:
             raise Internal(f"slot {slot}: {num_tokens} tokens need {count} pages, it has {self[slot].num_pages}")
         return self.page_table[slot, :count]
 
     def append_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
-        """Sampled tokens `[len(slots)]` (device) become the newest of their slots."""
+        """Append sampled tokens `[len(slots)]` (device) to their slots."""
         positions = self._count_tokens(slots)
         where = upload([list(slots), positions], self.device)
         self.token_ids[where[0], where[1]] = tokens
 
     def note_tokens(self, slots: Sequence[int]) -> None:
-        """As `append_tokens`, where the device has put them there already."""
+        """Count tokens that the device has already appended to these slots."""
         self._count_tokens(slots)
 
     def _count_tokens(self, slots: Sequence[int]) -> list[int]:
-        """One more token each; the positions where they go."""
+        """Count one more token for each slot and return the positions of these tokens."""
         positions = []
         for slot in slots:
             sequence = self[slot]
@@ -153,7 +152,7 @@ class SlotTable:
         return positions
 
     def advance_prefill(self, prefill: Sequence[PrefillChunk]) -> list[Span]:
-        """The chunks as spans of rows; `kv_len` of their sequences goes on."""
+        """Return the chunks as spans of rows. Advances `kv_len` of their sequences."""
         spans: list[Span] = []
         row = 0
         for chunk in prefill:
@@ -168,7 +167,7 @@ class SlotTable:
         return spans
 
     def advance_decode(self, slots: Sequence[int]) -> list[int]:
-        """The positions at which these slots feed their newest token; `kv_len` of their sequences goes on."""
+        """Return the positions at which these slots feed their newest token. Advances `kv_len` of their sequences."""
         positions: list[int] = []
         for slot in slots:
             sequence = self[slot]
@@ -179,7 +178,7 @@ class SlotTable:
         return positions
 
     def build(self, prefill: Sequence[PrefillChunk], decode: Sequence[int]) -> tuple[Batch, torch.Tensor]:
-        """Rows of a forward and their token ids `[T]`; advances `kv_len` of every sequence in it."""
+        """Return the rows of a forward and their token ids `[T]`. Advances `kv_len` of every sequence in it."""
         spans = self.advance_prefill(prefill)
         decode_row = sum(span.length for span in spans)
         positions = self.advance_decode(decode)

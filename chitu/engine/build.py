@@ -1,8 +1,8 @@
-"""Everything of an instance that is made of tensors, for one rank: group, weights, pool, runner.
+"""Builds the parts of an instance that hold tensors, for one rank: group, weights, pool, runner.
 
-Called once by the main thread of each rank (`serve/scheduler.py`), after the ports are bound and before anything is
-served. With several ranks all of them run this together; they agree on the number of pages, which also makes the fast
-ones wait for those that still read weights.
+Called once by the main thread of each rank (`serve/scheduler.py`), after the ports are bound and before any request is
+served. With several ranks all of them run this together. They agree on the number of pages, which also makes fast ranks
+wait for those that still read weights.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ class BuildProgress(Protocol):
 @dataclass(slots=True)
 class RankEngine:
     group: RankGroup | None
-    """None on an instance of one rank."""
+    """Ranks of the instance; None if it has only one."""
     pool: KVPool
     runner: ModelRunner
     threads: int
     model_path: str
     grammars: GrammarStore | None
-    """Of the rank that samples."""
+    """Compiled grammars; None on a rank that does not sample."""
 
     def weights_digest(self) -> bytes:
-        """Of what the checkpoint's weights are; reads them all."""
+        """Return the digest of the checkpoint's weights. Reads all of them."""
         return weights_digest(self.model_path)
 
     def prepare_thread(self) -> None:
-        """Settings of the math library are per thread; call first thing on the one that runs steps."""
+        """Set up the math library, whose settings are per thread. Call it first on the step thread."""
         torch.set_num_threads(self.threads)
 
 
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
-    """Rank 0 alone samples and has logits rows. Raises ConfigError for what cannot be served."""
+    """Build one rank. Only rank 0 samples and has aux rows for logits. Raises ConfigError if it cannot be served."""
     config, role, path = instance.config, instance.role, topology.model.path
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
@@ -89,7 +89,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
-    # Sums of a matrix product cut along its inner side would be kept in float16, which may not hold them.
+    # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     layout = kv_layout(spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path))
     bytes_per_page = layout.bytes_per_page
@@ -127,7 +127,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             )
     if group is not None:
         num_pages = group.smallest(num_pages)
-    # Only on one rank: what the ranks say to each other within a step is not recorded yet.
+    # Only on one rank: collectives of the ranks within a step are not recorded yet.
     recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
     has_scratch = recording is not None
     pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, transfer_bytes=transfer_bytes)
@@ -142,11 +142,11 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     samples = is_main and role is not Role.PREFILL
     grammars = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size)) if samples else None
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=grammars) if samples else None
-    # What can never fit the pool is refused at the router, which takes the smallest limit of all instances.
+    # The router refuses what can never fit the pool: it takes the smallest limit of all instances.
     longest = min(spec.max_model_len, num_pages * layout.page_size)
     if topology.model.max_model_len is not None and longest < topology.model.max_model_len:
         logger.warning(
-            "model.max_model_len is %d, but the pages hold %d tokens: no longer request is served",
+            "model.max_model_len is %d, but the KV pages hold %d tokens: longer requests are refused",
             spec.max_model_len,
             longest,
         )
@@ -158,12 +158,12 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:
-    """Of this rank's device, as the other instances of the host call it: here it may count from 0."""
+    """Return the name that other instances of the host have for this rank's device; this process may count from 0."""
     return find_instance(topology, instance.role, instance.engine_rank).config.devices[tp_rank]
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a GPU, once the weights are loaded; what loading left in the allocator's cache is given back first."""
+    """Return the memory of a GPU after the weights are loaded. Empties the allocator's cache first."""
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device))

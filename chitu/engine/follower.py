@@ -1,8 +1,8 @@
-"""What a tensor-parallel follower does: wait for the main rank's next step, run it on its shard, wait again.
+"""The loop of a tensor-parallel follower: wait for the main rank's next step, run it on its shard, repeat.
 
-Runs on the main thread of ranks 1, 2, ... A follower has no port and decides nothing; it waits without end while the
-instance is idle. It ends when the main rank says so (`run_follower` returns) or when a rank dies (`ProcessWatch`).
-Invariant: it executes every plan that the main rank executes, in the same order, so slots and pages are always alike.
+Runs on the main thread of ranks 1, 2, ... A follower has no port and decides nothing; while the instance is idle it
+waits without a timeout. It ends when the main rank orders it (`run_follower` returns) or a rank dies (`ProcessWatch`).
+Invariant: it executes every plan that the main rank executes, in the same order, so slots and pages are always equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepListener(Protocol):
 
 
 def run_follower(runner: ModelRunner, group: StepListener, watch: ProcessWatch) -> None:
-    """Obey until the main rank ends the instance."""
+    """Run the main rank's steps until it shuts down the instance."""
     while True:
         order = step_decoder.decode(group.receive())
         if order.plan is None:
@@ -39,4 +39,4 @@ def run_follower(runner: ModelRunner, group: StepListener, watch: ProcessWatch) 
         if order.plan.copy:
             step.result()
         if order.plan.offload or order.plan.copy:
-            group.barrier()  # as the main rank: see `TensorParallelExecutor.execute`
+            group.barrier()  # as on the main rank: see `TensorParallelExecutor.execute`

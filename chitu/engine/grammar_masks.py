@@ -1,11 +1,12 @@
-"""Grammars in the sampler: the mask of each row, from a matcher on the host to the logits. Owned by it; step thread.
+"""Grammar masks, from a matcher on the host to the logits of each row. Owned by the sampler; step thread.
 
-A matcher must have seen a row's newest token before the next one's mask is known. Where steps overlap, that token may
-still be on its way to the host when the next step has been launched up to its logits: it is copied behind its own step,
-and waited for before the masks are made (`OwedTokens`), while the device computes.
+A matcher must have consumed a row's newest token before the next mask can be made. If steps overlap, that token may
+still be on its way to the host when the next step has been launched up to its logits. It is copied behind its own step,
+and `OwedTokens` waits for it before the masks are made, while the device computes.
 
-A mask is a bit a token, made on the host with what else limits the row there: `allowed_token_ids`, which leave nothing
-for what the grammar wants (the request fails), and the ends that `min_tokens` holds back, which yield to the grammar.
+A mask has one bit a token. The host combines it with the row's other limits: `allowed_token_ids` (the request fails if
+they leave no token that the grammar allows), and the eos and stop ids that `min_tokens` masks, which the grammar
+overrides.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from chitu.grammars import Matcher
 from chitu.protocol import SamplingParams
 
 Bits = npt.NDArray[np.uint32]
-"""A bit a token, the first one in the lowest."""
+"""One bit a token, the first token in the lowest bit."""
 
 
 def bits_of(ids: Iterable[int], vocab_size: int) -> Bits:
-    """Ids outside the vocabulary are left out."""
+    """Return a mask with the bits of these ids. Leaves out ids outside the vocabulary."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[[token for token in ids if 0 <= token < vocab_size]] = 1
     return np.packbits(flags, bitorder="little").view(np.uint32)
@@ -36,13 +37,13 @@ def bits_of(ids: Iterable[int], vocab_size: int) -> Bits:
 
 @dataclass(slots=True)
 class GrammarCourse:
-    """Of one slot."""
+    """Grammar state of one slot."""
 
     matcher: Matcher
     allowed: Bits | None
-    """`allowed_token_ids`."""
+    """Mask of `allowed_token_ids`."""
     held_back: Bits | None
-    """eos and stop ids, until min_tokens."""
+    """Mask of eos and stop ids, until min_tokens."""
 
     @classmethod
     def of(cls, matcher: Matcher, params: SamplingParams, masked: Sequence[int], vocab_size: int) -> GrammarCourse:
@@ -53,7 +54,7 @@ class GrammarCourse:
         )
 
     def mask(self) -> Bits:
-        """Of the next token; at least one may come. InvalidRequest where none does."""
+        """Return the mask of the next token, with at least one bit. Raises InvalidRequest if no token is allowed."""
         bits = self.matcher.mask()
         if self.allowed is not None:
             bits &= self.allowed
@@ -66,10 +67,10 @@ class GrammarCourse:
 
 @dataclass(slots=True)
 class GrammarRows:
-    """Of the edited rows of a batch."""
+    """Grammar states of the edited rows of a batch."""
 
     rows: list[int]
-    """Of the work matrix."""
+    """Rows of the work matrix that have a grammar."""
     rows_R: Tensor
     slots: list[int]
     courses: list[GrammarCourse]
@@ -84,8 +85,8 @@ class GrammarRows:
         return cls(places, upload(places, device), [slots[row] for row in places], courses)
 
     def apply_(self, work: Tensor) -> dict[int, str]:
-        """To the edited rows `[rows, vocab]`: what may not come is -inf. By slot, why nothing can come; that row
-        is left as it is."""
+        """Set forbidden tokens of the edited rows `[rows, vocab]` to -inf. Return, by slot, why no token is allowed;
+        such a row stays as it is."""
         failures: dict[int, str] = {}
         num_words = -(-work.shape[1] // 32)
         masks = np.full((len(self.rows), num_words), 0xFFFFFFFF, np.uint32)
@@ -102,20 +103,20 @@ class GrammarRows:
 
 
 def forbidden(packed_RW: Tensor, vocab_size: int) -> Tensor:
-    """Of packed masks (int32), which tokens have no bit: bool `[R, V]`."""
+    """Return which tokens have no bit in packed masks (int32), as bool `[R, V]`."""
     bits_32 = torch.arange(32, dtype=torch.int32, device=packed_RW.device)
     return ((packed_RW[:, :, None] >> bits_32) & 1).view(packed_RW.shape[0], -1)[:, :vocab_size] == 0
 
 
 class OwedTokens:
-    """The tokens that matchers have not seen yet: those of the newest step."""
+    """Tokens that matchers have not consumed yet: those of the newest step."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_async = device.type == "cuda"
         self._owed: list[tuple[list[GrammarCourse], Tensor, torch.cuda.Event | None]] = []
 
     def note(self, rows: GrammarRows, order_R: Tensor, tokens_N: Tensor) -> None:
-        """`order_R`: of each work row its row among `tokens_N`."""
+        """Start the copy of these rows' tokens to the host. `order_R`: each work row's index in `tokens_N`."""
         tokens = tokens_N.index_select(0, order_R.index_select(0, rows.rows_R))
         event = None
         if self._is_async:

@@ -1,6 +1,6 @@
-"""What K and V are kept as in the pages of a rank: `cache.kv_dtype`, and whether model and device can have that.
+"""The dtype of K and V in the pages of a rank: `cache.kv_dtype`, checked against model and device.
 
-Asked once by `build.py`, before weights are read.
+Called once by `build.py`, before weights are read.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from chitu.ops.fp8_pages import ALIGNMENT_BYTES
 from chitu.protocol import FP8_E4M3, fp8_head_bytes
 
 MIN_CAPABILITY = (8, 9)
-"""Of a GPU that has e4m3: Ada and Hopper are the first."""
+"""Lowest compute capability with e4m3: Ada and Hopper are the first."""
 
 
 def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capability: tuple[int, int] | None) -> str:
-    """`KVLayout.dtype`. `capability`: of the GPU; None on a CPU. ConfigError where e4m3 is asked for and the pages of a
-    head or the GPU are not for it."""
+    """Return `KVLayout.dtype`. `capability`: of the GPU; None on a CPU. Raises ConfigError if e4m3 is asked for but
+    the GPU does not support it or a head's page is not aligned."""
     if config.kv_dtype == "auto":
         return model_dtype
     nbytes = fp8_head_bytes(config.page_size, spec.head_dim)

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on a device. Called once, by whoever builds the service, before sockets open."""
+"""From a checkpoint folder to a model on a device. Called once by the builder of the service, before sockets open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:
-    """`auto` is float32 on CPU and the checkpoint's own elsewhere."""
+    """Return the dtype by name. `auto` is float32 on a CPU and the checkpoint's own dtype elsewhere."""
     resolved = dtype_on(device.type, dtype, spec.dtype)
     if resolved not in TORCH_DTYPES:
         raise ConfigError(f"model.dtype: {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}")
@@ -40,9 +40,9 @@ def load_model(
 ) -> DecoderModel:
     """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
 
-    `progress(bytes_done, bytes_total)` is called after every tensor. `max_model_len` is the length of the rotary
-    table; see `read_model_spec`. `ops` unset: the fastest implementation for this device and dtype. Raises
-    ConfigError (UnsupportedModel) for a folder that we cannot serve, before reading weights where that is possible.
+    Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
+    `read_model_spec`. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError
+    (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
     spec = read_model_spec(path, max_model_len)
     traits = traits_of(spec)

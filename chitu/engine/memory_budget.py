@@ -1,8 +1,8 @@
-"""How many KV pages an instance gets. Pure arithmetic over what the host or the device says of its memory.
+"""How many KV pages an instance gets. Pure arithmetic over the memory that the host or the device reports.
 
 On a CPU: a fraction of the free RAM, shared by the instances of the host. On a GPU: an instance has a fraction of the
-whole card, and its pages are what its weights and its steps leave of that. A fraction of the whole and not of what is
-free, because P and D of one card start together: what either gets must not depend on which of them is faster.
+whole card, and its pages get what its weights and its steps leave of that. It is a fraction of the whole, not of the
+free memory, because P and D of one card start together: neither share may depend on which of them is faster.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from chitu.protocol import (
 )
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
-"""A pool taken from `memory_fraction` on CPU; more only where `cache.num_pages` asks for it."""
+"""Largest pool that `memory_fraction` gives on a CPU. `cache.num_pages` may ask for more."""
 CPU_FRACTION = 0.25
 GPU_FRACTION = 0.9
 CONTEXT_BYTES = 1 << 30
-"""What a CUDA process holds before it computes anything, with libraries, kernels and graphs. A guess, not measured."""
+"""Memory of a CUDA process before it computes: libraries, kernels and graphs. A guess, not measured."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a GPU, as it says itself when the weights are loaded."""
+    """Bytes of a GPU, as the driver and torch report them after the weights are loaded."""
 
     total_bytes: int
     free_bytes: int
     own_bytes: int
-    """Of this process: weights and what came with them."""
+    """Bytes that torch allocated in this process: weights and what came with them."""
 
 
 def available_cpu_bytes() -> int:
@@ -58,23 +58,23 @@ def available_cpu_bytes() -> int:
 
 
 CERTAIN_PART = 0.9
-"""Of the weights in a checkpoint's files; the rest may be tensors that no layer reads."""
+"""Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
 MIN_CONTEXT_TOKENS = 512
-"""A pool that holds less than this, and less than the model could take, is hardly meant so."""
+"""Warn of a pool that holds fewer tokens than this and than the model takes: it is probably a mistake."""
 
 
 def num_pages_asked(topology: Topology, instance: Instance) -> int | None:
-    """None: as many as memory gives."""
+    """Return the configured number of pages, or None for as many as memory allows."""
     return instance.config.num_pages or topology.cache.num_pages
 
 
 def num_pages_key(instance: Instance) -> str:
-    """Where `num_pages_asked` comes from."""
+    """Return the config key that `num_pages_asked` comes from."""
     return f"{instance.key}.num_pages" if instance.config.num_pages else "cache.num_pages"
 
 
 def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_hash: str = "") -> KVLayout:
-    """`dtype`: of K and V."""
+    """Return the KV layout of a rank. `dtype`: that of K and V."""
     return KVLayout(
         model_hash=model_hash,
         num_layers=spec.num_layers,
@@ -89,14 +89,14 @@ def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_h
 
 
 def _cpu_page_bytes(topology: Topology, spec: ModelSpec, instance: Instance) -> int:
-    """Of all ranks of an instance on CPUs."""
+    """Return the bytes of a page over all ranks of an instance on CPUs."""
     config, cache = instance.config, topology.cache
     dtype = FP8_E4M3 if cache.kv_dtype == FP8_E4M3 else dtype_on(CPU, topology.model.dtype, spec.dtype)
     return config.tp_size * kv_layout(spec, cache.page_size, dtype, config.tp_size).bytes_per_page
 
 
 def pool_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance], available_bytes: int) -> Iterator[str]:
-    """`num_pages` of instances on the CPUs of one host that its memory certainly cannot hold, a sentence."""
+    """Yield an error text if the host's memory certainly cannot hold the `num_pages` of its CPU instances."""
     asked = [
         (instance, pages, _cpu_page_bytes(topology, spec, instance))
         for instance in here
@@ -118,10 +118,10 @@ def weight_problems(
     available_bytes: int,
     cards: Mapping[int, int],
 ) -> Iterator[str]:
-    """Weights that the memory of one host certainly cannot hold, a sentence for the CPUs and one for each such GPU.
+    """Yield error texts on weights that one host certainly cannot hold: one for its CPUs, one for each such GPU.
 
-    `num_weights`: as the files say. Some of them may stay unread, hence `CERTAIN_PART`. `cards`: bytes of each GPU of
-    the host by its number, where they are known. Instances whose devices nobody chose yet are left out.
+    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `CERTAIN_PART`. `cards`: bytes of each
+    GPU of the host by its index, if known. Skips instances whose devices are not chosen yet.
     """
     on_cpus = [item for item in here if "cpu" in item.config.devices]
     dtype = dtype_on(CPU, topology.model.dtype, spec.dtype)
@@ -152,7 +152,7 @@ def weight_problems(
 
 
 def too_large(keys: str, names: Sequence[str], needed_bytes: int, free_bytes: int, bytes_per_page: int) -> str:
-    """The sentence on pools that memory cannot hold. `bytes_per_page`: of a page in each of them."""
+    """Return the error text on pools that memory cannot hold. `bytes_per_page`: of one page in every pool."""
     each = " each" if len(names) > 1 else ""
     return (
         f"{keys}: the KV pages of {', '.join(names)} would have {needed_bytes / GIB:.1f} GiB, but "
@@ -162,7 +162,7 @@ def too_large(keys: str, names: Sequence[str], needed_bytes: int, free_bytes: in
 
 
 def small_pools(topology: Topology, spec: ModelSpec, here: Sequence[Instance]) -> Iterator[str]:
-    """`num_pages` that leaves requests hardly any context, a sentence each."""
+    """Yield a warning for each `num_pages` that leaves requests hardly any context."""
     said = set()
     for instance in here:
         pages = num_pages_asked(topology, instance)
@@ -173,7 +173,7 @@ def small_pools(topology: Topology, spec: ModelSpec, here: Sequence[Instance]) -
 
 
 def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
-    """What is to be said of a pool that is smaller than any model's use; empty where it is not."""
+    """Return a warning if the pool is too small for the use of any model, else an empty string."""
     tokens = num_pages * page_size
     if tokens >= min(max_model_len, MIN_CONTEXT_TOKENS):
         return ""
@@ -186,10 +186,10 @@ def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
 def num_pages_for(
     config: CacheConfig, bytes_per_page: int, free_bytes: int, instances_here: int, max_pages_useful: int
 ) -> int:
-    """Pages of one instance on CPU: `memory_fraction` of what is free, shared by the instances of this host.
+    """Return the pages of one instance on CPU: `memory_fraction` of the free bytes, shared by this host's instances.
 
     `bytes_per_page`: K and V of one page over all layers. `max_pages_useful`: more can never be in use at once.
-    ConfigError where not even one request of full length would fit is the caller's to raise; here only: no page fits.
+    Raises ConfigError if no page fits. The caller checks whether a request of full length fits.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -205,10 +205,10 @@ def num_pages_for(
 
 
 def share_of_device(topology: Topology, instance: Instance, device: str) -> float:
-    """The fraction of a GPU that one rank of this instance may fill.
+    """Return the fraction of a GPU that one rank of this instance may fill.
 
-    `memory_fraction` of the instance; where it has none, an equal part of what the others of the card leave of
-    `cache.memory_fraction`. ConfigError where they leave nothing, or ask for more than there is.
+    That is the instance's `memory_fraction`. Ranks without one share equally what the other ranks of the card leave of
+    `cache.memory_fraction`. Raises ConfigError if those leave nothing or together ask for more than the card.
     """
     name = _device_name(device)
     ranks = [
@@ -227,27 +227,27 @@ def share_of_device(topology: Topology, instance: Instance, device: str) -> floa
     left = (topology.cache.memory_fraction or GPU_FRACTION) - taken
     if left <= 0:
         raise ConfigError(
-            f"{instance.key}.memory_fraction: the others on {name} ({who}) have {taken:g} of it, which leaves nothing "
-            "of cache.memory_fraction: set it here too, or lower theirs"
+            f"{instance.key}.memory_fraction: the ranks on {name} ({who}) have {taken:g} of it, which leaves nothing "
+            "of cache.memory_fraction: set memory_fraction of this instance too, or lower that of the others"
         )
     return left / (len(ranks) - len(fixed))
 
 
 SLOT_TOKEN_BYTES = 32
-"""Of each token that a slot can hold: its id, its place in the page table, and twice the id again where penalties count
-it (the table of seen tokens doubles as it grows)."""
+"""Bytes of each token that a slot can hold: its id, its page table entry, and with penalties twice the id again (the
+table of seen tokens doubles as it grows)."""
 EDIT_BYTES = 2 * 12
-"""Of each entry of logit_bias and each masked id: a place and a value, of the present batch and of the next one."""
+"""Bytes of each entry of logit_bias and each masked id: an index and a value, for the current and the next batch."""
 
 BAD_WORD_BYTES = MAX_BAD_WORD_TOKENS * (2 * 8 + 8 + 2) + 2 * 3 * 8
-"""Of each bad word: its tokens and its place, of the present batch and of the next one; what it is compared with."""
+"""Bytes of each bad word: its tokens and index, for the current and the next batch, and what it is compared with."""
 
 
 def reserve_bytes(
     spec: ModelSpec, itemsize: int, max_rows: int, num_slots: int, max_model_len: int, tp_size: int = 1
 ) -> int:
-    """What steps need beside weights and pages, at most: activations of `max_rows` rows, logits of all slots in float32
-    as a recorded step and a sampler that sorts them hold them, and what is kept of each slot."""
+    """Return the most bytes that steps need besides weights and pages: activations of `max_rows` rows, float32 logits
+    of all slots in a recorded step and in a sampler that sorts them, and the state of each slot."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp_size
     width = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size // tp_size
     logits = num_slots * spec.vocab_size * (4 * 4 + 2 * 8)
@@ -267,9 +267,9 @@ def device_pages(
     max_pages_useful: int,
     transfer_bytes: int = 0,
 ) -> int:
-    """Pages of one rank on a GPU. ConfigError with the numbers where its share holds none, or is not free.
+    """Return the pages of one rank on a GPU. Raises ConfigError if its share holds no page or is not free.
 
-    `transfer_bytes`: of the transfers, in the same allocation as pages and aux rows."""
+    `transfer_bytes`: memory for transfers, in the same allocation as pages and aux rows."""
     own = int(share * memory.total_bytes)
     rest = own - memory.own_bytes - reserve - aux_bytes - transfer_bytes
     pages = min(rest // bytes_per_page, max_pages_useful)
@@ -283,7 +283,7 @@ def device_pages(
             f"memory_fraction: {parts}; the rest holds no page of {bytes_per_page / 1024:.0f} KiB: raise the fraction, "
             "use fewer scheduler.max_running_requests or more GPUs"
         )
-    # What was not yet taken of the reserve must be free as well.
+    # The unused part of the reserve must be free as well.
     needed = pages * bytes_per_page + aux_bytes + transfer_bytes
     if needed > memory.free_bytes:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The executor that computes: a `StepPlan` in, sampled tokens out (`executor.py` is binding for order and meaning).
+"""The executor that computes: a `StepPlan` in, sampled tokens out (`executor.py` defines order and meaning).
 
-Owns the slots, the model and the use of the pool's pages. The pages are the only store of K and V: a transfer writes
-into them behind this module's back. Called by the step thread alone. To launch a step waits for nothing (but where it
-offloads): what the host knows of a step, lengths above all, it knows without asking the device.
+Owns the slots, the model and the use of the pool's pages. The pages are the only store of K and V: transfers write into
+them without this module's knowledge. Called only by the step thread. Launching a step waits for nothing, unless the
+plan offloads: the host knows lengths and everything else it needs without asking the device.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ from chitu.types import Ready
 
 
 class TokenSampler(Protocol):
-    """What this module asks of a sampler (`engine/sampler.py`)."""
+    """The sampler that this module needs (`engine/sampler.py`)."""
 
     def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None: ...
 
     def release(self, slot: int) -> None: ...
 
     def is_greedy(self, slots: list[int]) -> bool:
-        """Whether argmax is all that these slots ask for."""
+        """Return whether these slots need only an argmax."""
         ...
 
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
-        """float32 `[R, V]` -> int64 `[R]` on the same device."""
+        """Return the sampled tokens, int64 `[R]`, of float32 logits `[R, V]` on the same device."""
         ...
 
     def take_failures(self) -> dict[int, str]:
-        """Of what was sampled since the last call: `StepResult.failures`."""
+        """Return the failures since the last call, as `StepResult.failures` has them."""
         ...
 
 
 class ModelRunner:
-    """Implements `Executor` on one device.
+    """An `Executor` on one device.
 
-    `max_model_len`: tokens (prompt plus output) that a slot can hold; at most what the model's rotary table covers.
-    `sampler`: None on P, where no plan samples. `recording`: how steps are recorded; the pool then needs a scratch
-    page. None: every step is launched operation by operation. `warmup_prompts`: see `warmup.Shapes`.
+    `max_model_len`: tokens (prompt plus output) that a slot can hold; at most the length of the model's rotary table.
+    `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
+    page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class ModelRunner:
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._prompt_lines: dict[int, torch.Tensor] = {}
-        """By slot, as the next of the step that is being launched."""
+        """By slot, logprobs of the prompt chunks of the step that is being launched."""
         self._lines: list[Lines] = []
-        """Of the step that is being launched."""
+        """Logprobs of the sampled tokens of the step that is being launched."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
         self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
@@ -113,7 +113,7 @@ class ModelRunner:
 
     @property
     def shapes(self) -> Shapes:
-        """Of its steps, for the warm-up."""
+        """Shapes of its steps, for the warm-up."""
         pool, samples = self._pool, self._sampler is not None
         return Shapes(pool.num_pages, pool.layout.page_size, samples, pool.num_aux_slots, self._warmup_prompts)
 
@@ -124,7 +124,7 @@ class ModelRunner:
             return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, failures)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
-        """Launch a step and read it."""
+        """Launch a step and return its result."""
         return self.launch(plan, on_layer).result()
 
     def warmup(self) -> None:
@@ -147,12 +147,12 @@ class ModelRunner:
         return frozenset(self._saved)
 
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """On a tensor-parallel follower: what the main rank sampled for these slots in the last step."""
+        """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
         if slots:
             self._slots.append_tokens(slots, upload(tokens, self._device))
 
     def close(self) -> None:
-        """Drop saved copies; the pool belongs to the service."""
+        """Drop saved copies. The pool belongs to the service."""
         self._saved.clear()
 
     # --------------------------------------------------------------------------------------------- the step, in order
@@ -160,7 +160,7 @@ class ModelRunner:
     def _launch(
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
-        """The slots that sample, and their tokens and logprobs on the device."""
+        """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
         self._lines, self._prompt_lines = [], {}
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
@@ -194,7 +194,7 @@ class ModelRunner:
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
-        """What is computed together: everything, or where steps are recorded, chunks and decodes by themselves."""
+        """Return what is computed together: everything, or chunks and decodes apart if steps are recorded."""
         if self._graphs is None or not (plan.prefill and plan.decode):
             return [(plan.prefill, plan.decode)] if plan.prefill or plan.decode else []
         return [(plan.prefill, []), ([], plan.decode)]
@@ -207,7 +207,10 @@ class ModelRunner:
         first_place: int,
         on_layer: LayerCallback | None,
     ) -> torch.Tensor | None:
-        """Logits only of rows that someone reads. Sampled tokens, or None. `first_place`: of these among the step's."""
+        """Compute a forward, with logits only of rows that need them. Return the sampled tokens, or None.
+
+        `first_place`: index of the first of them among the step's tokens.
+        """
         if self._graphs is not None and decoding:
             return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
@@ -222,7 +225,7 @@ class ModelRunner:
             hidden_TD = hidden_TD[upload(rows, self._device)]
         logits_RV = self._model.logits(hidden_TD)
         if logits_RV is None:
-            return None  # a tensor-parallel follower: the main rank samples
+            return None  # on a tensor-parallel follower: the main rank samples
         for index, (chunk, _) in enumerate(wanted):
             if chunk.aux_slot >= 0:
                 self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
@@ -236,11 +239,11 @@ class ModelRunner:
     def _compute(
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
     ) -> tuple[torch.Tensor, list[int], int]:
-        """Hidden states of all rows, the last row of each chunk, and the first row of the decodes."""
+        """Return the hidden states of all rows, the last row of each chunk, and the first row of the decodes."""
         if self._graphs is not None and self._graphs.fits(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
-            if on_layer is not None:  # a recording has no layers to the outside: all of them leave at its end
+            if on_layer is not None:  # a recording shows no single layers: all of them are announced at its end
                 ready = self._event()
                 for layer in range(self._spec.num_layers):
                     on_layer(layer, ready)
@@ -269,8 +272,8 @@ class ModelRunner:
         return tokens
 
     def _note_prompt_logprobs(self, chunk: PrefillChunk, hidden_TD: torch.Tensor) -> None:
-        """Never more logits at once than of `ROWS_AT_ONCE` rows. With tensor parallelism every rank computes its part
-        of them, and the main one has the lines."""
+        """Note the chunk's prompt logprobs, from logits of at most `ROWS_AT_ONCE` rows at a time. With tensor
+        parallelism every rank computes its part of the logits, and only the main rank gets lines."""
         num_rows = min(chunk.length, self._slots[chunk.slot].num_tokens - 1 - chunk.start)
         targets_T = self._slots.token_ids[chunk.slot, chunk.start + 1 : chunk.start + 1 + num_rows]
         lines = []
@@ -333,24 +336,24 @@ class ModelRunner:
         del self._saved[key]
 
     def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:
-        """On a device with its own queue the callback gets an event behind the writes that it speaks of: the host goes
-        on launching, and whoever sends the layer waits."""
+        """Return the callback that also passes an event behind the layer's writes, on a device with its own queue. The
+        host goes on launching; the thread that sends the layer waits for the event."""
         if on_layer is None or self._device.type == "cpu":
             return on_layer
         return lambda layer, _ready=None: on_layer(layer, self._event())
 
     def _event(self) -> Ready | None:
-        """A point behind all that was launched so far; None where nothing is ever pending."""
+        """Return an event behind everything launched so far, or None on a device without a queue."""
         if self._device.type != "cuda":
             return None
-        # A thread that waits for it sleeps.
+        # Blocking: a thread that waits for it sleeps.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _mark(self) -> Mark:
-        """The same for the step thread. It spins where tokens wait for it, and sleeps on P, whose transfer threads want
-        the processor."""
+        """Return the same for the step thread, which spins if it waits for tokens and sleeps on P, whose transfer
+        threads need the CPU."""
         event = torch.cuda.Event(blocking=self._sampler is None)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

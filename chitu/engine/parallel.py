@@ -1,9 +1,9 @@
-"""The ranks of one tensor-parallel instance and what they say to each other, through torch.distributed.
+"""Communication of the ranks of one tensor-parallel instance, through torch.distributed.
 
 Owns two process groups. *compute*: sums and gathers inside a step; NCCL between GPUs, gloo on CPU. *control*: the
 step's broadcast and the start-up, gloo everywhere. A follower waits in the control group for as long as the instance is
-idle, so that group has no time-out worth the name; a rank that dies closes its sockets, which ends every wait at once.
-Within a step nobody waits longer than `COMPUTE_TIMEOUT_S`. Used by the thread that builds the engine, then by the step
+idle, so that group has practically no timeout; a rank that dies closes its sockets, which ends every wait at once.
+Within a step no rank waits longer than `COMPUTE_TIMEOUT_S`. Used by the thread that builds the engine, then by the step
 thread. All ranks are processes of one host, and gloo is bound to its loopback interface.
 """
 
@@ -19,28 +19,28 @@ import torch.distributed as dist
 from chitu.config.tensor_parallel import MAIN_RANK
 
 COMPUTE_TIMEOUT_S = 60
-"""Between the first and the last rank to reach the same place of a step."""
+"""Timeout of a collective, from the first to the last rank that reaches it."""
 CONTROL_TIMEOUT = timedelta(days=365)
 FRAME_BYTES = 4096
-"""Of a broadcast; what does not fit follows in a second one."""
+"""Size of a broadcast. Data that does not fit follows in a second one."""
 LENGTH_BYTES = 8
 
 
 class RankGroup:
-    """Implements `Shard`. Collective: every rank makes the same calls in the same order.
+    """A `Shard`. Its calls are collective: every rank makes the same calls in the same order.
 
-    Built by every rank at once, under torchrun (which says in the environment where the ranks meet).
+    Every rank builds it at the same time, under torchrun (whose environment variables hold the rendezvous address).
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
         self._device = device
-        # Else gloo listens on the interface of the host's name. The ranks of an instance share one host.
+        # Otherwise gloo listens on the interface of the host's name. The ranks of an instance share one host.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # The default group is the control group: ranks may also start at very different times.
+        # The default group is the control group, because ranks may start at very different times.
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=CONTROL_TIMEOUT)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._compute = dist.new_group(backend=backend, timeout=timedelta(seconds=COMPUTE_TIMEOUT_S))
@@ -58,7 +58,7 @@ class RankGroup:
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         widest = max(widths)
-        if x_RC.shape[1] < widest:  # a gather wants the same shape of everybody
+        if x_RC.shape[1] < widest:  # a gather needs the same shape from every rank
             x_RC = torch.nn.functional.pad(x_RC, (0, widest - x_RC.shape[1]))
         x_RC = x_RC.contiguous()
         if not self.is_main:
@@ -71,7 +71,7 @@ class RankGroup:
     # ------------------------------------------------------------------------------------------------------- control
 
     def send(self, data: bytes) -> None:
-        """Main rank: give `data` to every other one, which `receive`s it. Any length; one message up to 4 KiB."""
+        """Send `data` of any length from the main rank to the `receive` of every other. One message up to 4 KiB."""
         frame = self._frame.numpy()
         frame[:LENGTH_BYTES] = bytearray(len(data).to_bytes(LENGTH_BYTES, "little"))
         head = data[: FRAME_BYTES - LENGTH_BYTES]
@@ -82,7 +82,7 @@ class RankGroup:
             dist.broadcast(rest, MAIN_RANK)
 
     def receive(self) -> bytes:
-        """The others: the next `send`; waits for it without end. RuntimeError where a rank is gone."""
+        """Return the data of the main rank's next `send`. Waits without a timeout. RuntimeError if a rank has died."""
         dist.broadcast(self._frame, MAIN_RANK)
         frame = self._frame.numpy()
         length = int.from_bytes(frame[:LENGTH_BYTES].tobytes(), "little")
@@ -94,7 +94,7 @@ class RankGroup:
         return head + rest.numpy().tobytes()
 
     def collect(self, data: bytes) -> list[bytes]:
-        """Everybody's `data`, by rank, to everybody. For start-up: it takes two rounds."""
+        """Return the `data` of every rank, by rank. For start-up: it takes two rounds."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]))
         longest = max(int(length) for length in lengths)
@@ -104,13 +104,13 @@ class RankGroup:
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def smallest(self, value: int) -> int:
-        """The least of what the ranks say."""
+        """Return the smallest `value` of all ranks."""
         found = torch.tensor([value])
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)
 
     def barrier(self) -> None:
-        """Returns when every rank is here."""
+        """Wait until every rank has called it."""
         self.smallest(0)
 
     def close(self) -> None:

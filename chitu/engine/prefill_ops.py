@@ -1,5 +1,5 @@
-"""Which operations a rank that computes prompts gets: `model.prefill_attention` applied to its part of the model; and
-which prompts those must have seen before the first request.
+"""Chooses the operations of a rank that computes prompts, by `model.prefill_attention` and its part of the model, and
+the prompts that must warm them up before the first request.
 
 Called once by the main thread of a rank (`engine/build.py`), before weights are read.
 """
@@ -23,17 +23,17 @@ from chitu.types import Role
 def prefill_ops(
     topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, model_dtype: str, kv_dtype: str
 ) -> Ops | None:
-    """With FlashInfer built and tried, where it is wanted; that may take minutes. None where `select_ops` has the
-    answer: on D, with latent attention, on a CPU. ConfigError where it is asked for and cannot be had.
+    """Return the operations, with FlashInfer built and tried if it is wanted, which may take minutes. Return None if
+    `select_ops` decides: on D, with latent attention, on a CPU. Raises ConfigError if FlashInfer is required but fails.
 
-    `model_dtype`, `kv_dtype`: by name, of the model and of its pages.
+    `model_dtype`, `kv_dtype`: names of the dtypes of the model and of its pages.
     """
     wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
     if instance.role is Role.DECODE:
         return None
     if spec.regions_per_layer == 1:
         if wanted == "flashinfer":
-            raise ConfigError("model.prefill_attention is flashinfer, but latent attention has its own kernel alone")
+            raise ConfigError("model.prefill_attention is flashinfer, but latent attention uses its own kernel only")
         return None
     if device.type != "cuda" and wanted != "flashinfer":
         return None
@@ -51,8 +51,8 @@ def prefill_ops(
 def warmup_prompts(
     topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, longest_recorded: int
 ) -> list[tuple[int, ...]]:
-    """Prompts for the warm-up of a GPU, those of one step together: every length that prompts are padded to for torch's
-    library, or else one that is too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
+    """Return prompt lengths for the warm-up of a GPU, a tuple for each step: every length that prompts are padded to
+    for torch's library, else one too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
     """
     if device.type != "cuda" or instance.role is Role.DECODE:
         return []
@@ -63,6 +63,6 @@ def warmup_prompts(
     lengths = [longest_recorded + 1]
     if topology.model.prefill_attention == "auto" and spec.regions_per_layer != 1:
         lengths = [min(length, longest) for length in padded_lengths(WHOLE_PROMPT_TOKENS, longest)]
-    # A prompt that a recording holds meets the library beside others, when the step is too long to be recorded.
+    # A prompt short enough for a recording reaches the library together with others, in a step too long to be recorded.
     steps = [(n,) if n > longest_recorded else (n, longest_recorded + 1 - n) for n in lengths]
     return [step for step in steps if sum(step) <= scheduler.max_batched_tokens and max(step) <= longest]

@@ -1,7 +1,7 @@
-"""The ranks of an instance end together: each watches the others' processes and ends at once when one of them has died.
+"""Ends the ranks of an instance together: each rank watches the other processes and exits at once when one has died.
 
-torchrun does that too, but politely and later; meanwhile the main rank would go on promising work, and a follower
-could still write. A thread that sleeps in `poll` on pidfds; made before the engine serves.
+torchrun does that too, but gracefully and later; meanwhile the main rank would accept more work, and a follower could
+still write. Runs a thread that sleeps in `poll` on pidfds, started before the engine serves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from chitu.net.threads import EXIT_DEAD_THREAD, ServiceThread
 logger = logging.getLogger(__name__)
 
 NOTICE_S = 0.5
-"""A connection of a rank that dies can break before its process is gone."""
+"""Time for the watch to notice a death: a connection of a dying rank can break before its process is gone."""
 
 
 class ProcessWatch:
-    """`pids`: of the other ranks, which run. A pid that is gone already ends this process too."""
+    """The watch of one rank. `pids`: processes of the other ranks; one that is already gone ends this process too."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._disarmed = threading.Event()
@@ -31,13 +31,13 @@ class ProcessWatch:
         ServiceThread("watch", self._run).start()
 
     def disarm(self) -> None:
-        """The others are about to end because they were told to."""
+        """Ignore deaths from now on: the other ranks are about to shut down in order."""
         self._disarmed.set()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """If what raises in this block is the death of another rank, the watch has the time to say so, and to end this
-        process; else the error goes on."""
+        """Delay errors of this block. If another rank's death caused one, the watch has time to log it and to end this
+        process; else the error propagates."""
         try:
             yield
         except Exception:

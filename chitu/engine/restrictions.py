@@ -1,8 +1,8 @@
-"""Which tokens a request may have at all: `allowed_token_ids` and `bad_words`. Owned by the sampler; step thread.
+"""Which tokens a request may emit: `allowed_token_ids` and `bad_words`. Owned by the sampler; step thread.
 
-A bad word is a sequence of tokens: its last one is forbidden where the request has just emitted the others. What was
-emitted is followed on the device, because a token may not have been read yet when the next one is drawn. A bad word
-yields where it would leave nothing of the allowed tokens: what is not allowed is never drawn.
+A bad word is a sequence of tokens: its last one is forbidden if the request has just emitted the ones before it. The
+device tracks emitted tokens, because a token may not have been read yet when the next one is drawn. `allowed_token_ids`
+override bad words: if these forbid all allowed tokens, an allowed one is drawn all the same.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from chitu.engine.upload import upload, upload_tensor
 from chitu.protocol import MAX_BAD_WORD_TOKENS, SamplingParams
 
 NEVER = -1e28
-"""Added to the logit of a forbidden token: its weight is 0 beside any other's. Finite, and small enough that every bad
-word of a request may add it and the lowest temperature divide it within float32."""
+"""Added to the logit of a forbidden token, so that its weight is 0 beside that of any other token. Finite and small
+enough for float32, even if every bad word of a request adds it and the lowest temperature divides the sum."""
 HISTORY = MAX_BAD_WORD_TOKENS - 1
-"""Emitted tokens that can matter."""
+"""Number of newest emitted tokens that bad words can depend on."""
 ANY, NONE = -1, -2
-"""In a history: matches every token; is no token."""
+"""In a history: ANY matches every token, NONE is no token."""
 
 
 @dataclass(slots=True)
 class Restriction:
-    """Of one request, on the host."""
+    """Restrictions of one request, on the host."""
 
     allowed: npt.NDArray[np.int64]
-    """Empty: all."""
+    """Allowed token ids; empty means all."""
     before_EH: npt.NDArray[np.int64]
-    """Of each bad word, what must have been emitted just before its last token; shorter ones begin with ANY."""
+    """For each bad word, the tokens before its last one; shorter words begin with ANY."""
     last_E: npt.NDArray[np.int64]
 
 
 def restriction_of(params: SamplingParams, vocab_size: int) -> Restriction | None:
-    """None where every token may come. Ids outside the vocabulary are left out."""
+    """Return the restriction, or None if every token is allowed. Leaves out ids outside the vocabulary."""
     allowed = sorted({t for t in params.allowed_token_ids if 0 <= t < vocab_size})
     words = [word for word in params.bad_words if word and min(word) >= 0 and max(word) < vocab_size]
     if not allowed and not words:
@@ -59,14 +59,14 @@ class _Words:
     slots_E: Tensor
     before_EH: Tensor
     cells_E: Tensor
-    """Work row * vocab_size + last token."""
+    """`work row * vocab_size + last token`."""
     followed: Tensor
-    """Work rows whose tokens are followed."""
+    """Work rows whose emitted tokens go into the history."""
 
 
 @dataclass(slots=True)
 class Restrictions:
-    """Of the edited rows of a batch, on the device."""
+    """Restrictions of the edited rows of a batch, on the device."""
 
     open_rows: Tensor | None
     """Work rows with allowed tokens."""
@@ -74,7 +74,7 @@ class Restrictions:
     words: _Words | None
 
     def apply_(self, work: Tensor, history: Tensor) -> None:
-        """To the edited rows `[rows, vocab]`; `history` `[slots, HISTORY]`: what each slot emitted last."""
+        """Apply to the edited rows `[rows, vocab]`. `history` `[slots, HISTORY]`: the newest tokens of each slot."""
         flat = work.view(-1)
         if self.open_rows is not None and self.open_cells is not None:
             kept = flat.take(self.open_cells)
@@ -89,7 +89,7 @@ class Restrictions:
 def restrictions_of(
     rows: Sequence[Restriction | None], slots: Sequence[int], vocab_size: int, device: torch.device
 ) -> Restrictions | None:
-    """`rows[i]` and `slots[i]` are those of work row i; None where there is nothing to forbid."""
+    """Return the restrictions, `rows[i]` and `slots[i]` being those of work row i, or None if there are none."""
     if not any(rows):
         return None
     allowed = [(row, one.allowed) for row, one in enumerate(rows) if one is not None and len(one.allowed)]

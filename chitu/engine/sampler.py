@@ -1,16 +1,15 @@
-"""Logits to tokens, batched on the device. Owns what each slot's sampling depends on; called by the step thread.
+"""The sampler: logits to tokens, batched on the device. Owns each slot's sampling state; called by the step thread.
 
-Order of operations of a row: repetition, frequency and presence penalty; logit bias; eos and stop ids masked until
-min_tokens; tokens that are not allowed, end a bad word or do not follow a grammar; then argmax (temperature 0), or
-temperature, min-p, top-k, top-p and one draw. The draw depends on the seed and the number of tokens emitted so far
-alone: the same request gets the same tokens in any batch, before and after a retraction (`admit` with the emitted
-tokens takes up where it stopped), on D or on a unified instance.
+Order of operations on a row: repetition, frequency and presence penalty; logit bias; masks of eos and stop ids (until
+min_tokens), of tokens that are not allowed, that end a bad word or that break a grammar; then argmax (temperature 0),
+or temperature, min-p, top-k, top-p and one draw. The draw depends only on the seed and the number of tokens emitted so
+far: a request gets the same tokens in any batch, before and after a retraction (`admit` with the emitted tokens
+resumes it), on D or on a unified instance.
 
-Invariants: slots that are plain greedy cost one argmax; a row pays only for what its own request asked for; nothing
-here waits for the device, unless a row has a grammar (`grammar_masks.py`). Whether a token ends its request is the
-scheduler's business.
+Invariants: plain greedy slots cost one argmax; a row pays only for what its own request asked for; nothing here waits
+for the device, unless a row has a grammar (`grammar_masks.py`). The scheduler decides whether a token ends its request.
 
-On CUDA the rows are drawn by kernels (`ops/kernels/sampling.py`), elsewhere by `sampling_ops.py`: the same tokens.
+Kernels (`ops/kernels/sampling.py`) draw the rows on CUDA, `sampling_ops.py` elsewhere; both draw the same tokens.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ if TYPE_CHECKING:
     from chitu.ops.kernels.sampling import SamplingKernels
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing logits by less overflows float32."""
+"""Temperatures below this are greedy: dividing logits by less overflows float32."""
 
 _PRESENCE, _FREQUENCY, _REPETITION = range(3, 6)
 _PENALTY_ROW, _LENGTH = range(3, 5)
-"""Columns of the two tables; `sampling_numbers` has those before them."""
+"""Columns of the float and the int table. `sampling_numbers` has the columns before them."""
 
 
 class Sampler:
-    """`num_slots` slots, each free or admitted. `eos_token_ids` are masked with the stop ids until min_tokens.
+    """A sampler of `num_slots` slots, each free or admitted. Masks `eos_token_ids` and stop ids until min_tokens.
 
-    `kernels`: what draws; on CUDA made here where it is not given. `grammars`: where the compiled ones are.
+    `kernels`: the kernels that draw; on CUDA the sampler creates them unless given. `grammars`: the compiled grammars.
     """
 
     def __init__(
@@ -78,9 +77,9 @@ class Sampler:
         self._ints = torch.zeros(num_slots, 5, dtype=torch.int64, device=device)
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
-        # A count of 0 protects token 0 where it is padding only.
+        # A count of 0 protects token 0 if it is only padding.
         self._seen = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        # The newest tokens that slots with bad words emitted.
+        # The newest emitted tokens of slots with bad words.
         self._history = torch.full((num_slots, HISTORY), NONE, dtype=torch.int64, device=device)
         self._grammars = grammars
         self._owed = OwedTokens(device)
@@ -98,15 +97,15 @@ class Sampler:
 
     @property
     def count_rows(self) -> int:
-        """Rows of token counts allocated so far, `vocab_size` int32 each; only penalties need one."""
+        """Rows of token counts allocated so far, `vocab_size` int32 each. Only requests with penalties need a row."""
         return self._counts.shape[0]
 
     @torch.inference_mode()
     def admit(self, slot: int, token_ids: Tensor, prompt_len: int, params: SamplingParams) -> None:
-        """Start or resume a request in a free slot (a slot that is taken is replaced).
+        """Start or resume a request in a slot. Replaces the request of an admitted slot.
 
-        `token_ids`: int64 `[prompt + already emitted]` on this device; the first `prompt_len` are the prompt. Bias and
-        stop ids outside the vocabulary are ignored: refusing them is the router's part.
+        `token_ids`: int64 `[prompt + already emitted]` on this device; the first `prompt_len` are the prompt. Ignores
+        bias and stop ids outside the vocabulary: the router refuses them.
         """
         self.release(slot)
         emitted = token_ids.shape[0] - prompt_len
@@ -116,7 +115,7 @@ class Sampler:
         course = None
         if params.grammar is not None:
             if self._grammars is None:
-                raise Internal("a request with a grammar came to where none is compiled")
+                raise Internal("a request with a grammar reached a sampler without compiled grammars")
             matcher = self._grammars.compiled(params.grammar).matcher()
             course = GrammarCourse.of(matcher, params, masked, self.vocab_size)
             if emitted:
@@ -158,7 +157,7 @@ class Sampler:
         self._ints[slot] = upload(ints, self.device)
 
     def release(self, slot: int) -> None:
-        """Free a slot; a free one stays free."""
+        """Free a slot. Idempotent."""
         if self._states[slot] is None:
             return
         self._states[slot] = None
@@ -169,14 +168,14 @@ class Sampler:
             self._free_rows.append(self._penalty_row.pop(slot))
 
     def is_greedy(self, slots: list[int]) -> bool:
-        """Whether the next token of each slot is the argmax of its logits."""
+        """Return whether the next token of each slot is the argmax of its logits."""
         return not self._special or self._special.isdisjoint(slots)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: list[int]) -> Tensor:
-        """The next token of each slot: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.
+        """Return each slot's next token: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.
 
-        Each slot at most once a call, and admitted. Counts the tokens as emitted; leaves `logits` as they are.
+        Every slot must be admitted and occur only once. Counts the tokens as emitted; does not change `logits`.
         """
         if not self._special:
             return logits.argmax(dim=-1)
@@ -202,7 +201,7 @@ class Sampler:
         return tokens
 
     def take_failures(self) -> dict[int, str]:
-        """By slot, why the newest token is none: nothing that its grammar allows could be said. Each is told once."""
+        """Return and forget, by slot, why its newest token is invalid: no token was left that its grammar allows."""
         failures, self._failures = self._failures, {}
         return failures
 
@@ -228,7 +227,7 @@ class Sampler:
         return tokens.index_copy_(0, layout.rows, special)
 
     def _edit_(self, work: Tensor, layout: BatchLayout) -> None:
-        """Penalties, bias, mask and restrictions on the edited rows, in place."""
+        """Apply penalties, bias, masks, restrictions and grammars to the edited rows, in place."""
         if layout.penalised is not None:
             slots = layout.slots.index_select(0, layout.penalised)
             floats = self._floats.index_select(0, slots).float()
@@ -238,7 +237,7 @@ class Sampler:
             counts = self._counts.view(-1).take(seen + rows[:, None] * self.vocab_size)
             cells = seen + layout.penalised[:, None] * self.vocab_size
             flat = work.view(-1)
-            # A token seen twice is written twice, with the same value.
+            # A token that was seen twice is written twice, with the same value.
             flat[cells] = sampling_ops.penalised(
                 flat.take(cells), counts, floats[:, _PRESENCE], floats[:, _FREQUENCY], floats[:, _REPETITION]
             )
@@ -252,7 +251,7 @@ class Sampler:
             self._failures.update(layout.courses.apply_(work))
 
     def _draw(self, work: Tensor, segment: LayoutSegment, slots: Tensor) -> Tensor:
-        """One draw for each row of the segment `[rows]`; overwrites its part of the work matrix."""
+        """Draw one token for each row of the segment, `[rows]`. Overwrites the segment's part of the work matrix."""
         part = slots[segment.start : segment.end]
         floats = self._floats.index_select(0, part)
         ints = self._ints.index_select(0, part)
@@ -271,7 +270,7 @@ class Sampler:
         return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, SEED], ints[:, POSITION]))
 
     def _layout_for(self, slots: list[int]) -> BatchLayout | None:
-        """The layout of this batch; None where no row of it is special."""
+        """Return the layout of this batch, or None if no row of it is special."""
         if self._layout is not None and self._layout_of == slots:
             return self._layout
         states = [self._require(slot) for slot in slots]
@@ -312,7 +311,7 @@ class Sampler:
         return self._layout
 
     def _count_down(self, slots: list[int]) -> None:
-        """One token nearer to min_tokens; a sequence that reaches it gets its eos and stop ids back."""
+        """Count one token towards min_tokens. Unmask the eos and stop ids of slots that reach it."""
         for slot in slots:
             state = self._require(slot)
             state.masked_steps -= 1
@@ -325,7 +324,7 @@ class Sampler:
                     self._special.discard(slot)
 
     def _count_tokens(self, slot: int, token_ids: Tensor, prompt_len: int) -> int:
-        """Give the slot a row of counts and of seen tokens, filled from its tokens so far; returns the row."""
+        """Assign the slot a row of counts and of seen tokens, fill it from its tokens so far, and return the row."""
         if not self._free_rows:
             have = self._counts.shape[0]
             more = min(max(have, 4), len(self._states) - have)
@@ -343,7 +342,7 @@ class Sampler:
         return row
 
     def _widen(self, num_tokens: int) -> None:
-        """Room for `length` seen tokens a row."""
+        """Make room for `num_tokens` seen tokens a row."""
         missing = num_tokens - self._seen.shape[1]
         if missing > 0:
             self._seen = torch.nn.functional.pad(self._seen, (0, max(missing, self._seen.shape[1])))
@@ -361,7 +360,7 @@ class Sampler:
         self._ints[:, _LENGTH].index_add_(0, slots, torch.ones_like(slots))
 
     def _follow(self, layout: BatchLayout, places: Tensor, tokens: Tensor) -> None:
-        """The tokens that these work rows just emitted become the newest of their slots."""
+        """Append the tokens that these work rows just emitted to the histories of their slots."""
         slots = layout.slots.index_select(0, places)
         newest = tokens.index_select(0, layout.rows.index_select(0, places))
         older = self._history.index_select(0, slots)[:, 1:]
@@ -370,7 +369,7 @@ class Sampler:
     def _require(self, slot: int) -> SamplingSlot:
         state = self._states[slot]
         if state is None:
-            raise Internal(f"sampling slot {slot}, which was never admitted")
+            raise Internal(f"sampling slot {slot} was never admitted")
         return state
 
     def _indices(self, values: Iterable[int]) -> Tensor:

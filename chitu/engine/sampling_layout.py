@@ -1,4 +1,4 @@
-r"""Which rows of a batch need what, and in which order the sampler works on them. Host side, step thread.
+r"""Which work the rows of a batch need, and in which order the sampler does it. Host side, step thread.
 
 Rows that need more than an argmax form the *work matrix*, sorted so that every kind of work is one slice of it:
 
@@ -7,7 +7,8 @@ Rows that need more than an argmax form the *work matrix*, sorted so that every 
                     \_____________ drawn ____________________________________________/
                                     \_____ filtered ______________________/
 
-*Edited*: penalties, logit bias, masked stop ids or forbidden tokens change the logits. *Filtered*: min-p, top-k, top-p.
+*Edited*: penalties, logit bias, masked stop ids or forbidden tokens change the logits. *Filtered*: by min-p, top-k or
+top-p.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from chitu.engine.upload import upload_tensor
 ROWS_AT_ONCE = 64
 """Rows drawn together on an accelerator; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
 CPU_ENTRIES_AT_ONCE = 1 << 16
-"""Logits drawn together on a CPU: what stays in its cache (measured: twice as fast as 16 rows of 152 k)."""
+"""Logits drawn together on a CPU. They fit its cache (measured: twice as fast as 16 rows of 152 k)."""
 
 
 @dataclass(slots=True)
 class Edits:
-    """What is added to logits, as a flat list: its cost is that of the entries of the rows that it is for."""
+    """Values to add to logits, as a flat list. The cost is proportional to the number of entries."""
 
     cells: Tensor
-    """row * vocab_size + token id, int64."""
+    """`row * vocab_size + token id`, int64."""
     values: Tensor
     """float32."""
 
@@ -44,7 +45,7 @@ class Edits:
 
 
 Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""Of one row: token ids, each once, and the values to add."""
+"""Entries of one row: token ids, each once, and the values to add."""
 NO_ENTRIES: Entries = (np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
@@ -53,7 +54,7 @@ def entries_of(values: dict[int, float]) -> Entries:
 
 
 def edits_of(rows: list[Entries], vocab_size: int, device: torch.device) -> Edits | None:
-    """`rows[i]` is for row i; None where there is nothing to add."""
+    """Return the edits with `rows[i]` for row i, or None if there is nothing to add."""
     if not any(len(ids) for ids, _ in rows):
         return None
     cells = np.concatenate([ids + row * vocab_size for row, (ids, _) in enumerate(rows)])
@@ -63,7 +64,7 @@ def edits_of(rows: list[Entries], vocab_size: int, device: torch.device) -> Edit
 
 @dataclass(slots=True)
 class SamplingSlot:
-    """Host side facts of an admitted slot: which work its rows need."""
+    """Host side state of an admitted slot: which work its rows need."""
 
     random: bool
     top_k: int
@@ -71,12 +72,12 @@ class SamplingSlot:
     filtered: bool
     penalised: bool
     num_tokens: int
-    """Prompt and emitted tokens at the last `admit`, plus those since while `penalised`."""
+    """Prompt and emitted tokens at the last `admit`; if `penalised`, plus those emitted since."""
     bias: Entries
     masked: Entries
     restriction: Restriction | None
     masked_steps: int
-    """Tokens still to emit before eos and stop ids (`masked`) are allowed."""
+    """Number of tokens still to emit before eos and stop ids (`masked`) are allowed."""
     course: GrammarCourse | None = None
 
     @property
@@ -101,16 +102,16 @@ class LayoutSegment:
 
 @dataclass(slots=True)
 class BatchLayout:
-    """Where the special rows of one batch go. Kept while the same slots come again, so a steady batch plans once."""
+    """Places of the special rows of one batch. Reused while the slots stay the same, so a steady batch plans once."""
 
     rows: Tensor
     """Rows of the logits that need more than an argmax, in the order of the work matrix."""
     slots: Tensor
-    """Their slots."""
+    """Slots of `rows`."""
     num_greedy: int
-    """The work matrix starts with the edited greedy rows; the others are drawn."""
+    """Number of edited greedy rows, with which the work matrix begins; the other rows are drawn."""
     num_edited: int
-    """Its first rows are edited: greedy ones, then random ones."""
+    """Number of edited rows, greedy then random, with which the work matrix begins."""
     bias: Edits | None
     mask: Edits | None
     restrictions: Restrictions | None
@@ -118,19 +119,19 @@ class BatchLayout:
     penalised: Tensor | None
     """Work rows with penalties."""
     penalised_slots: list[int]
-    """Their slots."""
+    """Slots of the work rows with penalties."""
     segments: list[LayoutSegment]
     masked: list[int]
-    """Slots short of min_tokens: each batch brings them one token nearer."""
+    """Slots that have not reached min_tokens."""
     any_plain: bool
     sources: Tensor | None
-    """For kernels: of every row its place among the edited ones and its slot, `[2, N]`; -1 where it has none."""
+    """For kernels, `[2, N]`: each row's index among the edited rows, and its slot; -1 if it has none."""
     is_cut: bool
-    """Some row has a top-k or top-p."""
+    """Whether some row has a top-k or top-p."""
 
 
 def place(state: SamplingSlot) -> int:
-    """Rank of a special row in the work matrix."""
+    """Return the sort key of a special row in the work matrix."""
     if not state.random:
         return 0
     if state.edited:
@@ -139,7 +140,7 @@ def place(state: SamplingSlot) -> int:
 
 
 def sources_of(num_rows: int, order: list[int], slots: list[int], num_edited: int) -> list[list[int]]:
-    """`BatchLayout.sources`, of the special rows in the order of the work matrix."""
+    """Return `BatchLayout.sources`. `order`: the special rows in the order of the work matrix."""
     edited, special = [-1] * num_rows, [-1] * num_rows
     for place_in_work, row in enumerate(order):
         special[row] = slots[row]
@@ -149,12 +150,12 @@ def sources_of(num_rows: int, order: list[int], slots: list[int], num_edited: in
 
 
 def rows_at_once(device: torch.device, vocab_size: int) -> int:
-    """How many rows are drawn together."""
+    """Return how many rows are drawn together."""
     return max(2, min(ROWS_AT_ONCE, CPU_ENTRIES_AT_ONCE // vocab_size)) if device.type == "cpu" else ROWS_AT_ONCE
 
 
 def segments_of(ordered: list[SamplingSlot], start: int, most: int) -> list[LayoutSegment]:
-    """The random rows from `start` on, cut where filtering begins or ends and after `most` rows."""
+    """Cut the random rows from `start` on into segments: where filtering begins or ends, and after `most` rows."""
     segments = []
     while start < len(ordered):
         filtered = ordered[start].filtered

@@ -1,13 +1,13 @@
 """Tensor arithmetic of sampling: stateless, one row a request, every row computed as if it were alone.
 
 Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the narrow search of
-`cutoff` on a CPU, where reading a value is free. `ops/kernels/sampling.py` does the same on CUDA; this is its twin.
+`cutoff` on a CPU, where reading a value is free. `ops/kernels/sampling.py` is its twin on CUDA.
 
-Probabilities are summed as integers, `floor(exp(logit - row max) * 2^40)`: such sums do not depend on the order of
+Probabilities are summed as integers, `floor(exp(logit - row max) * 2^40)`. Such sums do not depend on the order of
 summation, so a row has the same cumulative sums whatever the batch, the number of threads or the kernel, and the same
 uniform number picks the same token. The power too is the same on every device (`ops/sampling_numbers.py`). The inverse
 CDF runs in token id order, not in order of probability: a rounding difference that swaps two near-equal tokens then
-moves a boundary by that difference, instead of exchanging the two.
+only moves a boundary by that difference instead of exchanging the two.
 
 *Scaled* logits count bits: divided by the temperature and by ln 2.
 
@@ -26,13 +26,13 @@ from torch import Tensor
 from chitu.ops import sampling_numbers as numbers
 
 NARROW_SEARCH = 1024
-"""Candidates that a CPU looks at first for top-p, before it sorts the whole vocabulary."""
+"""Candidates that a CPU sorts first for top-p. If they are too few, it sorts the whole vocabulary."""
 IN_PROMPT = 1 << 30
-"""Flag in a row of token counts: the token occurs in the prompt. The bits below count emitted ones."""
+"""Flag in a row of token counts: the token occurs in the prompt. The bits below count its emissions."""
 
 
 def _signed(value: int) -> int:
-    """A 64 bit pattern as the int64 that tensors hold."""
+    """Return a 64 bit pattern as the int64 that tensors hold."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -40,12 +40,12 @@ _GOLDEN, _MIX_1, _MIX_2 = _signed(numbers.GOLDEN), _signed(numbers.MIX_1), _sign
 
 
 def seed_bits(seed: int) -> int:
-    """Any integer as an int64: the low 64 bits of it."""
+    """Return the low 64 bits of any integer as an int64."""
     return _signed(seed)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; `>>` of an int64 drags the sign along."""
+    """Shift logically: `>>` of an int64 would copy the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -57,9 +57,9 @@ def _splitmix64(x: Tensor) -> Tensor:
 
 
 def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
-    """One float64 in [0, 1) a row, from the request's seed and the number of tokens it emitted so far (both int64).
+    """Return a float64 in [0, 1) for each row, from the request's seed and its number of emitted tokens (both int64).
 
-    Counter based (splitmix64 twice): no generator state to carry through a retraction or from P to D.
+    Counter based (splitmix64 twice), so no generator state must survive a retraction or move from P to D.
     """
     bits_M = _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 64 - numbers.UNIFORM_BITS)
     return bits_M.double() * 2.0**-numbers.UNIFORM_BITS
@@ -68,9 +68,9 @@ def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
 def penalised(
     logits_ML: Tensor, counts_ML: Tensor, presence_M: Tensor, frequency_M: Tensor, repetition_M: Tensor
 ) -> Tensor:
-    """Logits of tokens seen so far after repetition, then frequency and presence penalty (float32).
+    """Return logits (float32) of tokens seen so far after the repetition, then frequency and presence penalty.
 
-    `counts` as described at `IN_PROMPT` (int32); a token that was not seen (count 0) keeps its logit.
+    `counts`: int32, as described at `IN_PROMPT`. A token that was not seen (count 0) keeps its logit.
     """
     factor_ML = torch.where(logits_ML > 0, 1.0 / repetition_M[:, None], repetition_M[:, None])
     logits_ML = logits_ML * factor_ML.masked_fill_(counts_ML == 0, 1.0)
@@ -79,19 +79,19 @@ def penalised(
 
 
 def unit_of(temperature: float) -> float:
-    """What scaled logits are divided by; 0 stands for argmax."""
+    """Return the divisor of scaled logits; 0 means argmax."""
     return temperature * math.log(2)
 
 
 def log_min_p(min_p: float) -> float:
-    """How many bits a token may stay below the most probable one; none where min-p is off."""
+    """Return log2 of min-p: how many bits a token may be below the most probable one; -inf if min-p is off."""
     return math.log2(min_p) if min_p > 0.0 else -math.inf
 
 
 def weights(scaled_MV: Tensor) -> Tensor:
-    """Unnormalised probabilities, the row's maximum is 2^40; float32, whose integer parts are what counts.
+    """Return unnormalised probabilities, float32, with 2^40 for the row's maximum. Only their integer parts are used.
 
-    0 in a row whose largest value is not finite. Not by `exp`: libraries round its last bit as they like.
+    A row whose largest value is not finite gets 0. Does not use `exp`: libraries round its last bit differently.
     """
     top_M = scaled_MV.amax(dim=-1)
     t = (scaled_MV - top_M[:, None]).clamp_(min=numbers.SMALLEST_EXPONENT)
@@ -110,19 +110,19 @@ def weights(scaled_MV: Tensor) -> Tensor:
 
 
 def at_least(values: Tensor, floor_M: Tensor) -> Tensor:
-    """1.0 where a row's value reaches its floor, else 0.0: on a CPU, multiplying by it is far faster than a mask."""
+    """Return 1.0 for values that reach their row's floor, else 0.0. A CPU multiplies far faster than it masks."""
     return values.clone().ge_(floor_M[:, None])
 
 
 class FilterNeeds(NamedTuple):
-    """What the host knows of the filters of some rows, so that the device does no more than they need."""
+    """Host knowledge of the filters of some rows, so that the device does no more than they need."""
 
     largest_k: int
-    """The largest top-k; 0 where no row has one."""
+    """The largest top-k; 0 if no row has one."""
     top_p: bool
-    """Some row has a top-p."""
+    """Whether some row has a top-p."""
     open_top_p: bool
-    """Some row has a top-p without a top-k: any number of candidates may be needed."""
+    """Whether some row has a top-p without a top-k: any number of candidates may be needed."""
 
 
 def cutoff(
@@ -133,10 +133,10 @@ def cutoff(
     log_min_p_M: Tensor,
     needs: FilterNeeds,
 ) -> Tensor:
-    """Smallest logit that each row may still choose `[M]`: min-p, then top-k, then top-p of what these left.
+    """Return the smallest logit `[M]` that each row may choose after min-p, then top-k, then top-p of the rest.
 
     Tokens that tie with the last one kept are kept too (as transformers does for top-k), so the order in which a sort
-    puts equal values never matters. `top_k` 0, `top_p` 1 and `log_min_p` -inf are off.
+    puts equal values never matters. `top_k` 0, `top_p` 1 and `log_min_p` -inf mean off.
     """
     floor_M = scaled_MV.amax(dim=-1) + log_min_p_M.float()
     if needs.largest_k == 0 and not needs.top_p:
@@ -154,7 +154,7 @@ def cutoff(
 
     allowed_M = (weights_MV * at_least(scaled_MV, floor_M)).long().sum(-1).double() * top_p_M
     while True:
-        # Token j of the order stays if those before it hold less than top_p of what is left.
+        # Token j of the order is kept if those before it have less than top_p of the weight that is left.
         weights_MK = (weights(sorted_MK) * at_least(sorted_MK, floor_M)).long()
         reached_MK = weights_MK.cumsum(-1)
         if candidates < vocab and needs.open_top_p:
@@ -169,7 +169,7 @@ def cutoff(
 
 
 def _largest(scaled_MV: Tensor, count: int) -> Tensor:
-    """The `count` largest values of each row, descending. On a CPU by numpy, which sorts 10 to 25 times as fast."""
+    """Return each row's `count` largest values, descending. On a CPU numpy sorts 10 to 25 times as fast as torch."""
     vocab = scaled_MV.shape[-1]
     if scaled_MV.device.type == "cpu":
         values = scaled_MV.numpy()
@@ -181,9 +181,9 @@ def _largest(scaled_MV: Tensor, count: int) -> Tensor:
 
 
 def choose(weights_MV: Tensor, uniform_M: Tensor) -> Tensor:
-    """Inverse CDF in token id order: the first token whose cumulative weight exceeds `uniform * total` `[M]` int64.
+    """Return, int64 `[M]`, the first token in id order whose cumulative weight exceeds `uniform * total` (inverse CDF).
 
-    A row without any weight (all logits NaN or -inf) gives the last token id, never an id outside the vocabulary.
+    A row without any weight (all logits NaN or -inf) gets the last token id, never an id outside the vocabulary.
     """
     cumulative_MV = weights_MV.long().cumsum(-1)
     target_M = (uniform_M * cumulative_MV[:, -1]).long()

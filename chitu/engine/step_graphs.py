@@ -1,11 +1,11 @@
-"""Steps that are recorded once and replayed: one launch for a whole forward, where the device has graphs.
+"""Steps that are recorded once and replayed (CUDA graphs): one launch for a whole forward.
 
-A recording works on tensors that stay where they are (`rows`, `tiles`, results), sized by a bucket; what does not fill
-a bucket is padded with rows of the scratch slot, whose only page is the scratch page. A decode recording ends with the
-greedy token of every row put behind its sequence and the positions advanced, so a batch that stays the same needs
-nothing from the host. Owned by `ModelRunner`, step thread only.
+A recording works on tensors at fixed addresses (`rows`, `tiles`, results), sized by a bucket. Rows of the scratch slot,
+whose only page is the scratch page, pad a batch to its bucket. A decode recording ends by appending each row's greedy
+token to its sequence and advancing the positions, so an unchanged batch needs nothing from the host. Owned by
+`ModelRunner`, step thread only.
 
-`Recorder` is what a device offers: CUDA graphs, or (the twin, for tests without a GPU) the same function called again.
+A `Recorder` makes recordings: CUDA graphs, or (the twin, for tests without a GPU) the same function called again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Replay = Callable[[], None]
 
 DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
-"""Rows. Longer prefills are bound by arithmetic; recording them would save nothing."""
+"""Buckets in rows. Longer prefills are bound by arithmetic; recording them would save nothing."""
 SPARE_TILES = 8
-"""Number of spans that fit a prefill recording however they are cut."""
+"""Tiles beyond the full ones in a prefill recording: so many spans fit it, however they are cut."""
 
 
 class Recorder(Protocol):
     def record(self, body: Callable[[], None]) -> Replay:
-        """Run `body` until it is warm, record it, return what runs it again on the same tensors."""
+        """Run `body` until it is warm, record it, and return a function that runs it again on the same tensors."""
         ...
 
 
 class EagerRecorder:
-    """The twin: a recording is the function itself."""
+    """The twin of `CudaRecorder`: a recording is the function itself."""
 
     def record(self, body: Callable[[], None]) -> Replay:
         body()
@@ -46,7 +46,7 @@ class EagerRecorder:
 
 
 class CudaRecorder:
-    """CUDA graphs with one memory pool: they never run side by side, so they may share it."""
+    """A recorder of CUDA graphs. They never run concurrently, so they share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,12 +67,12 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """How an executor records its steps."""
+    """How an executor records its steps: with which recorder, in which buckets."""
 
     recorder: Recorder
     decode_sizes: Sequence[int] = DECODE_SIZES
     prefill_sizes: Sequence[int] = PREFILL_SIZES
-    """Empty: prefills are not recorded."""
+    """Buckets of prefills; empty if prefills are not recorded."""
 
 
 @dataclass(slots=True)
@@ -80,13 +80,13 @@ class _Decode:
     """A recording of `size` decoding rows."""
 
     rows_2B: torch.Tensor
-    """Slots and positions."""
+    """Slots and positions of the rows."""
     replay: Replay
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    """What `rows_2B` holds, as the host knows it."""
+    """With `slots`: host copy of what `rows_2B` holds."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Prefill:
 
 
 class StepGraphs:
-    """`k_pages`, `v_pages`: all layers. `slots` must have a scratch slot."""
+    """The recordings of one model. `k_pages`, `v_pages`: all layers. `slots` must have a scratch slot."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class StepGraphs:
         self._prefills: dict[int, _Prefill] = {}
 
     def record_all(self, is_decoding: bool) -> None:
-        """Every bucket, before the first request; the largest first: the smaller ones then reuse its memory."""
+        """Record every bucket before the first request, the largest first: the smaller ones reuse its memory."""
         for size in reversed(self._prefill_sizes):
             self._prefills[size] = self._record_prefill(size)
         for size in reversed(self._decode_sizes) if is_decoding else ():
@@ -129,8 +129,8 @@ class StepGraphs:
     # --------------------------------------------------------------------------------------------------------- decode
 
     def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token further for each slot, which feeds its token at `positions`. Logits float32 `[B, V]` and greedy
-        tokens int64 `[B]`, already put behind their sequences; both are overwritten by the next call."""
+        """Feed each slot's token at `positions`. Return logits float32 `[B, V]` and greedy tokens int64 `[B]`, already
+        appended to their sequences. The next call overwrites both."""
         size = next(size for size in self._decode_sizes if size >= len(slots))
         recording = self._decodes.get(size)
         if recording is None:
@@ -145,7 +145,7 @@ class StepGraphs:
         return recording.logits_BV[: len(slots)], recording.tokens_B[: len(slots)]
 
     def forget_rows(self) -> None:
-        """A replay raised: what the rows on the device say now is not known."""
+        """Forget the host copies of the rows after a replay that raised: the state on the device is unknown."""
         for recording in self._decodes.values():
             recording.slots = []
 
@@ -183,7 +183,7 @@ class StepGraphs:
     # -------------------------------------------------------------------------------------------------------- prefill
 
     def fits(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Whether a recording has room for these chunks."""
+        """Return whether a recording has room for these chunks."""
         num_rows = sum(chunk.length for chunk in chunks)
         tiles = sum(-(-chunk.length // TILE_ROWS) for chunk in chunks)
         size = self._size_of(num_rows)
@@ -193,8 +193,8 @@ class StepGraphs:
         return next((size for size in self._prefill_sizes if size >= num_rows), None)
 
     def prefill(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Hidden states `[T, D]` of the rows of spans that fit, K and V of all layers in the pages. Overwritten by the
-        next call."""
+        """Return hidden states `[T, D]` of the rows of spans that fit, with K and V of all layers written into the
+        pages. The next call overwrites the result."""
         num_rows = sum(span.length for span in spans)
         size, tiles = self._size_of(num_rows), tiles_of(spans)
         assert size is not None
@@ -234,5 +234,5 @@ class StepGraphs:
         return _Prefill(rows_2T, tiles_Y4, self._recorder.record(body), hidden_TD)
 
     def _upload(self, values: list[list[int]]) -> torch.Tensor:
-        """Pinned where the device is CUDA: the copy then waits for nothing, and torch keeps the memory until it ran."""
+        """Return a host tensor, pinned on CUDA: a copy then does not wait, and torch keeps it until the copy ran."""
         return torch.tensor(values, dtype=torch.int64, pin_memory=self._table.device.type == "cuda")

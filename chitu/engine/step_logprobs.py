@@ -1,8 +1,8 @@
-"""Logprobs of a step's tokens: computed on the device, by the rows that asked, from the logits as the model gives them.
+"""Logprobs of a step's tokens: computed on the device, for the rows that asked, from the model's unmodified logits.
 
-Owned by `ModelRunner`, step thread only. A row is one line of int64, so that it travels to the host with the tokens, in
-the same copy: the bits of the token's own logprob (float32), then the ids and bits of the most likely ones. Invariants:
-nothing here waits for the device; a step in which nobody asks costs nothing.
+Owned by `ModelRunner`, step thread only. A row is one line of int64, so that one copy brings it to the host with the
+tokens: the bits of the token's own logprob (float32), then ids and logprob bits of the most likely tokens. Invariants:
+nothing here waits for the device; a step without logprobs costs nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 from chitu.engine.upload import upload
 
 ROWS_AT_ONCE = 64
-"""Bounds the temporary memory: two float32 a row and vocabulary entry."""
+"""Rows computed together. Bounds the temporary memory: two float32 a row and vocabulary entry."""
 
 
 class Lines(NamedTuple):
     """Logprobs of some of a step's tokens."""
 
     places: list[int]
-    """In the step's tokens."""
+    """Indices into the step's tokens."""
     counts: list[int]
-    """Most likely tokens that each gets of those in its line."""
+    """Number of most likely tokens that each gets of those in its line."""
     lines_MC: Tensor
-    """int64 on the device."""
+    """The lines, int64 on the device."""
 
 
 def logprob_lines(logits_RV: Tensor, tokens_R: Tensor, most: int) -> Tensor:
-    """int64 `[R, 1 + 2 * most]` of float32 logits and the tokens taken; `most` at most V."""
+    """Return lines, int64 `[R, 1 + 2 * most]`, of float32 logits and the tokens taken. `most` is at most V."""
     lines = []
     for start in range(0, logits_RV.shape[0], ROWS_AT_ONCE):
         rows_RV, tokens = logits_RV[start : start + ROWS_AT_ONCE], tokens_R[start : start + ROWS_AT_ONCE]
@@ -47,13 +47,13 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def packed_lines(lines_MC: Tensor, counts: Sequence[int]) -> list[bytes]:
-    """Lines on the host, each with so many of its most likely tokens, as `protocol/logprobs.py` has them."""
+    """Pack lines on the host, each with its count of most likely tokens, for `protocol/logprobs.py`."""
     numbers = lines_MC.numpy().astype("<i4")
     return [line[: 1 + 2 * count].tobytes() for line, count in zip(numbers, counts, strict=True)]
 
 
 def packed_matrix(lines_TC: Tensor) -> bytes:
-    """The same of a prompt: line by line, each in full."""
+    """Pack the lines of a prompt, each in full."""
     return lines_TC.numpy().astype("<i4").tobytes()
 
 
@@ -62,20 +62,20 @@ class StepLogprobs:
         self._vocab_size = vocab_size
         self._device = device
         self._counts: dict[int, int] = {}
-        """By slot, of those that ask."""
+        """Most likely tokens wanted, by slot, for slots that ask for logprobs."""
 
     def admit(self, slot: int, count: int | None) -> None:
-        """`count`: `SamplingParams.logprobs`."""
+        """Note what the slot asks for. `count`: `SamplingParams.logprobs`."""
         self.release(slot)
         if count is not None:
             self._counts[slot] = min(count, self._vocab_size)
 
     def release(self, slot: int) -> None:
-        """A slot that never asked stays so."""
+        """Forget what the slot asked for, if anything."""
         self._counts.pop(slot, None)
 
     def lines(self, logits_RV: Tensor, slots: list[int], tokens_R: Tensor, first_place: int) -> Lines | None:
-        """Of a step's tokens from `first_place` on: `tokens_R[i]` was taken for `slots[i]`, from row i."""
+        """Return lines of a step's tokens from index `first_place` on. `tokens_R[i]` is for `slots[i]`, from row i."""
         if not self._counts:
             return None
         rows = [row for row, slot in enumerate(slots) if slot in self._counts]
@@ -84,7 +84,7 @@ class StepLogprobs:
         if len(rows) < len(slots):
             where = upload(rows, self._device)
             logits_RV, tokens_R = logits_RV.index_select(0, where), tokens_R.index_select(0, where)
-        # As wide as the widest of all slots: parts of one step fit together.
+        # As wide as the widest of all slots, so that parts of one step can be concatenated.
         lines_MC = logprob_lines(logits_RV, tokens_R, max(self._counts.values()))
         return Lines([first_place + row for row in rows], [self._counts[slots[row]] for row in rows], lines_MC)
 

@@ -1,10 +1,10 @@
-"""The way of a step's tokens and their logprobs to the host: one copy behind the step into pinned memory, and an event
+"""Copies a step's tokens and their logprobs to the host: one copy behind the step into pinned memory, and an event
 behind the copy.
 
 Owned by `ModelRunner`, step thread only. Two buffers are used in turn, so that the copy of a step may run while the
 tokens of the one before are read. Invariant: a buffer is not written again before its tokens were read.
 
-`Mark` is what a device offers: CUDA events, or (the twin, in tests) something that passes when the test says so.
+A `Mark` is a CUDA event, or in tests a twin that passes when the test lets it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chitu.protocol import MAX_LOGPROBS
 
 
 class Mark(Protocol):
-    """A point behind all that was launched so far."""
+    """A point in the device's queue behind everything launched so far."""
 
     def query(self) -> bool: ...
 
@@ -32,7 +32,7 @@ class Mark(Protocol):
 @dataclass(slots=True)
 class _Buffer:
     numbers: torch.Tensor
-    """int64, in host memory: the tokens, then the lines of their logprobs."""
+    """Tokens, then the lines of their logprobs; int64, in host memory."""
     is_unread: bool = False
 
 
@@ -73,8 +73,8 @@ def _result(
 
 
 class StepTokens:
-    """`most`: tokens of one step. `mark`: makes one, on the device's present queue; None where nothing is ever pending.
-    `is_pinned`: False in tests alone."""
+    """Buffers for the tokens of steps. `most`: tokens of one step. `mark`: makes a mark on the device's current queue;
+    None for a device without a queue. `is_pinned`: False only in tests."""
 
     def __init__(self, most: int, mark: Callable[[], Mark] | None, is_pinned: bool = True) -> None:
         self._mark = mark
@@ -94,8 +94,8 @@ class StepTokens:
         prompt_lines: dict[int, torch.Tensor] | None = None,
         failures: dict[int, str] | None = None,
     ) -> StepHandle:
-        """Of the step that was just launched: `tokens_N[i]` is for `slots[i]`. None: it samples none. `prompt_lines`,
-        by slot, are many and seldom asked for: each is a copy of its own. `failures`: as `StepResult` has them."""
+        """Return the handle of the step just launched. `tokens_N[i]` is for `slots[i]`; None if it samples none.
+        `prompt_lines`, by slot, are large and rare: each gets its own copy. `failures`: as in `StepResult`."""
         prompt_lines, failures = prompt_lines or {}, failures or {}
         if tokens_N is not None and lines is not None:
             tokens_N = torch.cat([tokens_N, lines.lines_MC.flatten()])
@@ -114,7 +114,7 @@ class StepTokens:
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:
-    """There when the step's mark has passed."""
+    """Start a copy to the host, complete when the step's mark has passed."""
     if lines_TC.device.type == "cpu":
         return lines_TC
     host = torch.empty(lines_TC.shape, dtype=lines_TC.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
-"""The executor of the main rank of a tensor-parallel instance: tell the followers, then do the same.
+"""The executor of the main rank of a tensor-parallel instance: broadcast each step to the followers, then run it.
 
-Each step is one small broadcast: the plan, without what only the main rank needs (sampling), and the tokens that the
-last step sampled, which the followers have not seen. The followers run `engine/follower.py`. Called by the step thread;
-the last call (`close`) comes from the main thread, when no step thread runs any more.
+A step is one small broadcast: the plan without what only the main rank needs (sampling), and the tokens that the last
+step sampled, which the followers do not have yet. The followers run `engine/follower.py`. Called by the step thread;
+the last call (`close`) comes from the main thread, after the step thread has ended.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from chitu.errors import Internal
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the followers hear."""
+    """The message to the followers."""
 
     slots: list[int]
-    """`tokens[i]` was sampled for `slots[i]` in the step before."""
+    """Slots that sampled in the step before: `tokens[i]` for `slots[i]`."""
     tokens: list[int]
     plan: StepPlan | None
-    """None: the instance ends."""
+    """Plan to run; None if the instance shuts down."""
 
 
 class Broadcast(Protocol):
@@ -44,13 +44,13 @@ step_decoder: msgspec.msgpack.Decoder[StepOrder] = msgspec.msgpack.Decoder(StepO
 
 
 def for_followers(plan: StepPlan) -> StepPlan:
-    """The plan without what is sampled: admissions without parameters, no first tokens."""
+    """Return the plan without sampling: admissions without parameters, no first tokens."""
     admit = [msgspec.structs.replace(each, sampling=None) for each in plan.admit]
     return msgspec.structs.replace(plan, admit=admit, first_tokens=[])
 
 
 class TensorParallelExecutor:
-    """Implements `Executor`. `watch` ends this process when a follower dies; it is disarmed before they end."""
+    """An `Executor`. `watch` ends this process when a follower dies; `close` disarms it before the followers end."""
 
     def __init__(self, runner: ModelRunner, group: Broadcast, watch: ProcessWatch) -> None:
         self._runner = runner
@@ -63,7 +63,7 @@ class TensorParallelExecutor:
         return self._runner.info
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
-        """The step is over when it returns: the next broadcast carries its tokens."""
+        """Run the step to its end: the next broadcast carries its tokens."""
         return DoneStep(self.execute(plan, on_layer))
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
@@ -72,7 +72,7 @@ class TensorParallelExecutor:
         self._group.send(_encoder.encode(StepOrder(self._last.slots, self._last.tokens, for_followers(plan))))
         self._last = self._runner.execute(plan, on_layer)
         if plan.offload or plan.copy:
-            # The pages may be announced next, and a peer would write over what a slower rank has not copied yet.
+            # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet.
             self._group.barrier()
         return self._last
 
@@ -88,7 +88,7 @@ class TensorParallelExecutor:
         run_warmup(self, self._runner.shapes)
 
     def close(self) -> None:
-        """End the followers and wait until they know that they end."""
+        """Shut down the followers and wait until they have received that order."""
         self._watch.disarm()
         self._group.send(_encoder.encode(StepOrder([], [], None)))
         self._group.barrier()

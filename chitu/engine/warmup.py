@@ -1,7 +1,7 @@
-"""Runs the shapes of real steps once before the first request, so that no request pays for lazy initialisation.
+"""Warm-up: runs the shapes of real steps before the first request, so that no request pays for lazy initialisation.
 
-Goes through `launch` like everything else, on pages that nobody owns yet. Called by the step thread, alone, before the
-instance joins: libraries keep handles and plans for each thread. It needs no router, bootstrap or peer.
+Goes through `launch` like everything else, on pages that have no owner yet. Called only by the step thread, before the
+instance joins: libraries keep handles and plans per thread. It needs no router, bootstrap or peer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from chitu.protocol import SamplingParams, pack_i32
 
 WARMUP_PROMPT_TOKENS = 256
 MAX_PROMPTS_TOKENS = 1 << 17
-"""Of all `Shapes.prompts` together, some seconds of a large model. What is left out, the first such request pays."""
+"""Limit on the tokens of all `Shapes.prompts`: seconds of a large model. The first request of a skipped length pays."""
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the steps of an instance may look like."""
+    """Shapes of the steps of an instance."""
 
     num_pages: int
     page_size: int
     samples: bool
     num_aux_slots: int
-    """0 on a unified instance, which has no logits rows."""
+    """Number of aux rows for logits; 0 on a unified instance."""
     prompts: Sequence[tuple[int, ...]] = ()
-    """Lengths of prompts whose first step costs more than later ones; those of one step together."""
+    """Prompt lengths whose first step costs more than later ones; a tuple holds those of one step."""
 
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
-    """One prefill in two chunks (the second sees the first) with its logits, a token from a logits row, decodes at
-    batch 1 and at the widest that fits, and `shapes.prompts`."""
+    """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
+    batch 1 and at the widest batch that fits, and `shapes.prompts`."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:
@@ -46,7 +46,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if shapes.samples:
         _run(executor, StepPlan(decode=[0]))
     _run(executor, StepPlan(release=[0]))
-    if shapes.samples and shapes.num_aux_slots:  # D: the KV came from P, and so did the logits of the last position
+    if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
         came = Admit(0, admit.token_ids, prompt_len, prompt_len, admit.pages, RANDOM)
         _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
         _run(executor, StepPlan(release=[0]))
@@ -56,7 +56,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
 
 
 def _decode_wide(executor: Executor, shapes: Shapes) -> None:
-    """Every slot that the pages allow: one prompt token each, then one decode step."""
+    """Run one prompt token, then one decode step, in as many slots as the pages allow."""
     pages_each = 1 if shapes.page_size > 1 else 2
     slots = list(range(min(executor.info.num_slots, shapes.num_pages // pages_each)))
     admitted = [_admit(shapes, slot, 1, slot * pages_each, spare=1, sampling=GREEDY) for slot in slots]
@@ -84,14 +84,14 @@ def _long_prompts(executor: Executor, shapes: Shapes) -> None:
 
 
 def _admit(shapes: Shapes, slot: int, prompt_len: int, first_page: int, spare: int, sampling: SamplingParams) -> Admit:
-    """A prompt of zeros on consecutive pages, with room for `spare` tokens more."""
+    """Return the admission of a prompt of zeros on consecutive pages, with room for `spare` more tokens."""
     pages = range(first_page, first_page - -(prompt_len + spare) // shapes.page_size)
     tokens = pack_i32([0] * prompt_len)
     return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None)
 
 
 def _last(shapes: Shapes, slot: int, start: int, length: int) -> PrefillChunk:
-    """The last chunk of a prompt: it samples, or on P leaves its logits in a row."""
+    """Return the last chunk of a prompt. It samples, or on P writes its logits to an aux row."""
     if shapes.samples:
         return PrefillChunk(slot, start, length, sample=True)
     return PrefillChunk(slot, start, length, aux_slot=slot if slot < shapes.num_aux_slots else -1)
