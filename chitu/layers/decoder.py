@@ -1,11 +1,11 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: embedding, layers of attention and gated MLP, norm, head.
 
-A family (`chitu/models/*.py`) says which tensors of its checkpoint go where; this says how they are computed. q, k and
-v are one weight, so are gate and up: one large product instead of several. Holds no state of any request.
+`chitu/models/*.py` map the tensors of a checkpoint; this module defines the computation. q, k and v are one weight, and
+so are gate and up: one large product instead of several. Holds no state of any request.
 
-With tensor parallelism each rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are cut by
-output, so nothing is exchanged for them; the output and down projections are cut by input, so their results are summed
-over the ranks, as is the embedding; logits meet on rank 0.
+With tensor parallelism each rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are split by
+output and need no communication. The output and down projections are split by input, so their results are summed over
+the ranks, as is the embedding. Logits are gathered on rank 0.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from chitu.ops.routing import Router, route
 class AttentionLayer:
     heads: HeadSpec
     qkv: LinearWeight
-    """`[(H + 2 K) N, D]`."""
+    """Projection `[(H + 2 K) N, D]`."""
     output: LinearWeight
-    """`[D, H N]`."""
+    """Projection `[D, H N]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
     gate_up: LinearWeight
-    """`[2 I, D]`, gate rows first."""
+    """Weight `[2 I, D]`, gate rows first."""
     down: LinearWeight
-    """`[D, I]`."""
+    """Weight `[D, I]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureMLP:
-    """Experts, of which each row has a few, and perhaps an MLP that all rows share."""
+    """Experts, of which each row uses a few, and optionally an MLP that all rows use."""
 
     router: Router
     experts: ExpertWeights
@@ -68,9 +68,9 @@ class DecoderModel:
     rotary: RotaryTable
     eps: float
     shard: Shard | None = None
-    """None: this is the whole model."""
+    """This rank among the ranks; None if this is the whole model."""
     vocabulary: Sequence[range] = ()
-    """With a shard: the rows of embedding and head that each rank has."""
+    """With a shard: rows of embedding and head on each rank."""
 
     def forward(
         self,
@@ -80,10 +80,11 @@ class DecoderModel:
         v_pages: Sequence[torch.Tensor],
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Hidden states `[T, D]` before the final norm; K and V of all rows are written into the pages.
+        """Return hidden states `[T, D]` before the final norm, and write K and V of all rows into the pages.
 
-        `on_layer(l)` is called as soon as K and V of layer l are in the pages: alone, before its attention is computed;
-        among several ranks after the sum over the ranks behind it, to which each comes only when its K and V are there.
+        Calls `on_layer(l)` as soon as K and V of layer l are in the pages: on a single rank, before its attention is
+        computed; with several ranks, after the sum that follows attention, which no rank joins before its K and V are
+        in its pages.
         """
         ops = self.ops
         x_TD = self._embed(token_ids_T)
@@ -107,7 +108,7 @@ class DecoderModel:
         return x_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
-        """float32 logits `[R, V]` of the chosen rows of `forward`'s result; None on every rank but the main one."""
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
         logits_RV = self.ops.norm_linear(hidden_RD, self.final_norm_D, self.eps, self.head).float()
         if self.shard is None:
             return logits_RV
@@ -122,23 +123,23 @@ class DecoderModel:
         return self.shard.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
 
     def _mlp_add(self, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: GatedMLP | MixtureMLP) -> torch.Tensor:
-        """`x += mlp(norm(x))`, in place."""
+        """Compute `x += mlp(norm(x))`, in place."""
         ops = self.ops
         if isinstance(mlp, GatedMLP):
             return self._linear_add(ops.norm_gate_up(x_TD, norm_D, self.eps, mlp.gate_up), mlp.down, x_TD)
         normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
-        # Every rank has part of every expert, so all of them choose, and choose alike: the router is whole on each.
+        # Every rank has a part of every expert and the whole router, so all ranks route alike.
         mixed_TD = ops.mixture(normed_TD, route(normed_TD, mlp.router), mlp.experts)
         if mlp.shared is not None:
             mixed_TD = ops.linear_add(ops.gate_up(normed_TD, mlp.shared.gate_up), mlp.shared.down, mixed_TD)
         return x_TD.add_(mixed_TD if self.shard is None else self.shard.all_reduce(mixed_TD))
 
     def _linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
-        """`residual += x W^T + b`, summed over the ranks' parts of the input; in place."""
+        """Compute `residual += x W^T + b` in place, summed over the ranks' parts of the input."""
         if self.shard is None:
             return self.ops.linear_add(x_TI, weight, residual_TD)
         return residual_TD.add_(self.shard.all_reduce(self.ops.linear(x_TI, weight)))
 
 
 def _nobody_asks() -> None:
-    """In place of a callback."""
+    """Do nothing, in place of a callback."""

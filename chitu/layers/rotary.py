@@ -13,7 +13,7 @@ from chitu.ops.interface import RotaryTable
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How frequencies are changed for positions beyond those of the training; see `models.config.RopeSpec`."""
+    """Scaling of frequencies for positions beyond those of the training; see `models.rope_spec.RopeSpec`."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -26,10 +26,10 @@ class Scaling:
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> torch.Tensor:
-    """float32 `[head_dim / 2]`. `linear` divides positions by `factor`; `llama3` does so for long wavelengths only, and
-    `yarn` with a ramp between those that turn `beta_slow` and `beta_fast` times within the original length.
+    """Return inverse frequencies, float32 `[head_dim / 2]`. `linear` divides positions by `factor`; `llama3` only for
+    long wavelengths; `yarn` with a ramp from `beta_slow` to `beta_fast` rotations within the original length.
 
-    Computed with the same float32 operations as `transformers`, so that long positions agree to the bit.
+    Uses the same float32 operations as `transformers`, so that long positions agree to the bit.
     """
     scaling = scaling or Scaling()
     powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
@@ -59,10 +59,10 @@ def _llama3(frequency: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _ramp(head_dim: int, theta: float, scaling: Scaling) -> torch.Tensor:
-    """0 for frequencies that stay as they are, 1 for those that are divided by the factor."""
+    """Return 0 for frequencies that stay unchanged, 1 for those that are divided by the factor."""
 
     def index_of(rotations: float) -> float:
-        """Of the frequency that turns so often within the original length."""
+        """Return the index of the frequency with this many rotations within the original length."""
         length = scaling.original_max_position_embeddings
         return (head_dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(theta))
 
@@ -78,7 +78,7 @@ def _ramp(head_dim: int, theta: float, scaling: Scaling) -> torch.Tensor:
 def rotary_table(
     inverse_frequency: torch.Tensor, num_positions: int, device: torch.device, amplitude: float = 1.0
 ) -> RotaryTable:
-    """cos and sin of every position below `num_positions`, times `amplitude`."""
+    """Return cos and sin of every position below `num_positions`, times `amplitude`."""
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequency)
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     return RotaryTable(cos.to(device).contiguous(), sin.to(device).contiguous())

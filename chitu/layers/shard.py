@@ -1,6 +1,6 @@
-"""What the layers ask of the other tensor-parallel ranks of their instance. `engine/parallel.py` implements it.
+"""The calls with which layers reach the other tensor-parallel ranks of their instance (`engine/parallel.py`).
 
-Every rank runs the same layers on its part of the weights and meets the others at these calls, in the same order.
+They are collective: every rank runs the same layers on its part of the weights, with the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Shard(Protocol):
-    """This rank among `size`. Called by the step thread alone."""
+    """This rank among `size`. Called only by the step thread."""
 
     @property
     def rank(self) -> int: ...
@@ -21,9 +21,9 @@ class Shard(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, in place; every rank gets the same bits. It returns when all have contributed."""
+        """Sum all ranks' `x` in place. Every rank gets the same bits. Returns when all ranks have contributed."""
         ...
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        """Rank 0: the ranks' columns side by side, `[R, sum(widths)]`; rank i has `widths[i]`. None elsewhere."""
+        """Return on rank 0 the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; else None."""
         ...

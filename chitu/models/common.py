@@ -1,7 +1,8 @@
-"""Assembling a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage.
+"""Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage.
 
-The families differ in three points, which they pass in: biases on q, k and v; a bias on the output projection; norms on
-the heads of q and k. Everything else, names included, they share. A tensor-parallel rank takes its part of each matrix.
+The families differ in three points (`Traits`): biases on q, k and v; a bias on the output projection; norms on the
+heads of q and k. They share everything else, tensor names included. A tensor-parallel rank takes its part of each
+matrix.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from chitu.ops.interface import HeadSpec, LinearWeight, Ops
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What sets a family apart."""
+    """Points in which the families differ."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -33,7 +34,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of `size` ranks has of a model: rows of q, of k and v, of the MLP and of the vocabulary."""
+    """Part of a model on one of `size` ranks: rows of q, of k and v, of the MLP and of the vocabulary."""
 
     rank: int
     size: int
@@ -41,7 +42,7 @@ class Part:
     key: range
     inner: range
     vocabulary: tuple[range, ...]
-    """Of every rank."""
+    """Vocabulary rows of every rank."""
 
     @property
     def is_main(self) -> bool:
@@ -49,7 +50,7 @@ class Part:
 
 
 def part_of(spec: ModelSpec, rank: int, size: int) -> Part:
-    """ConfigError if the model cannot be cut for this many ranks."""
+    """Return the part of one rank. Raises ConfigError if the model cannot be split over this many ranks."""
     reason = why_not(spec.num_heads, spec.num_kv_heads, size)
     if not reason and min(spec.intermediate_size, spec.vocab_size) < size:
         reason = f"{min(spec.intermediate_size, spec.vocab_size)} rows cannot be split over {size} ranks"
@@ -78,7 +79,7 @@ def build_decoder(
     num_positions: int,
     shard: Shard | None = None,
 ) -> DecoderModel:
-    """Take every tensor of the checkpoint, or this rank's part of it. `num_positions`: length of the rotary table."""
+    """Build the model from the checkpoint's tensors, or from this rank's part. `num_positions`: of the rotary table."""
     part = part_of(spec, shard.rank, shard.size) if shard is not None else part_of(spec, 0, 1)
     layers = [_layer(spec, traits, weights, ops, part, index) for index in range(spec.num_layers)]
     own = part.vocabulary[part.rank]
@@ -94,7 +95,7 @@ def build_decoder(
         head_VD = _head(spec, weights, own)
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
     weights.ignore("rotary_emb.inv_freq")
-    if spec.num_extra_layers:  # they guess further tokens at once; the model is whole without them
+    if spec.num_extra_layers:  # for multi-token prediction; the model is complete without them
         weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()
     rope = spec.rope
@@ -178,7 +179,7 @@ def _mlp(spec: ModelSpec, weights: WeightSource, ops: Ops, part: Part, prefix: s
 def _by_output(
     weights: WeightSource, module: str, cuts: list[Rows], inputs: int, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """These rows of several matrices as one, and of their biases."""
+    """Return these rows of several matrices as one matrix, and their biases as one vector."""
 
     def stacked(kind: str, *rest: int) -> torch.Tensor:
         return weights.take_rows([cut._replace(name=f"{module}.{cut.name}.{kind}") for cut in cuts], *rest)
@@ -196,7 +197,7 @@ def _by_input(
     columns: range,
     has_bias: bool,
 ) -> LinearWeight:
-    """These of `total` columns of the matrix back to the hidden state."""
+    """Return `columns` out of `total` of the matrix that projects back to the hidden state."""
     weight = weights.take(f"{name}.weight", spec.hidden_size, total, columns=columns)
     bias_D = weights.take(f"{name}.bias", spec.hidden_size) if has_bias else None
     return ops.prepare(weight, bias_D if part.is_main else None)  # added once, not once per rank

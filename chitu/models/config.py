@@ -1,8 +1,8 @@
-"""What a checkpoint folder says about its model, without torch and without reading weights.
+"""Reads a checkpoint folder's description of its model, without torch and without reading weights.
 
-Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; which keys there are is in
-`config_keys.py`. Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash but
-no tensors. Whatever this project cannot compute is refused here, by name, before a byte of weights is read.
+Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; `config_keys.py` lists the known keys.
+Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash but no tensors. What
+this project cannot compute is refused here, by name, before any weights are read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_model_len: int
-    """Tokens of one sequence: as many as were asked for, else as many as the positions reach."""
+    """Most tokens of one sequence: the requested limit, else as many as the positions reach."""
     rms_norm_eps: float
     rope: RopeSpec
     tie_word_embeddings: bool
@@ -48,24 +48,24 @@ class ModelSpec:
     """Biases on q, k and v (Qwen2: always) and, on Llama with `attention_bias`, on o too."""
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
-    """Of generation_config.json and config.json, without repeats."""
+    """eos ids of generation_config.json and config.json, without duplicates."""
     dtype: str
-    """Of the checkpoint: `float32`, `bfloat16` or `float16`."""
+    """Dtype of the checkpoint: `float32`, `bfloat16` or `float16`."""
     experts: ExpertSpec | None = None
-    """None: every layer has a dense MLP."""
+    """Mixture of experts; None if every layer has a dense MLP."""
     latent: LatentSpec | None = None
-    """Latent attention; `num_kv_heads` and `head_dim` are then those of the cache: one, as wide as its rows."""
+    """Latent attention. With it `num_kv_heads` and `head_dim` are those of the cache: one head, as wide as its rows."""
     num_extra_layers: int = 0
-    """Behind the last one in the checkpoint, for predicting several tokens at once (DeepSeek-V3); not used."""
+    """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
 
     @property
     def regions_per_layer(self) -> int:
-        """Of the KV cache."""
+        """Memory regions of the KV cache a layer: K and V, or the one of latent attention."""
         return 2 if self.latent is None else 1
 
     @property
     def family(self) -> str:
-        """Module of `chitu.models` that builds it."""
+        """Module of `chitu.models` that has the traits of its family."""
         return ARCHITECTURES[self.architecture].module
 
 
@@ -99,7 +99,7 @@ def _architecture(config: dict[str, Any], where: str) -> str:
 
 
 def _refuse_windows(values: dict[str, Any], served: int, where: str) -> None:
-    """Unless no sequence is longer than the window."""
+    """Raise UnsupportedModel if sequences longer than a sliding window are to be served."""
     window = values.get("sliding_window")
     if values.get("use_sliding_window", True) and window is not None and window < served:
         raise UnsupportedModel(
@@ -120,11 +120,11 @@ def _served_tokens(reach: int, max_model_len: int | None, where: str) -> int:
 
 
 def read_model_spec(path: str | Path, max_model_len: int | None = None) -> ModelSpec:
-    """The spec of a checkpoint folder; every key of its config.json is used, known to have no effect, or refused.
+    """Return the spec of a checkpoint folder. Every key of config.json is used, known to have no effect, or refused.
 
-    `max_model_len`: tokens that will be served at most; a sliding window at least that long is no window. Raises
+    `max_model_len`: most tokens of a served sequence; a sliding window at least that long has no effect. Raises
     ConfigError for a missing or broken config.json and for more tokens than the model reaches, UnsupportedModel for an
-    architecture or feature we do not compute.
+    architecture or feature that this project does not compute.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -177,7 +177,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
 
 
 def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int, ...]:
-    """Of generation_config.json this key alone is used: how a request is sampled, it says itself."""
+    """Return all eos ids. generation_config.json is used only for this key: requests set their own sampling."""
     path, of_generation = folder / "generation_config.json", None
     if path.is_file():
         wanted = Key("tokens", None, nullable=True)
@@ -186,8 +186,8 @@ def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order: `model.safetensors`, else those that the index names, as in
-    transformers; else all. ConfigError where there is none or one is missing, UnsupportedModel for an adapter."""
+    """Return a checkpoint's safetensors files in name order: `model.safetensors`, else those in the index, as
+    transformers does; else all. ConfigError if there is none or one is missing, UnsupportedModel for an adapter."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
@@ -215,7 +215,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def model_hash(path: str | Path) -> str:
-    """32 hex digits that two folders share exactly when config and weight layout agree.
+    """Return 32 hex digits that are equal for two folders exactly if config and weight layout are equal.
 
     Covers config.json and each weight file's name, size and header (names, shapes, dtypes, offsets), not the weights.
     """
@@ -232,7 +232,7 @@ def model_hash(path: str | Path) -> str:
 
 
 def weights_digest(path: str | Path) -> bytes:
-    """Of all bytes of the weight files, several at a time: some 1 GB a second for each."""
+    """Return the digest of all bytes of the weight files. Reads several in parallel, at some 1 GB a second each."""
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
         digests = threads.map(_file_digest, weight_files(path))
         return hashlib.sha256(b"".join(digests)).digest()
@@ -244,7 +244,7 @@ def _file_digest(file: Path) -> bytes:
 
 
 def count_weights(path: str | Path) -> int:
-    """Numbers in all tensors of a checkpoint, by the headers of its files. ConfigError where one cannot be read."""
+    """Count the numbers in all tensors of a checkpoint, from the file headers. ConfigError if one cannot be read."""
     total = 0
     for file in weight_files(path):
         try:
@@ -256,7 +256,7 @@ def count_weights(path: str | Path) -> int:
 
 
 def _header(file: Path) -> bytes:
-    """The JSON of a safetensors file that says what is in it."""
+    """Return the JSON header of a safetensors file."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1

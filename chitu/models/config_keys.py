@@ -1,9 +1,9 @@
 """Which keys of a config.json are known, per architecture. No torch.
 
-Owns the tables by which `models/config.py` reads a config completely. A key is used (`USED`), taken with the values
-that mean what is computed here (`ONLY`), or has no effect on what is computed, with the reason (`NO_EFFECT`). Any other
-key is refused by name: transformers hands unknown keys to its code as well, so nobody can tell what they would change.
-Defaults are those of the config classes of `transformers`. A test compares them, and mutates every key.
+Owns the tables by which `models/config.py` reads a config completely. A key is used (`_USED`), accepted only with the
+values that match what is computed here (`_ONLY`), or has no effect on the result, with the reason (`NO_EFFECT`). Any
+other key is refused by name: transformers passes unknown keys on to its code, so their effect cannot be known. Defaults
+are those of the config classes of `transformers`. A test compares them and mutates every key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 
 Kind = Literal["count", "natural", "number", "positive", "flag", "text", "object", "layers", "names", "tokens"]
 REQUIRED: Final = "(required)"
-"""In place of a default: sizes that tensors have. They are in every config that was published."""
+"""Marks a key without default: sizes of tensors, which every published config has."""
 
 
 class Key(NamedTuple):
@@ -60,13 +60,13 @@ class Keys:
 
     used: Mapping[str, Key]
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values with which a key is taken; a missing key means the same."""
+    """Values with which a key is accepted; a missing key means the same."""
     no_effect: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Another spelling -> the key."""
+    """Alternative spelling -> the key."""
 
     def read(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """A value for every used key. ConfigError, UnsupportedModel (for a value of `only`) by the key's name."""
+        """Return a value for every used key. Errors name the key: ConfigError, UnsupportedModel for values of `only`."""
         named = dict(given)
         for alias in self.aliases.keys() & named.keys():
             key, value = self.aliases[alias], named.pop(alias)
@@ -89,7 +89,7 @@ class Keys:
 
 
 def value_of(named: Mapping[str, Any], key: str, wanted: Key, where: str) -> Any:
-    """ConfigError for a missing or wrong one."""
+    """Return the value of the key or its default. Raises ConfigError if it is missing or of the wrong kind."""
     if key not in named:
         if wanted.default == REQUIRED:
             raise ConfigError(f"{where} lacks {key!r}")
@@ -123,7 +123,7 @@ NO_EFFECT: dict[str, str] = {
     "lengths of the tokenizer, or of training": "max_sequence_length model_max_length",
     "a window over some layers; windows are refused": "max_window_layers",
 }
-"""Reason -> keys, of every architecture."""
+"""Reason -> keys that have no effect in any architecture."""
 _WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
 
 _USED = {
@@ -174,9 +174,9 @@ _DTYPE = {"torch_dtype": "dtype"}
 @dataclass(frozen=True, slots=True)
 class Architecture:
     module: str
-    """Of `chitu.models`."""
+    """Module of `chitu.models`."""
     model_type: str
-    """By which transformers chooses its classes."""
+    """Name by which transformers chooses its classes."""
     keys: Keys
 
 
@@ -215,7 +215,7 @@ ARCHITECTURES = {
             "sliding_window": _WINDOW["sliding_window"],
         },
         _NO_BIAS,
-        frozenset({"use_sliding_window"}),  # a window is whatever `sliding_window` says
+        frozenset({"use_sliding_window"}),  # the window is whatever `sliding_window` is
     ),
     "Qwen2ForCausalLM": _architecture(
         "qwen2",
@@ -275,7 +275,7 @@ ARCHITECTURES = {
             "n_group": Key("count", None, nullable=True),
             "topk_group": Key("count", None, nullable=True),
         },
-        # Weights that are divided by their sum: implementations of DeepSeek-V2 differ.
+        # norm_topk_prob true is refused: implementations of DeepSeek-V2 differ.
         {**_LATENT_ONLY, "norm_topk_prob": (False, None), "scoring_func": ("softmax",), "rope_interleave": (True,)},
         num_experts="n_routed_experts",
     ),
@@ -294,7 +294,7 @@ ARCHITECTURES = {
             "n_group": Key("count", 8),
             "topk_group": Key("count", 4),
             "rope_interleave": Key("flag", True, nullable=True),
-            # Unlike in transformers layers behind the last one are refused unless the config speaks of them.
+            # Unlike in transformers, layers behind the last one are refused unless the config declares them.
             "num_nextn_predict_layers": Key("natural", 0),
         },
         {**_LATENT_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
@@ -302,4 +302,4 @@ ARCHITECTURES = {
         num_mtp_layers="num_nextn_predict_layers",
     ),
 }
-"""Name in config.json -> what is known of it."""
+"""Name in config.json -> its module, model_type and keys."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and -V3: latent attention, a mixture of experts with shared ones behind the first layers."""
+"""DeepSeek-V2 and -V3: latent attention, and a mixture of experts with shared experts behind the first layers."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from chitu.models.config import ModelSpec
 
 
 def traits(spec: ModelSpec) -> Traits:
-    """Nothing of what sets the others apart: the spec says it all."""
+    """Return default traits: the spec describes the model completely."""
     return Traits()

@@ -1,7 +1,7 @@
-"""What config.json says about a mixture of experts: how many, which get a token, which layers have them. No torch.
+"""Reads a mixture of experts from config.json: how many, how they are routed, which layers have them. No torch.
 
-Called by `models/config.py`. Qwen3-MoE and DeepSeek-V2/V3 spell the same things differently and choose by other rules;
-what neither this project nor `transformers` computes is refused here, by name.
+Called by `models/config.py`. Qwen3-MoE and DeepSeek-V2/V3 have different keys and different routing rules. What neither
+this project nor `transformers` computes is refused here, by name.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """A mixture of experts in some layers; the others have the dense MLP of `intermediate_size`."""
+    """A mixture of experts in some layers; the other layers have the model's dense MLP."""
 
     num_experts: int
     top_k: int
-    """Experts of each token."""
+    """Number of experts of each token."""
     intermediate_size: int
-    """Of one expert."""
+    """Inner size of one expert."""
     layers: frozenset[int]
-    """Those with experts."""
+    """Layers with experts."""
     scoring: Scoring = "softmax"
     is_normalised: bool = True
-    """The weights of a token's experts are divided by their sum."""
+    """Whether the weights of a token's experts are divided by their sum."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts are chosen from the best `top_groups` of `num_groups` neighbouring groups."""
+    """Number of best groups, of `num_groups` groups of consecutive experts, from which experts are chosen."""
     group_votes: int = 1
-    """A group's score is the sum of its best experts' scores, this many of them."""
+    """Number of best experts whose scores add up to their group's score."""
     scale: float = 1.0
-    """Of all weights."""
+    """Factor of all weights."""
     has_choice_bias: bool = False
-    """A bias per expert that counts for the choice but not for the weight (DeepSeek-V3)."""
+    """Whether each expert has a bias that counts for the choice but not for the weight (DeepSeek-V3)."""
     shared_intermediate_size: int = 0
-    """Of an MLP that every token goes through beside its experts; 0: there is none."""
+    """Inner size of an MLP that every token passes besides its experts; 0 if there is none."""
 
 
 def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -> ExpertSpec | None:
-    """`values`: of the whole config. None for an architecture without experts. ConfigError, UnsupportedModel."""
+    """Return the spec, or None without experts. `values`: of the whole config. Raises ConfigError, UnsupportedModel."""
     reader = {"Qwen3MoeForCausalLM": _qwen3_moe, "DeepseekV2ForCausalLM": _v2, "DeepseekV3ForCausalLM": _v3}.get(
         architecture
     )

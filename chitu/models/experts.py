@@ -1,6 +1,6 @@
-"""From a checkpoint's tensors to a layer's mixture of experts. Called by `common.py` while a model is loaded.
+"""Builds a layer's mixture of experts from a checkpoint's tensors. Called by `common.py` while a model is loaded.
 
-Tensor parallelism: a rank has its part of every expert's inner dimension, as of the dense MLP's, and the whole router.
+Tensor parallelism: a rank has a part of every expert's inner dimension, as of a dense MLP's, and the whole router.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chitu.ops.routing import Router
 def build_mixture(
     spec: ModelSpec, experts: ExpertSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
 ) -> MixtureMLP:
-    """`prefix`: of the layer's MLP. ConfigError where an expert cannot be cut for `size` ranks."""
+    """Build the mixture. `prefix`: of the layer's MLP. ConfigError if an expert cannot be split over `size` ranks."""
     hidden = spec.hidden_size
     bias_E = None
     if experts.has_choice_bias:
@@ -49,7 +49,7 @@ def build_mixture(
 def _stacked(
     weights: WeightSource, names: list[str], inner: int, hidden: int, rank: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up `[N, 2 I, D]` and down `[N, D, I]` of these MLPs; never more than one of them twice in memory."""
+    """Return gate and up `[N, 2 I, D]` and down `[N, D, I]` of these MLPs. At most one MLP is in memory twice."""
     if inner < size:
         raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
     own = share_of(inner, size, rank)

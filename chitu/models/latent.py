@@ -1,8 +1,8 @@
-"""From a checkpoint's tensors to a layer of latent attention. Called by `common.py` while a model is loaded.
+"""Builds a layer of latent attention from a checkpoint's tensors. Called by `common.py` while a model is loaded.
 
-Here the weights are absorbed: the projection from the latent is split into what q is multiplied by and what the result
-is, per head. Tensor parallelism: a rank has its heads of q, of both parts of that and of the output projection, and
-computes the latent, which the cache of every rank holds, for itself.
+The weights are absorbed here: the projection from the latent is split, per head, into a part that multiplies q and a
+part that multiplies the result. Tensor parallelism: a rank has its heads of q, of both parts and of the output
+projection. Every rank computes the latent itself, since the cache of every rank holds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chitu.ops.interface import LatentHeads, Ops
 def build_latent(
     spec: ModelSpec, latent: LatentSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
 ) -> LatentAttentionLayer:
-    """`prefix`: of the layer's attention."""
+    """Build the layer. `prefix`: of the names of its attention tensors."""
     own, hidden, has_bias = share_of(spec.num_heads, size, rank), spec.hidden_size, spec.attention_bias
     head_dim, cache_dim = latent.nope_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
     q_rows, q_total = range(own.start * head_dim, own.stop * head_dim), spec.num_heads * head_dim
@@ -74,9 +74,9 @@ def build_latent(
 
 
 def _by_halves(rows_RI: torch.Tensor, num_heads: int, latent: LatentSpec) -> torch.Tensor:
-    """The last `rope_dim` rows of each head, pairs of coordinates in the checkpoint, as one half and the other.
+    """Reorder the last `rope_dim` rows of each head from interleaved pairs, as in the checkpoint, to two halves.
 
-    Scalar products of q and k do not notice, as both are reordered alike.
+    Scalar products of q and k stay the same, since both are reordered alike.
     """
     if not latent.is_interleaved:
         return rows_RI

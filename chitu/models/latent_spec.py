@@ -1,4 +1,4 @@
-"""What config.json says about multi-head latent attention (DeepSeek-V2 and -V3). No torch.
+"""Reads multi-head latent attention from config.json (DeepSeek-V2 and -V3). No torch.
 
 Called by `models/config.py`.
 """
@@ -15,23 +15,23 @@ from chitu.models.rope_spec import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Sizes of latent attention. The cache holds `kv_rank + rope_dim` numbers a token, whatever the number of heads."""
+    """Sizes of latent attention. The cache holds `kv_rank + rope_dim` numbers a token, for any number of heads."""
 
     q_rank: int | None
-    """None: q is projected in one."""
+    """Rank of the projection of q; None if one matrix projects q."""
     kv_rank: int
     rope_dim: int
-    """The part of a head that is rotated; all heads share that of the key."""
+    """Size of the rotated part of a head; all heads share that of the key."""
     nope_dim: int
-    """The part of a head that is not."""
+    """Size of the part of a head that is not rotated."""
     value_dim: int
     is_interleaved: bool
-    """The checkpoint has the two coordinates of a rotation side by side, not half a head apart."""
+    """Whether the checkpoint stores the two coordinates of a rotation side by side, not half a head apart."""
     softmax_scale: float
 
 
 def read_latent_spec(values: Mapping[str, Any], rope: RopeSpec, where: str) -> LatentSpec:
-    """`values`: of the whole config. ConfigError where a key contradicts the others."""
+    """Return the spec. `values`: those of the whole config. Raises ConfigError if a key contradicts the other keys."""
     nope_dim, rope_dim = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
     for key, wanted, by in (
         ("head_dim", rope_dim, "qk_rope_head_dim"),

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and Mistral without a sliding window: no norms on heads, biases only where the config says so."""
+"""Llama 2 and 3, and Mistral without a sliding window: no norms on heads, biases only if the config has them."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from chitu.models.config import ModelSpec
 
 
 def traits(spec: ModelSpec) -> Traits:
-    """`attention_bias` puts a bias on all four projections."""
+    """Return the traits: `attention_bias` puts a bias on all four projections."""
     return Traits(qkv_bias=spec.attention_bias, output_bias=spec.attention_bias)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection, whatever the config says."""
+"""Qwen2 and Qwen2.5: biases on q, k and v, none on the output projection, whatever is in the config."""
 
 from __future__ import annotations
 

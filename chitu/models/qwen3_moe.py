@@ -1,4 +1,4 @@
-"""Qwen3-MoE: attention as in Qwen3, a mixture of experts in place of the MLP (in all layers, or as the config says)."""
+"""Qwen3-MoE: attention as in Qwen3, a mixture of experts in place of the MLP (in some layers or all)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architecture name -> what sets its family apart. A new family is a file, a line here, a table in `config_keys.py`."""
+"""Traits of each model family. A new family needs a file, a line here and a table in `config_keys.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
 
 
 def traits_of(spec: ModelSpec) -> Traits:
-    """UnsupportedModel for a family without code."""
+    """Return the traits of the model's family. Raises UnsupportedModel for a family without code."""
     try:
         return _FAMILY_TRAITS[spec.family](spec)
     except KeyError as error:

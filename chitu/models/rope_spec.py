@@ -1,8 +1,8 @@
-"""What config.json says about rotary position embeddings. No torch.
+"""Reads rotary position embeddings from config.json. No torch.
 
-Called by `models/config.py`. A config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both
-where they say the same: `transformers` takes one dictionary whole and drops the other, and which one depends on its
-version. A key that the type of rope does not use is refused, because it would be dropped without a word.
+Called by `models/config.py`. A config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both if
+they agree: `transformers` takes one dictionary whole and drops the other, and which one depends on its version. A key
+that the rope type does not use is refused, because it would be ignored silently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chitu.models.config_keys import Key, Keys
 
 DICTIONARIES = ("rope_parameters", "rope_scaling")
 TOP_LEVEL = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Keys that may stand beside the dictionaries and mean the same as in them."""
+"""Keys that may also be at the top level of the config, with the same meaning as in the dictionaries."""
 _ANY = {"rope_type": Key("text", "default"), "rope_theta": Key("positive", 10_000.0)}
 _FACTOR = {"factor": Key("positive")}
 _ORIGINAL = {"original_max_position_embeddings": Key("count", None)}
@@ -36,44 +36,44 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         "truncate": Key("flag", True),
     },
 }
-"""Type -> the keys that it uses beside `_ANY`."""
+"""Rope type -> the keys that it uses besides `_ANY`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. `factor` is used by all types but `default`; what is below by those it names."""
+    """Rotary position embedding. Types other than `default` use `factor`; the fields below it name their types."""
 
     type: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """And `high_freq_factor`: llama3."""
+    """Used, as is `high_freq_factor`, by llama3."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    """llama3, yarn."""
+    """Used by llama3 and yarn."""
     beta_fast: float = 32.0
-    """And what is below: yarn."""
+    """Used, as are the fields below, by yarn."""
     beta_slow: float = 1.0
     is_truncated: bool = True
     attention_factor: float = 1.0
-    """Of cos and sin."""
+    """Factor of cos and sin."""
     score_factor: float = 1.0
-    """Of the scores of latent attention."""
+    """Factor of the scores of latent attention."""
 
     def reach_tokens(self, max_positions: int) -> int:
-        """Tokens that a sequence may have. With yarn a config may still have the number of before it was lengthened."""
+        """Return the most tokens of a sequence. A config with yarn may still have the number before the extension."""
         if self.type != "yarn":
             return max_positions
         return max(max_positions, int(self.factor * self.original_max_position_embeddings))
 
 
 def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> RopeSpec:
-    """`values`: of the whole config. ConfigError, UnsupportedModel by the key's name."""
+    """Return the spec. `values`: of the whole config. Raises ConfigError or UnsupportedModel, with the key's name."""
     names = [name for name in DICTIONARIES if values[name]] or [DICTIONARIES[0]]
     specs = [_read(values, name, max_positions, where) for name in names]
     if specs[0] != specs[-1]:
         raise ConfigError(
-            f"{where}: rope_parameters and rope_scaling say different things; keep one of them (rope_parameters, with "
+            f"{where}: rope_parameters and rope_scaling contradict each other; keep one of them (rope_parameters, with "
             "rope_theta in it, where transformers 5 wrote the file)"
         )
     return specs[0]
@@ -91,7 +91,7 @@ def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) 
     keys = Keys(
         used={**_ANY, **ROPE_TYPES[kind]},
         only={"partial_rotary_factor": (1.0,)},
-        no_effect=frozenset({"finetuned"}),  # a mark of some that were trained with it
+        no_effect=frozenset({"finetuned"}),  # a mark in configs of models that were fine-tuned with it
         aliases={"type": "rope_type"},
     )
     rope = keys.read(given, f"{where}: {name} (rope_type {kind!r})")
@@ -117,7 +117,7 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _attention_factor(yarn: Mapping[str, Any]) -> float:
-    """What cos and sin are multiplied by."""
+    """Return the factor of cos and sin."""
     if yarn["attention_factor"] is not None:
         return float(yarn["attention_factor"])
     factor, mscale, all_dim = float(yarn["factor"]), yarn["mscale"], yarn["mscale_all_dim"]

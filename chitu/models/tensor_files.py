@@ -1,10 +1,10 @@
-"""Tensors of safetensors files, read piece by piece straight to where they are wanted.
+"""Reads tensors of safetensors files piece by piece, straight to their destination.
 
-Files are read, not mapped: pages of a mapping that were touched count as this process's memory until it ends, so a
-checkpoint that is converted, cut or moved to a device would be there twice. Here at most one staging buffer is more
-than the result. On a GPU that buffer is pinned. Used by `weights.py`, on the thread that builds the service.
+Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
+that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
+for a GPU. Used by `weights.py`, on the thread that builds the service.
 
-Format: 8 bytes length of the header (little endian), a JSON header with dtype, shape and place of each tensor, data.
+Format: 8 bytes header length (little endian), a JSON header with dtype, shape and offsets of each tensor, the data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies."""
+    """Location, dtype and shape of a tensor in a file."""
 
     path: Path
     descriptor: int
@@ -57,8 +57,8 @@ class _Entry(msgspec.Struct):
 
 
 class TensorFiles:
-    """Open files; tensors by name. ConfigError for a file that is no safetensors file, or ends too early, and for a
-    tensor that is in two of them."""
+    """Open files, with their tensors by name. Raises ConfigError for a file that is not a safetensors file or ends too
+    early, and for a tensor that is in two of them."""
 
     def __init__(self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = device
@@ -78,7 +78,7 @@ class TensorFiles:
 
     def _open(self, file: Path) -> None:
         with safe_open(str(file), framework="pt"):
-            pass  # it checks that the header's places are inside the file and do not overlap
+            pass  # checks that the header's offsets are inside the file and do not overlap
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors.append(descriptor)
         (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
@@ -111,9 +111,9 @@ class TensorFiles:
         columns: range | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tensor, or these rows and columns of its first two dimensions, contiguous, on the device. `out`: into it.
+        """Read the tensor, or these rows and columns of its first two dimensions, contiguous, to the device or `out`.
 
-        Of the other rows nothing is read. Rows that are cut in columns are read whole: one piece instead of many.
+        Does not read other rows. Rows of which only some columns are wanted are read whole: one piece instead of many.
         """
         stored = self.tensors[name]
         shape = stored.shape or (1,)
@@ -132,7 +132,7 @@ class TensorFiles:
             piece = self._stage(count * row_bytes).view(stored.dtype).view(count, *width)
             _fill(piece, stored, begin + first * row_bytes)
             chosen = piece if columns is None else piece[:, columns.start : columns.stop]
-            out[first : first + count].copy_(chosen)  # over when it returns, so the buffer is free again
+            out[first : first + count].copy_(chosen)  # done when it returns, so the buffer is free again
         return out if stored.shape else out[0]
 
     def _stage(self, nbytes: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ class TensorFiles:
 
 
 def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
-    """Bytes from the file's `offset` on into a contiguous tensor on the host."""
+    """Read bytes from the file's `offset` on into a contiguous tensor on the host."""
     buffer: memoryview = target.view(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(buffer):

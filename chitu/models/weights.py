@@ -1,7 +1,7 @@
 """Tensors of a checkpoint folder, taken by name, each exactly once.
 
 `WeightSource` reads safetensors files tensor by tensor, in the wanted dtype and to the wanted device, checks shapes and
-reports progress in bytes. A model that leaves tensors behind would compute something else than its checkpoint means, so
+reports progress in bytes. A model that leaves tensors unread would compute something else than its checkpoint, so
 `finish` refuses leftovers by name. Used by the loader on the thread that starts the service.
 """
 
@@ -19,11 +19,11 @@ from chitu.models.config import weight_files
 from chitu.models.tensor_files import TensorFiles
 
 Progress = Callable[[int, int], None]
-"""`progress(bytes_done, bytes_total)`."""
+"""Callback `progress(bytes_done, bytes_total)`."""
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor of `total` rows; None: all of them."""
+    """Rows of a tensor of `total` rows; `rows` is None for all of them."""
 
     name: str
     total: int
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class WeightSource:
-    """Open checkpoint. Use as a context manager."""
+    """An open checkpoint, to be used as a context manager."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
         self._dtype, self._device, self._progress = dtype, device, progress
@@ -55,16 +55,16 @@ class WeightSource:
         columns: range | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Tensor `name`, of exactly this shape, or only those rows (columns) of it: of other rows nothing is read.
+        """Return tensor `name`, of exactly this shape, or only those rows (columns) of it. Does not read other rows.
 
-        `dtype`: another one than the model's.
+        `dtype`: overrides the model's.
 
-        ConfigError where it is missing, taken already or of another shape.
+        Raises ConfigError if it is missing, already taken or of another shape.
         """
         return self._read(name, shape, rows, columns, dtype or self._dtype)
 
     def take_rows(self, parts: Sequence[Rows], *rest: int) -> torch.Tensor:
-        """The parts' rows stacked along the first dimension; the others are `rest`."""
+        """Return the parts' rows stacked along the first dimension. `rest`: the other dimensions."""
         counts = [len(part.rows) if part.rows is not None else part.total for part in parts]
         stacked = torch.empty((sum(counts), *rest), dtype=self._dtype, device=self._device)
         first = 0
@@ -90,7 +90,7 @@ class WeightSource:
         if stored.shape != shape:
             raise ConfigError(f"tensor {name!r} has shape {stored.shape}, the config asks for {shape}")
         tensor = self._files.read(name, dtype, rows, columns, out)
-        # A rank that reads a part is as far as one that reads all.
+        # A rank that reads a part reports the same progress as one that reads all.
         self._done = min(self._done + math.prod(shape) * stored.dtype.itemsize, self._total)
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -100,16 +100,16 @@ class WeightSource:
         return name in self._left
 
     def ignore(self, *suffixes: str) -> None:
-        """Tensors whose name ends so are known to carry nothing that we need."""
+        """Leave out tensors with these name endings, which hold nothing that the model needs."""
         self._left = {name for name in self._left if not name.endswith(suffixes)}
 
     def ignore_layers(self, layers: range) -> None:
-        """Whole layers that are not computed."""
+        """Leave out whole layers, which are not computed."""
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
         self._left = {name for name in self._left if not name.startswith(prefixes)}
 
     def finish(self) -> None:
-        """UnsupportedModel where tensors were left: they would have changed the result."""
+        """Raise UnsupportedModel if tensors are left: they would have changed the result."""
         if self._left:
             names = ", ".join(sorted(self._left)[:4])
             raise UnsupportedModel(

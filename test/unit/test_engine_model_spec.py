@@ -221,9 +221,9 @@ def test_two_spellings_of_rope_beside_each_other_must_say_the_same(tmp_path):
     yarn = {**YARN, "rope_theta": 500000.0}
     alone = read_model_spec(write(tmp_path, rope_scaling=YARN))
     assert read_model_spec(write(tmp_path, rope_scaling=YARN, rope_parameters=yarn)) == alone
-    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling say different things"):
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling contradict each other"):
         read_model_spec(write(tmp_path, rope_scaling=YARN, rope_parameters=default))
-    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling say different things"):
+    with pytest.raises(ConfigError, match="rope_parameters and rope_scaling contradict each other"):
         read_model_spec(write(tmp_path, rope_theta=None, rope_scaling=YARN, rope_parameters=yarn))
 
 
