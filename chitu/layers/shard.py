@@ -25,5 +25,5 @@ class Shard(Protocol):
         ...
 
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        """Return on rank 0 the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; else None."""
+        """Return the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; None off rank 0."""
         ...

@@ -66,7 +66,7 @@ class Keys:
     """Alternative spelling -> the key."""
 
     def read(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return a value for every used key. Errors name the key: ConfigError, UnsupportedModel for values of `only`."""
+        """Return a value for every used key. ConfigError or UnsupportedModel (for values of `only`) names the key."""
         named = dict(given)
         for alias in self.aliases.keys() & named.keys():
             key, value = self.aliases[alias], named.pop(alias)

@@ -1,6 +1,6 @@
-"""What a checkpoint's small JSON files say of its tokens beside tokenizer.json, done as transformers 5 does it. Pure.
+"""Applies a checkpoint's small JSON files beside tokenizer.json to its tokens, as transformers 5 does. Pure.
 
-Used by `Tokenizer.load`. `add_bos_token` and `add_eos_token` have no effect beside a tokenizer.json, there as here.
+Used by `Tokenizer.load`. With a tokenizer.json, `add_bos_token` and `add_eos_token` have no effect, there as here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
-"""Of transformers: they take tokenizer.json as it is; others build part of it anew from tokenizer_config.json."""
+"""Classes of transformers that use tokenizer.json as it is; others rebuild parts from tokenizer_config.json."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file. ConfigError where it is no JSON object."""
+    """Return the object in a JSON file, empty if there is no file. Raises ConfigError if it is not a JSON object."""
     if not path.is_file():
         return {}
     try:
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def steps(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the flat list of what it does."""
+    """Return a normalizer or pre-tokenizer as the flat list of its steps."""
 
     def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
         if step["type"] != "Sequence":
@@ -47,8 +47,8 @@ def steps(part: Any) -> list[dict[str, Any]]:
 
 
 def follow_config(backend: Backend, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json (or an older file beside it) has, and do what else it asks for.
-    ConfigError, naming the key, where it cannot be done."""
+    """Add the tokens that only tokenizer_config.json (or an older file beside it) has, and apply its other settings.
+    Raises ConfigError, with the key, if that is impossible."""
     _require_same_prefix_space(backend, folder, config)
     known = backend.get_added_tokens_decoder().values()
     descriptions = {_describe(token) for token in known}
@@ -80,7 +80,7 @@ def _token(value: Any, where: str, **more: Any) -> AddedToken:
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """`added_tokens_decoder` in the order of its ids, else added_tokens.json."""
+    """Yield the tokens of `added_tokens_decoder` in the order of its ids, else those of added_tokens.json."""
     given = config.get("added_tokens_decoder")
     if given is not None:
         where = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
@@ -88,7 +88,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
             numbered = sorted((int(key), value) for key, value in given.items())
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"{where} is no map of token ids") from error
-        except TypeError:  # an id that comes twice
+        except TypeError:  # an id that occurs twice
             raise ConfigError(f"{where} has an id twice") from None
         yield from (_token(value, where) for _, value in numbered)
         return
@@ -99,7 +99,7 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> Iterator[AddedToken]:
 
 
 def _named(folder: Path, config: Mapping[str, Any], declared: Mapping[str, AddedToken]) -> Iterator[AddedToken]:
-    """The special tokens that have names, and the list of those without. Where one was declared, as that says."""
+    """Yield the named special tokens and those of the list without names, as in `declared` if they are there."""
     where = f"{folder / 'tokenizer_config.json'}"
     given = dict(config)
     if config.get("added_tokens_decoder") is None:
@@ -119,7 +119,7 @@ def _named(folder: Path, config: Mapping[str, Any], declared: Mapping[str, Added
 
 
 def _require_same_prefix_space(backend: Backend, folder: Path, config: Mapping[str, Any]) -> None:
-    """Classes that build their own pre-tokenizer take `add_prefix_space` over what tokenizer.json says."""
+    """Raise ConfigError if `add_prefix_space`, which overrides tokenizer.json in some classes, contradicts it."""
     wanted = config.get("add_prefix_space")
     if not isinstance(wanted, bool) or config.get("tokenizer_class", GENERIC_CLASSES[0]) in GENERIC_CLASSES:
         return

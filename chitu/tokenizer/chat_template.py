@@ -1,6 +1,6 @@
-"""A checkpoint's chat template: found among the files and rendered as transformers does, without importing it.
+"""A checkpoint's chat template: found and rendered as transformers does, without importing it.
 
-A template is code from the checkpoint, so it runs in jinja's immutable sandbox. Rendering is thread safe.
+A template is code from the checkpoint, so it runs in jinja's immutable sandbox. Rendering is thread-safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOOL_USE = "tool_use"
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; it renders as its body."""
+    """The tag `{% generation %}`, which marks the assistant's part for training; it renders as its body."""
 
     tags = {"generation"}
 
@@ -52,7 +52,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja's own: no HTML escapes."""
+    """Return JSON without HTML escapes, unlike jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -67,9 +67,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja before chat_template.json before the one in tokenizer_config.json.
+    """Return templates by name. chat_template.jinja overrides chat_template.json, that tokenizer_config.json.
 
-    ConfigError for one that is not where it must be."""
+    Raises ConfigError if a file lacks its template."""
     templates: dict[str, str] = {}
     inline = tokenizer_config.get("chat_template")
     if isinstance(inline, str):
@@ -100,11 +100,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = templates.get(TOOL_USE, templates.get(DEFAULT, ""))
-        """Of the one that shows how tools are called; empty where there is none."""
+        """Text of the template that shows how tools are called; empty if there is none."""
         self._special_tokens = dict(special_tokens)
         trees = map(environment.parse, templates.values())
         self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))
-        """That the templates read."""
+        """Names that the templates read."""
 
     def render(
         self,
@@ -113,7 +113,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt's text. InvalidRequest where there is no template or it refuses the messages."""
+        """Return the prompt's text. Raises InvalidRequest if there is no template or it refuses the messages."""
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         template = self._templates.get(name)
         if template is None:
@@ -134,7 +134,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            # The template ran into data of a shape it does not know: the messages' fault, not the server's.
+            # The template met data of an unexpected shape: an error of the request, not of the server.
             raise InvalidRequest(
                 f"the chat template failed on the messages: {type(error).__name__}: {error}", param="messages"
             ) from error

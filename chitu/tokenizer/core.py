@@ -1,9 +1,9 @@
-"""A checkpoint's tokenizer: encode, decode, chat template. Owned by the router; thread safe.
+"""A checkpoint's tokenizer: encode, decode, chat template. Owned by the router; thread-safe.
 
 Reads tokenizer.json with the `tokenizers` library and the small JSON files beside it; only a checkpoint without a
-tokenizer.json goes through transformers, which converts it. Token ids are those of transformers' AutoTokenizer, except
-that a Llama-2 tokenizer.json is followed where transformers 5 builds its own (a text that begins with a space gets one
-more, as SentencePiece does and as these models were trained).
+tokenizer.json goes through transformers, which converts it. Token ids are those of transformers' AutoTokenizer, with
+one exception: a Llama-2 tokenizer.json is followed although transformers 5 builds its own (a text that begins with a
+space gets one more, as SentencePiece does and as these models were trained).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SURE_BYTES = 4
-"""Of UTF-8 a token: about what English and Chinese have."""
+"""UTF-8 bytes a token: about what English and Chinese have."""
 SURVEY_CHARS = 32_768
-"""A piece of a long text that is tokenised to see how many tokens that has."""
+"""Size of the pieces in which a long text is tokenised to count its tokens."""
 SURVEY_SLACK = 64
-"""Tokens that such a piece has because it was cut off."""
+"""Extra tokens that such a piece may have because of its cuts."""
 MOST_COMPOSED = 4
-"""Characters that NFC makes one of at most."""
+"""Most characters that NFC composes into one."""
 
 
 class Tokenizer:
-    """Made by `Tokenizer.load`."""
+    """A checkpoint's tokenizer, made by `Tokenizer.load`."""
 
     def __init__(
         self,
@@ -45,24 +45,24 @@ class Tokenizer:
         self._backend = backend
         self._chat_template = chat_template
         self.special_tokens = dict(special_tokens)
-        """`bos_token`, `eos_token`, ...: their text."""
+        """Texts of the named special tokens (`bos_token`, `eos_token`, ...)."""
         self.eos_token_ids = eos_token_ids
-        """All ids that end a text, by tokenizer_config.json, generation_config.json and config.json."""
+        """All ids that end a text, from tokenizer_config.json, generation_config.json and config.json."""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest token id; a model's logits row may be longer."""
         added = backend.get_added_tokens_decoder().values()
         self.special_texts = frozenset(token.content for token in added if token.special)
-        """Of the tokens that a decoder leaves out where it skips special ones."""
+        """Texts of the tokens that a decoder leaves out if it skips special tokens."""
         self._longest_chars = _longest_chars(backend)
         self._words = WordEncoder.of(backend)
         self.token_bytes = token_bytes(backend)
-        """What a token adds to a text; None where no token has that id."""
+        """Bytes that a token adds to a text; None if no token has that id."""
         self._make_skipping = detokenizer_factory(backend, skip_special_tokens=True)
         self._make_keeping = detokenizer_factory(backend, skip_special_tokens=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a checkpoint folder. ConfigError names the file that is missing or wrong."""
+        """Read a checkpoint folder. Raises ConfigError with the file that is missing or wrong."""
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigError(f"model.path: {folder} is not a folder")
@@ -79,14 +79,14 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens`: what the tokenizer puts around a text (bos); not for a rendered chat."""
+        """Return token ids. `add_special_tokens`: those around a text (bos); False for a rendered chat."""
         ids = None if self._words is None else self._words.encode(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0] if ids is None else ids
 
     def exceeds(self, text: str, max_tokens: int, bytes_per_token: int = SURE_BYTES) -> bool:
-        """Whether the text certainly has more tokens than `max_tokens`, at the cost of tokenising these at most; texts
-        of `bytes_per_token` for each of them are not looked at. Tokenising takes some hundred bytes a token, and cannot
-        be stopped."""
+        """Return whether the text certainly has more than `max_tokens` tokens. Tokenises at most about that many, and
+        none for a text of up to `bytes_per_token` bytes for each of them. Tokenising takes some hundred bytes of memory
+        a token and cannot be stopped."""
         if self._longest_chars is not None and len(text) > max_tokens * self._longest_chars:
             return True
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
@@ -101,16 +101,16 @@ class Tokenizer:
         return False
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Many texts at once, on several threads."""
+        """Encode many texts at once, on several threads."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text; ids that no token has are left out, bytes that are no UTF-8 become U+FFFD."""
+        """Return the text. Leaves out unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one stream of tokens."""
+        """Return a new incremental decoder for one stream of tokens."""
         return self._make_skipping() if skip_special_tokens else self._make_keeping()
 
     def apply_chat_template(
@@ -120,36 +120,36 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
+        """Return the prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
-        `variables` are the template's own (`enable_thinking`). InvalidRequest where the checkpoint has no template or
-        the template refuses the messages.
+        `variables` are the template's own (`enable_thinking`). Raises InvalidRequest if the checkpoint has no template
+        or the template refuses the messages.
         """
         return self._chat_template.render(messages, tools, add_generation_prompt, variables)
 
     def to_json(self) -> str:
-        """As a tokenizer.json, with what the files beside it add."""
+        """Return the tokenizer as a tokenizer.json, with the additions of the files beside it."""
         return self._backend.to_str()
 
     @property
     def added_token_ids(self) -> dict[str, int]:
-        """By their text: of the tokens that texts are cut into ahead of all others, special or not."""
+        """Ids, by text, of added tokens, special or not: texts are split at these before anything else."""
         return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
 
     @property
     def template_source(self) -> str:
-        """The chat template's text; empty where there is none."""
+        """The chat template's text; empty if there is none."""
         return self._chat_template.source
 
     @property
     def template_variables(self) -> frozenset[str]:
-        """What the chat template reads of `variables`, and of what is given to it otherwise."""
+        """Names that the chat template reads, from `variables` and from its other inputs."""
         return self._chat_template.variables
 
 
 def _longest_chars(backend: Backend) -> int | None:
-    """Characters of a text that a token stands for at most; None where that has no bound (unknown characters, spaces
-    that a token takes with it, a normalizer that leaves characters out)."""
+    """Return the most characters of a text that one token stands for, or None if there is no bound (unknown characters,
+    tokens that strip spaces around them, a normalizer that drops characters)."""
     is_complete = "ByteLevel" in {step["type"] for step in steps(backend.pre_tokenizer)}
     is_complete = is_complete or getattr(backend.model, "byte_fallback", False)
     if not is_complete or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
@@ -165,11 +165,11 @@ def _longest_chars(backend: Backend) -> int | None:
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
-"""Any of them makes a tokenizer; all but the first are converted by transformers."""
+"""Files of which any makes a tokenizer; transformers converts all but the first."""
 
 
 def require_tokenizer(path: str | Path) -> None:
-    """ConfigError where a checkpoint folder has no tokenizer at all."""
+    """Raise ConfigError if a checkpoint folder has no tokenizer at all."""
     folder = Path(path)
     if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -195,7 +195,7 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def _convert(folder: Path) -> Backend:
-    """A tokenizer in an older format, converted by transformers."""
+    """Return a tokenizer in an older format, converted by transformers."""
     require_tokenizer(folder)
     try:
         from transformers import AutoTokenizer
@@ -212,7 +212,7 @@ def _convert(folder: Path) -> Backend:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on as text; tokenizer_config.json wins over special_tokens_map.json."""
+    """Return `bos_token` and so on as text. tokenizer_config.json overrides special_tokens_map.json."""
     older = read_json(folder / "special_tokens_map.json")
     found = {}
     for name in SPECIAL_TOKENS:
@@ -225,7 +225,7 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(folder: Path, backend: Backend, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Without duplicates, in the order in which the files are listed at `Tokenizer.eos_token_ids`."""
+    """Return the ids without duplicates, in the order of the files that `Tokenizer.eos_token_ids` names."""
     ids = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")

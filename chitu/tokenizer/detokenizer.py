@@ -1,11 +1,11 @@
-"""Incremental detokenising: token ids in, text that will never change out. One object a choice, owned by the router.
+"""Incremental detokenising: token ids in, final text out. One object a choice, owned by the router.
 
 Invariant: the deltas of `push` and `finish` concatenate exactly to `Tokenizer.decode` of all ids, whatever the ids. So
 text is held back while later tokens can change it: an incomplete UTF-8 sequence, and with byte-fallback tokenizers a
 run of byte tokens (one bad byte turns the whole run into U+FFFD).
 
 Three kinds, by the tokenizer's decoder: byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece style (Llama 2,
-Mistral, Gemma) look each token up in a table that fills as ids occur; anything else decodes its whole text again.
+Mistral, Gemma) look up each token in a table that fills as ids occur; any other decodes its whole text at every push.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 class Detokenizer(Protocol):
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens make final; may be empty."""
+        """Add tokens and return the text that they make final, which may be empty."""
         ...
 
     def finish(self) -> str:
-        """The rest, once no token follows. Call it once."""
+        """Return the rest of the text after the last token. Call it once."""
         ...
 
 
 def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
-    """The maker of detokenizers for this tokenizer. Its tables are shared by all it makes."""
+    """Return a function that makes detokenizers for this tokenizer. They all share its tables."""
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
     skipped = (
@@ -51,8 +51,8 @@ def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable
 
 
 def token_bytes(backend: Backend) -> Callable[[int], bytes | None]:
-    """What a token adds to a text, as bytes (of a character in several tokens each has a part); None where no token has
-    that id. Special tokens are their text."""
+    """Return a function from a token id to the bytes that the token adds to a text (a token may have part of a
+    character), or to None if no token has that id. Special tokens add their text."""
     steps = _decoder_steps(backend)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         bytes_of = _ByteLevelTable(backend, frozenset())
@@ -70,7 +70,7 @@ def token_bytes(backend: Backend) -> Callable[[int], bytes | None]:
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    """The decoder's description as a flat list of steps; empty where there is no decoder."""
+    """Return the decoder's description as a flat list of steps; empty if there is no decoder."""
     if backend.decoder is None:
         return []
 
@@ -83,14 +83,14 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from 256 on."""
+    """Return GPT-2's alphabet: printable bytes are themselves, other bytes are the characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class _ByteLevelTable(dict[int, bytes]):
-    """Token id -> its bytes; empty for a skipped or unknown id."""
+    """Table of a token id's bytes; empty for a skipped or unknown id."""
 
     def __init__(self, backend: Backend, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _ByteLevelTable(dict[int, bytes]):
 
 
 class _WholeTextTable(dict[int, "str | None"]):
-    """Token id -> its text, or None where its bytes are not whole characters."""
+    """Table of a token id's text, or None if its bytes are not whole characters."""
 
     def __init__(self, table: _ByteLevelTable) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _WholeTextTable(dict[int, "str | None"]):
 
 
 class ByteLevelDetokenizer:
-    """Joins bytes and decodes what is complete."""
+    """A detokenizer for byte-level BPE: joins bytes and decodes complete characters."""
 
     __slots__ = ("_bytes_of", "_pending", "_text_of")
 
@@ -151,20 +151,20 @@ class ByteLevelDetokenizer:
 
 
 class _PieceRules:
-    """How a SentencePiece style decoder turns tokens into text."""
+    """Rules by which a SentencePiece style decoder turns tokens into text."""
 
     def __init__(self) -> None:
         self.replacements: list[tuple[str, str]] = []
         self.byte_fallback = False
         self.strip_content = ""
         self.strip_count = 0
-        """At most this many `strip_content` characters are removed from the start of the whole text."""
+        """Most `strip_content` characters to remove from the start of the whole text."""
         self.dropped_in_first = ""
-        """Removed from the first token altogether (Metaspace)."""
+        """String of which every occurrence is removed from the first token (Metaspace)."""
 
     @classmethod
     def of(cls, steps: list[dict[str, Any]]) -> _PieceRules | None:
-        """None where the steps are others, or in an order, than `PieceDetokenizer` follows exactly."""
+        """Return the rules, or None if `PieceDetokenizer` cannot follow these steps in this order exactly."""
         rules = cls()
         fused = False
         kinds = [step["type"] for step in steps]
@@ -190,7 +190,7 @@ class _PieceRules:
 
 
 class _PieceTable(dict[int, "str | int | None"]):
-    """Token id -> its text, or its byte (byte fallback), or None for a skipped or unknown id."""
+    """Table of a token id's text, or its byte (byte fallback), or None for a skipped or unknown id."""
 
     def __init__(self, backend: Backend, skipped: frozenset[int], rules: _PieceRules) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class _PieceTable(dict[int, "str | int | None"]):
         return value
 
     def first(self, token_id: int) -> str | int | None:
-        """The same for the first token of a text."""
+        """Return the same for the first token of a text."""
         value = self[token_id]
         if isinstance(value, str) and self.rules.dropped_in_first:
             return (self._id_to_token(token_id) or "").replace(self.rules.dropped_in_first, "")
@@ -222,7 +222,7 @@ class _PieceTable(dict[int, "str | int | None"]):
 
 
 class PieceDetokenizer:
-    """Joins pieces; a run of byte tokens waits for its end."""
+    """A detokenizer for SentencePiece style: joins pieces, and holds a run of byte tokens until its end."""
 
     __slots__ = ("_run", "_started", "_strip", "_table")
 
@@ -261,7 +261,7 @@ class PieceDetokenizer:
             return REPLACEMENT * len(run)
 
     def _stripped(self, text: str) -> str:
-        """Without the characters that are still to be removed from the start of the whole text."""
+        """Return the text without the characters that are still to be removed from the start of the whole text."""
         while self._strip and text:
             if text[0] != self._table.rules.strip_content:
                 self._strip = 0
@@ -272,7 +272,7 @@ class PieceDetokenizer:
 
 
 class WholeTextDetokenizer:
-    """For any other decoder: decodes all ids at every push, so its cost grows with the length of the text."""
+    """A detokenizer for any other decoder: decodes all ids at every push, so its cost grows with the text."""
 
     __slots__ = ("_decode", "_ids", "_sent")
 

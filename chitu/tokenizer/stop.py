@@ -1,7 +1,7 @@
 """Stop strings in a stream of text. One scanner a choice, owned by the router's loop.
 
-The outcome does not depend on how the text is cut into deltas: the stop string that is complete first ends the text
-(of several complete at the same character, the one that began first), so a client sees the same text streamed or not.
+The result does not depend on how the text is split into deltas: the stop string that is complete first ends the text
+(of several complete at the same character, the one that began first), so a client gets the same text streamed or not.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from chitu.errors import InvalidRequest
 
 
 def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], longest: int) -> int:
-    """Where the end of a text begins that may become one of the marks; its length where there is none. The text holds
-    no whole mark. `heads`: their first characters; `longest`: characters of the longest one. What lies before is never
-    looked at again, so a text in pieces costs no more than its length, whatever the marks are."""
+    """Return the index of the longest end of the text that may become one of the marks, or the text's length if there
+    is none. The text must hold no whole mark. `heads`: the marks' first characters; `longest`: length of the longest.
+    Text before that index is never searched again, so a text in pieces costs no more than its length."""
     for at in range(max(0, len(text) - longest + 1), len(text)):
         if text[at] in heads:
             rest = text[at:]
@@ -24,12 +24,12 @@ def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], lon
 
 
 class StopScanner:
-    """Holds back the longest end of the text that may become a stop string, and nothing more."""
+    """A scanner that holds back the longest end of the text that may become a stop string, and nothing more."""
 
     __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        """`include_stop`: the text ends after the stop string instead of before it. InvalidRequest on an empty one."""
+        """`include_stop`: end the text after the stop string, not before it. InvalidRequest if one is empty."""
         if not all(stops):
             raise InvalidRequest("a stop string must not be empty", param="stop")
         self._stops = tuple(stops)
@@ -40,7 +40,7 @@ class StopScanner:
         self._stopped = False
 
     def push(self, delta: str) -> tuple[str, bool]:
-        """Text that may be emitted now, and whether a stop string was hit. After a hit everything is swallowed."""
+        """Return the text that may be emitted now, and whether a stop string was hit. After a hit drop all text."""
         if self._stopped:
             return "", True
         text = self._held + delta if self._held else delta
@@ -52,13 +52,13 @@ class StopScanner:
         return text[:at], False
 
     def _cut(self, text: str) -> str:
-        """The text up to its hit; it holds a stop string."""
+        """Return the text up to the stop string that it holds."""
         self._stopped = True
         self._held = ""
         end, start = min((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0)
         return text[: end if self._include_stop else start]
 
     def finish(self) -> str:
-        """The text held back: the request ended for another reason."""
+        """Return the text held back, after the request ended for another reason."""
         held, self._held = self._held, ""
         return held

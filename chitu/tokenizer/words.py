@@ -1,13 +1,12 @@
-"""Encoding of ASCII text word by word, from a table. Used by `Tokenizer.encode`; loop thread or any other.
+"""Encodes ASCII text word by word, from a table. Used by `Tokenizer.encode` on the loop thread or any other.
 
-A byte-level BPE tokenizer splits a text by a regular expression and encodes each piece on its own, so a piece that came
-before need not be encoded again. That saves most of the cost of a prompt (the split itself and the merging take five
-to ten times as long in the library). Invariant: the ids are exactly the library's; `WordEncoder.of` takes only
-tokenizers whose description is one of those listed here, and `encode` only texts for which it is exact: others
-go to the library.
+A byte-level BPE tokenizer splits a text by a regular expression and encodes each piece on its own, so a piece that
+occurred before need not be encoded again. That saves most of the cost of a prompt (the split and the merging take five
+to ten times as long in the library). Invariant: the ids are exactly the library's. `WordEncoder.of` accepts only
+tokenizers with a description listed here, and `encode` only texts for which it is exact; other texts go to the library.
 
-Python's `re` knows no `\\p{L}`, hence ASCII, where NFC changes nothing either. The table is bounded and starts again
-empty when it is full.
+Python's `re` has no `\\p{L}`, hence ASCII only, which NFC does not change either. The table is bounded: when it is full
+it is cleared.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 MAX_TEXT_CHARS = 32_768
-"""Longer texts are the library's: it releases the GIL."""
+"""Longer texts go to the library, which releases the GIL."""
 MAX_PIECES = 65_536
 MAX_PIECE_CHARS = 32
-"""Longer pieces are rarely words, so they are not kept."""
+"""Longer pieces are rarely words, so they are not cached."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel` does itself where it has `use_regex`."""
+"""The split that `ByteLevel` does itself if it has `use_regex`."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -38,7 +37,7 @@ _KNOWN_SPLITS = frozenset({_GPT2, _LLAMA3, _QWEN2})
 
 
 def _ascii_pattern(split: str) -> re.Pattern[str]:
-    """The same split for ASCII text. Each of the known ones leaves no character out."""
+    """Return the same split for ASCII text. None of the known splits leaves out a character."""
     inside = re.sub(r"\[[^\]]*\]", lambda found: _letters(found.group(), "a-zA-Z", "0-9"), split)
     return re.compile(_letters(inside, "[a-zA-Z]", "[0-9]"), re.ASCII)
 
@@ -48,7 +47,7 @@ def _letters(pattern: str, letters: str, digits: str) -> str:
 
 
 def _split_of(description: dict[str, Any]) -> str | None:
-    """The regular expression of a pre-tokenizer that is split plus bytes; None for any other."""
+    """Return the regular expression of a pre-tokenizer that is a split plus bytes, or None for any other."""
     match description:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return _GPT2
@@ -64,7 +63,7 @@ def _split_of(description: dict[str, Any]) -> str | None:
 
 
 class _WordPieces(dict[str, tuple[int, ...]]):
-    """Piece -> its token ids."""
+    """Table of a piece's token ids."""
 
     def __init__(self, tokenize: Callable[[str], list[Any]], byte_characters: dict[int, str]) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ class _WordPieces(dict[str, tuple[int, ...]]):
 
 
 class WordEncoder:
-    """Made by `of`."""
+    """An encoder for one tokenizer, made by `of`."""
 
     def __init__(
         self,
@@ -91,9 +90,9 @@ class WordEncoder:
         odd: list[str],
         surroundings: tuple[list[int], list[int]],
     ) -> None:
-        """`plain`: added tokens that stand for themselves wherever they occur. `odd`: those with rules of their own
-        (they take the spaces around them, or only whole words): a text with one of them goes to the library.
-        `surroundings`: ids that the tokenizer puts before and after a text."""
+        """`plain`: added tokens that match wherever they occur. `odd`: those with rules of their own (they strip spaces
+        around them, or match only whole words); a text with one of them goes to the library. `surroundings`: ids that
+        the tokenizer puts before and after a text."""
         self._pieces_of = _ascii_pattern(split).findall
         self._table = table
         self._ids_of = table.__getitem__
@@ -104,7 +103,7 @@ class WordEncoder:
 
     @classmethod
     def of(cls, backend: Backend) -> WordEncoder | None:
-        """None for a tokenizer that this cannot follow exactly."""
+        """Return an encoder, or None for a tokenizer that it cannot follow exactly."""
         if backend.pre_tokenizer is None or backend.encode_special_tokens:
             return None
         split = _split_of(json.loads(backend.pre_tokenizer.__getstate__()))
@@ -133,11 +132,11 @@ class WordEncoder:
 
     @property
     def num_pieces(self) -> int:
-        """Pieces in the table."""
+        """Number of pieces in the table."""
         return len(self._table)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
-        """Token ids; None: ask the library."""
+        """Return token ids, or None if the library must encode this text."""
         if not text.isascii() or len(text) > MAX_TEXT_CHARS or (self._odd is not None and self._odd.search(text)):
             return None
         ids = self._before.copy() if add_special_tokens else []
@@ -154,7 +153,7 @@ class WordEncoder:
 
 
 def _surroundings(backend: Backend) -> tuple[list[int], list[int]] | None:
-    """None where they cannot be told from the text's own ids."""
+    """Return the ids before and after a text, or None if they cannot be told from the text's own ids."""
     plain = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     places = [at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain]
@@ -164,11 +163,11 @@ def _surroundings(backend: Backend) -> tuple[list[int], list[int]] | None:
 
 
 def _alternatives(texts: list[str]) -> re.Pattern[str] | None:
-    """Leftmost, then longest, as the library looks for added tokens; None where there is none to look for."""
+    """Return a pattern that matches leftmost, then longest, as the library does for added tokens; None for no texts."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
 
 
 def _byte_characters() -> dict[int, str]:
-    """ASCII in GPT-2's alphabet: the characters that do not print stand from U+0100 on, in order."""
+    """Return ASCII in GPT-2's alphabet: non-printing characters are those from U+0100 on, in order."""
     hidden = [*range(0x21), 0x7F]
     return {byte: chr(0x100 + n) for n, byte in enumerate(hidden)}
