@@ -1,7 +1,7 @@
-"""A CUDA device from any thread: a stream of one's own without touching another device, and a little memory.
+"""Use of a CUDA device from any thread: a stream without touching another device, and a little memory.
 
-`torch.cuda.stream` alone sets the device back to the thread's when it is left. For a thread that never set one that is
-device 0, and setting it makes a context there: half a GiB of a card that belongs to others.
+On exit, `torch.cuda.stream` alone restores the thread's device. For a thread that never set one that is device 0, and
+setting it creates a context there: half a GiB of a card that belongs to other processes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within it the stream and its device are current; without a stream (a CPU) nothing is."""
+    """Make the stream and its device current. Do nothing without a stream (on a CPU)."""
     if stream is None:
         yield
         return
-    # The outer one sets the device back, too, but to one without a context it does not.
+    # The outer one restores the device too, but not to a device without a context.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 def device_bytes(device: str, nbytes: int) -> torch.Tensor:
-    """Zeros, uint8."""
+    """Return `nbytes` zero bytes on the device."""
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -1,11 +1,11 @@
-"""FlashInfer as a library: whether it is there and fits, its kernels built and tried before the first request.
+"""FlashInfer as a library: checks that it is installed and fits, builds and tries its kernels before the first request.
 
-It is optional (extra `gpu-flashinfer`). Its kernels are compiled when they are first asked for, unless they came with
-it: some 100 s with 10 cores, which no request should wait for. So they are built at the start, in a process of its own
-that can be ended when it takes too long, and a small batch is computed and compared with torch. Whatever goes wrong
-then, our own kernel does the work, with one warning. Called once by the main thread of a rank, before weights are read.
+It is optional (extra `gpu-flashinfer`). Unless its kernels are prebuilt, it compiles them on first use: some 100 s with
+10 cores, which no request should wait for. So they are built at start-up, in a separate process that can be killed when
+it takes too long, and a small batch is computed and compared with torch. On any failure our own kernel is used, with
+one warning. Called once by the main thread of a rank, before weights are read.
 
-`python -m chitu.ops.flashinfer_library DTYPE HEAD_DIM` builds the kernels, for that process and for by hand.
+`python -m chitu.ops.flashinfer_library DTYPE HEAD_DIM` builds the kernels; that process runs it, or an operator.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from chitu.types import Ready
 logger = logging.getLogger(__name__)
 
 BUILD_LIMIT_S = 240.0
-"""For its compiler. An H100's host with 10 jobs took 99 s."""
+"""Timeout of the build. An H100's host with 10 jobs took 99 s."""
 MIN_VERSION = (0, 6)
 WORKSPACE_BYTES = 16 << 20
-"""FA3 plans no partial results, so it needs next to nothing of it; both wrappers share it."""
+"""Workspace that both wrappers share. FA3 plans no partial results, so it needs almost none."""
 CAPABILITY = (9, 0)
 TOLERANCE = 0.02
-"""Of the trial: norm of the difference over that of the expected rows. bf16 and other roundings give 0.003."""
+"""Largest relative error of the trial (norm of the difference over norm of the expected). Rounding gives 0.003."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """What a rank computes: heads of its part of the model."""
+    """Attention shape of a rank: heads of its part of the model, page size, dtypes."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,23 +53,23 @@ class PrefillShape:
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Of the pages; not `dtype` where they are quantised."""
+    """Dtype of the pages; differs from `dtype` if they are quantised."""
 
 
 class Library(Protocol):
-    """What is asked of an installed FlashInfer; raises whatever the library raises."""
+    """The parts of an installed FlashInfer that are used. Its errors propagate unchanged."""
 
     def is_built(self, shape: PrefillShape) -> bool: ...
 
     def build(self, shape: PrefillShape, limit_s: float) -> None: ...
 
     def wrapper(self, device: torch.device) -> Callable[[], PrefillWrapper]:
-        """What makes wrappers, which share a workspace."""
+        """Return a function that makes wrappers, which share a workspace."""
         ...
 
 
 def why_not(shape: PrefillShape, capability: tuple[int, int], is_installed: bool) -> str | None:
-    """A reason for which FlashInfer is not for this rank."""
+    """Return the reason why this rank cannot use FlashInfer, or None."""
     if not is_installed:
         return "flashinfer is not installed (extra gpu-flashinfer)"
     if capability != CAPABILITY:
@@ -84,9 +84,9 @@ def why_not(shape: PrefillShape, capability: tuple[int, int], is_installed: bool
 def open_flashinfer(
     wanted: str, shape: PrefillShape, device: torch.device, limit_s: float = BUILD_LIMIT_S
 ) -> FlashInferPrefill | None:
-    """FlashInfer's prefill on a CUDA device, built and tried; None where our own kernel does the work.
+    """Return FlashInfer's prefill on a CUDA device, built and tried, or None if our own kernel is used.
 
-    `wanted`: `model.prefill_attention`. ConfigError where that is `flashinfer` and cannot be had.
+    `wanted`: `model.prefill_attention`. Raises ConfigError if that is `flashinfer` and FlashInfer cannot be used.
     """
     if wanted == "paged":
         return None
@@ -107,7 +107,7 @@ def open_flashinfer(
 def try_library(
     make: Callable[[], Library], shape: PrefillShape, device: torch.device, limit_s: float
 ) -> FlashInferPrefill | None:
-    """Build what is missing, compute a small batch, compare. Any failure is one warning and None."""
+    """Build what is missing, compute a small batch and compare. On any failure log one warning and return None."""
     start_s = time.monotonic()
     try:
         library = make()
@@ -117,8 +117,8 @@ def try_library(
         prefill = FlashInferPrefill(library.wrapper(device), lambda: _mark(device))
         error = trial_error(prefill, shape, device)
         if not error <= TOLERANCE:
-            raise RuntimeError(f"its result of a small batch is {error:.3g} off torch's")
-    except Exception as error:  # a foreign library, of any version, with a compiler behind it
+            raise RuntimeError(f"its result for a small batch has a relative error of {error:.3g} against torch")
+    except Exception as error:  # an external library, of any version, with a compiler behind it
         logger.warning(
             "prefill attention: our own kernel, because FlashInfer failed: %s: %s", type(error).__name__, error
         )
@@ -128,7 +128,7 @@ def try_library(
 
 
 def trial_error(prefill: FlashInferPrefill, shape: PrefillShape, device: torch.device) -> float:
-    """Relative error of a prompt and of a chunk behind a prefix, over shuffled pages, against torch in float32."""
+    """Return the relative error, against torch in float32, of a prompt and a chunk behind a prefix, pages shuffled."""
     size, source = shape.page_size, torch.Generator().manual_seed(0)
     spans = (Span(0, 150, 1, 0), Span(150, 131, 0, 2 * size + 1))
     pages_each = -(-max(span.start + span.length for span in spans) // size)
@@ -150,7 +150,7 @@ def trial_error(prefill: FlashInferPrefill, shape: PrefillShape, device: torch.d
     )
     heads = HeadSpec(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1e-6)
     if not prefill.takes(q_THN, k_PKSN, spans):
-        raise RuntimeError(f"{shape} is not for it")
+        raise RuntimeError(f"it does not support {shape}")
     out_THN = torch.full_like(q_THN, float("nan"))
     prefill.attention(q_THN, heads, batch, k_PKSN, v_PKSN, out_THN)
     expected = TorchOps().attention(q_THN.float(), heads, batch, k_PKSN.float(), v_PKSN.float())
@@ -158,7 +158,7 @@ def trial_error(prefill: FlashInferPrefill, shape: PrefillShape, device: torch.d
 
 
 class InstalledLibrary:
-    """The package that is installed. RuntimeError for a version that is too old."""
+    """The installed package. Raises RuntimeError if its version is too old."""
 
     def __init__(self) -> None:
         self._flashinfer: Any = importlib.import_module("flashinfer")
@@ -186,7 +186,7 @@ class InstalledLibrary:
 
 
 def run_bounded(command: list[str], limit_s: float) -> None:
-    """Run it with all that it starts ended after `limit_s`. RuntimeError with its last line where it failed."""
+    """Run a command; kill it and its children after `limit_s`. Raises RuntimeError, with its last line if it failed."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     ) as process:
@@ -198,11 +198,11 @@ def run_bounded(command: list[str], limit_s: float) -> None:
                 raise RuntimeError(f"the build took more than {limit_s:.0f} s") from None
             raise
     if process.returncode:
-        raise RuntimeError(f"the build failed: {(said.strip().splitlines() or ['it said nothing'])[-1]}")
+        raise RuntimeError(f"the build failed: {(said.strip().splitlines() or ['no output'])[-1]}")
 
 
 def _module_of(dtype: torch.dtype, head_dim: int) -> Any:
-    """FlashInfer's description of the module that a wrapper loads for this case, as its `plan` asks for it."""
+    """Return FlashInfer's spec of the module that a wrapper's `plan` loads for this case."""
     jit = importlib.import_module("flashinfer.jit")
     return jit.gen_batch_prefill_module(
         "fa3", dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False
@@ -218,7 +218,7 @@ def _mark(device: torch.device) -> Ready | None:
 
 
 def _build_here(dtype: str, head_dim: int) -> None:
-    """In the process of its own. Its compilers end with it, and it with its parent."""
+    """Build in the separate process. Its compilers end with it, and it ends with its parent."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     set_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)

@@ -1,15 +1,15 @@
 """Attention of prefill spans by FlashInfer's FA3 kernels, straight from the pages.
 
-Owns what the library is told: which rows belong to which sequence, and which pages hold its keys. That is planned once
-a step and used by every layer. All of it is known to the host except the page numbers, which are copied on the device:
-planning waits for nothing. What the library is, and whether it is there, is `flashinfer_library.py`. Called by
-`TritonOps` on the step thread, for steps that are not recorded.
+Owns the library's inputs: which rows belong to which sequence, and which pages hold its keys. They are planned once a
+step and used by every layer. The host knows all of them except the page numbers, which are copied on the device, so
+planning waits for nothing. `flashinfer_library.py` finds and checks the library. Called by `TritonOps` on the step
+thread, for steps that are not recorded.
 
 Invariant: a wrapper's pinned memory is not written again before the copy out of it has run. There are two wrappers,
 used in turn, each with an event behind its copies.
 
-Source: the documentation of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`, 0.6.12 and 0.7.2, whose `plan` and `run`
-take the same arguments as far as they are used here.
+Source: the documentation of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`, 0.6.12 and 0.7.2. Both versions of `plan`
+and `run` take the arguments used here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 256
 MAX_TILES = 250_000
-"""Heads times tiles of 128 rows: the library keeps 28 bytes of each in a workspace of 8 MiB."""
+"""Most heads times tiles of 128 rows: the library keeps 28 bytes of each in a workspace of 8 MiB."""
 TILE_ROWS = 128
 
 
 class PrefillWrapper(Protocol):
-    """What is used of FlashInfer's wrapper."""
+    """The part of FlashInfer's wrapper that is used here."""
 
     def plan(
         self,
@@ -66,20 +66,20 @@ class PrefillWrapper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Where the queries and keys of B spans are, as the library counts."""
+    """Places of the queries and keys of B spans, in the library's format."""
 
     row_starts: list[int]
-    """`[B + 1]`: span i has the rows `[row_starts[i], row_starts[i + 1])`."""
+    """Row offsets `[B + 1]`: span i has the rows `[row_starts[i], row_starts[i + 1])`."""
     page_starts: list[int]
-    """`[B + 1]`, the same in the list of pages."""
+    """Offsets `[B + 1]` into the list of pages, in the same way."""
     last_page_tokens: list[int]
-    """`[B]`: keys in the last page of each, 1 up to the page size."""
+    """Number of keys in each span's last page, `[B]`, from 1 to the page size."""
     num_keys: list[int]
-    """`[B]`: of the last row of each."""
+    """Number of keys of each span's last row, `[B]`."""
 
 
 def page_lists(spans: Sequence[Span], page_size: int) -> PageLists:
-    """Of spans whose rows follow each other from row 0 on, as those of a batch do; Internal where they do not."""
+    """Return the lists of spans with consecutive rows from row 0 on, as in a batch. Raises Internal for other spans."""
     row_starts, page_starts, num_keys = [0], [0], []
     for span in spans:
         if span.row != row_starts[-1]:
@@ -92,25 +92,25 @@ def page_lists(spans: Sequence[Span], page_size: int) -> PageLists:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a wrapper's kernels take; by default, FA3's."""
+    """Limits of a wrapper's kernels; by default, those of FA3."""
 
     dtypes: tuple[torch.dtype, ...] = DTYPES
     head_dims: tuple[int, ...] = HEAD_DIMS
     min_rows: int = MIN_ROWS
-    """A step of fewer rows is not worth its plan (0.2 to 0.5 ms of the host). Where our own kernel is as fast was not
-    measured."""
+    """A step of fewer rows is not worth its plan (0.2 to 0.5 ms on the host). The size at which our own kernel is as
+    fast was not measured."""
 
 
 @dataclass(slots=True)
 class _Turn:
     wrapper: PrefillWrapper
     copied: Ready | None = None
-    """Behind the copies of its last plan."""
+    """Event behind the copies of its last plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Held by the batch itself, so that no other can be taken for it."""
+    """The plan of a batch. Holds the batch, so that no other batch can be taken for it."""
 
     batch: Batch
     kind: tuple[object, ...]
@@ -119,8 +119,8 @@ class _Plan:
 
 
 class FlashInferPrefill:
-    """`make_wrapper`: a new wrapper for pages with the heads outside the tokens (`HND`). `mark`: an event behind all
-    that was launched so far, None where nothing is ever pending."""
+    """Prefill attention by FlashInfer. `make_wrapper`: makes a wrapper for pages with the heads outside the tokens
+    (`HND`). `mark`: makes an event behind all that was launched so far, or None on a device without a queue."""
 
     def __init__(
         self, make_wrapper: Callable[[], PrefillWrapper], mark: Callable[[], Ready | None], limits: Limits | None = None
@@ -131,7 +131,7 @@ class FlashInferPrefill:
         self._plan: _Plan | None = None
 
     def takes(self, q_THN: torch.Tensor, k_PKSN: torch.Tensor, spans: Sequence[Span]) -> bool:
-        """Whether these spans are for the library: many rows, plain pages of its dtypes and head sizes."""
+        """Return whether the library takes these spans: many rows, plain pages of its dtypes and head sizes."""
         limits, num_rows = self._limits, sum(span.length for span in spans)
         tiles = q_THN.shape[1] * (num_rows // TILE_ROWS + len(spans))
         return (
@@ -152,7 +152,7 @@ class FlashInferPrefill:
         v_PKSN: torch.Tensor,
         out_THN: torch.Tensor,
     ) -> None:
-        """The rows of all spans of the batch, over their slots' keys up to their own; into their rows of `out`."""
+        """Compute all spans' rows over their slots' keys up to their own positions, into the same rows of `out`."""
         kind = (heads.num_heads, heads.num_kv_heads, heads.head_dim, k_PKSN.shape[2], q_THN.dtype)
         plan = self._plan
         if plan is None or plan.batch is not batch or plan.kind != kind:
@@ -168,7 +168,7 @@ class FlashInferPrefill:
         spans, page_size = batch.spans, k_PKSN.shape[2]
         lists = page_lists(spans, page_size)
         counts = [lists.row_starts, lists.page_starts, lists.last_page_tokens, lists.num_keys]
-        # In pinned memory, and int32 as the library's own: it copies from here, and reads here without a copy.
+        # In pinned memory and int32, as the library needs: it copies from here, and also reads here directly.
         host = torch.tensor(list(itertools.chain(*counts)), dtype=torch.int32, pin_memory=k_PKSN.device.type == "cuda")
         row_starts, page_starts, last_page_tokens, num_keys = torch.split(host, [len(count) for count in counts])
         per_span = [

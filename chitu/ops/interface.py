@@ -1,11 +1,11 @@
-"""What a model asks of the device: a handful of operations over flattened tokens, and the batch they work on.
+"""The operations that a model needs from the device, over flattened tokens, and the batch that they work on.
 
 A step's tokens, of all prefill chunks and all decoding sequences, are one list of T rows. Row t belongs to the sequence
-in slot `slots_T[t]`, stands at position `positions_T[t]`, and attends to the positions 0 up to its own, through the
-slot's page table. Prefill (later chunks see earlier ones), decode and any mix of the two are this one rule.
+in slot `slots_T[t]`, is at position `positions_T[t]`, and attends to the positions 0 up to its own, through the slot's
+page table. Prefill (later chunks see earlier ones), decode and any mix of the two follow this one rule.
 
 Implementations: `torch_ops.py` (any device, any dtype), `native.py` (CPU, float32, own kernels), `triton_ops.py`
-(CUDA); for tests `testing/reference_ops.py`, which says what is right. Called by the step thread alone.
+(CUDA). The reference for tests is `testing/reference_ops.py`. Called only by the step thread.
 
 Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S tokens a page, I MLP width, V vocabulary.
 Of latent attention: L latent, R rotated part, C = L + R. Of experts: see `routing.py`.
@@ -20,12 +20,12 @@ from typing import Protocol
 import torch
 
 TILE_ROWS = 64
-"""Rows that a kernel computes the attention of at once."""
+"""Most rows of a tile, whose attention a kernel computes together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` consecutive rows from `row` on, of one slot, at positions `start`, `start + 1`, ..."""
+    """A run of `length` consecutive rows from `row` on, of one slot, at positions `start`, `start + 1`, ..."""
 
     row: int
     length: int
@@ -38,26 +38,26 @@ class Batch:
     """Rows of one forward: first the prefill spans, then one row per decoding sequence."""
 
     slots_T: torch.Tensor
-    """int64 on the device."""
+    """Slot of each row, int64 on the device."""
     positions_T: torch.Tensor
-    """int64 on the device."""
+    """Position of each row, int64 on the device."""
     page_table: torch.Tensor
-    """int64 `[num_slots, max_pages]` on the device: page of positions `[i * S, (i + 1) * S)` of a slot."""
+    """Pages of each slot, int64 `[num_slots, max_pages]` on the device. Page i has positions `[i * S, (i + 1) * S)`."""
     spans: tuple[Span, ...]
     spans_X4: torch.Tensor
-    """The same, int64 `[spans, 4]` on the host: row, length, slot, start."""
+    """The spans as int64 `[spans, 4]` on the host: row, length, slot, start."""
     tiles_Y4: torch.Tensor
     """The spans cut into tiles of at most `TILE_ROWS` rows, int64 `[tiles, 4]` on the device: first row, rows, slot,
     position of the first row. A tile without rows is padding."""
     decode_row: int
-    """First row of the decoding sequences; T where there is none."""
+    """First row of the decoding sequences; T if there is none."""
     decode_slots: tuple[int, ...]
     max_decode_len: int
     """The longest KV length, new token included, of the decoding sequences."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:
-    """The rows of `Batch.tiles_Y4`."""
+    """Return the rows of `Batch.tiles_Y4`."""
     return [
         (span.row + offset, min(TILE_ROWS, span.length - offset), span.slot, span.start + offset)
         for span in spans
@@ -87,8 +87,8 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Heads of latent attention (`layers/latent.py`). A row of the cache: `latent_dim` normed numbers, then `rope_dim`
-    rotated ones; the pages are `[P, 1, S, C]`, one KV head with C = latent_dim + rope_dim."""
+    """Heads of latent attention (`layers/latent.py`). A cache row has `latent_dim` normed numbers, then `rope_dim`
+    rotated ones. The pages are `[P, 1, S, C]`: one KV head with C = latent_dim + rope_dim."""
 
     num_heads: int
     latent_dim: int
@@ -100,14 +100,14 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Which experts each row goes to (int64 `[T, A]`) and with what weight (float32), see `routing.py`."""
+    """Experts of each row (int64 `[T, A]`) and their weights (float32); see `routing.py`."""
 
     experts_TA: torch.Tensor
     weights_TA: torch.Tensor
 
 
 class LinearWeight(Protocol):
-    """A weight `[out, in]` and its bias, in whatever form the implementation wants."""
+    """A weight `[out, in]` and its bias, in the form of the implementation."""
 
     @property
     def out_features(self) -> int: ...
@@ -117,56 +117,56 @@ class LinearWeight(Protocol):
 
 
 class ExpertWeights(Protocol):
-    """The gated MLPs of a layer's experts, in whatever form the implementation wants."""
+    """The gated MLPs of a layer's experts, in the form of the implementation."""
 
     @property
     def num_experts(self) -> int: ...
 
 
 class Ops(Protocol):
-    """Results are new tensors unless said otherwise; they may be reused by the next call of the same operation."""
+    """Operations of a device. Results are new tensors unless documented otherwise; the next call may reuse them."""
 
     @property
     def name(self) -> str: ...
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        """Bring a `[out, in]` weight into the form that `linear` wants; the argument may be dropped afterwards."""
+        """Convert a `[out, in]` weight to the form that `linear` needs. The argument may be dropped afterwards."""
         ...
 
     def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        """The same for a fused `[2 I, D]` weight, gate rows first, as `gate_up` wants it."""
+        """Convert a fused `[2 I, D]` weight, gate rows first, to the form that `gate_up` needs."""
         ...
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """`x W^T + b`."""
+        """Return `x W^T + b`."""
         ...
 
     def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
-        """`residual += x W^T + b`, in place; returns residual."""
+        """Compute `residual += x W^T + b` in place and return residual."""
         ...
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """`silu(gate) * up` `[T, I]` of a weight from `prepare_gate_up`."""
+        """Return `silu(gate) * up` `[T, I]` for a weight from `prepare_gate_up`."""
         ...
 
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        """`linear(rms_norm(x))`: a device where launches cost does both in one."""
+        """Return `linear(rms_norm(x))`. One launch on a device on which launches are costly."""
         ...
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        """`gate_up(rms_norm(x))`."""
+        """Return `gate_up(rms_norm(x))`."""
         ...
 
     def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
-        """Bring the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` into the form that `mixture` wants."""
+        """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs."""
         ...
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
-        """The weighted sum of what each row's experts make of it, `[T, D]`, a new tensor."""
+        """Return the weighted sum of the results of each row's experts, `[T, D]`, a new tensor."""
         ...
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMS norm over the last dimension; statistics in float32."""
+        """Return the RMS norm over the last dimension, with statistics in float32."""
         ...
 
     def rope_append(
@@ -178,31 +178,31 @@ class Ops(Protocol):
         k_PKSN: torch.Tensor,
         v_PKSN: torch.Tensor,
     ) -> torch.Tensor:
-        """Norm and rotate q and k of `[T, (H + 2 K) N]`, write k and v into the pages; returns q `[T, H, N]`."""
+        """Norm and rotate q and k of `[T, (H + 2 K) N]`, write k and v into the pages, and return q `[T, H, N]`."""
         ...
 
     def attention(
         self, q_THN: torch.Tensor, heads: HeadSpec, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention of every row over its slot's pages; `[T, H N]`."""
+        """Return the causal attention `[T, H N]` of every row over its slot's pages."""
         ...
 
     def latent_append(
         self, kv_TC: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch, pages_PKSC: torch.Tensor
     ) -> None:
-        """Norm the latent of each row, rotate the rest, write both into the pages. The rows may be strided."""
+        """Norm the latent of each row, rotate the rest, and write both into the pages. The rows may be strided."""
         ...
 
     def latent_query(
         self, q_THE: torch.Tensor, key_HNL: torch.Tensor, heads: LatentHeads, rotary: RotaryTable, batch: Batch
     ) -> torch.Tensor:
-        """`[T, H, L + R]` of queries `[T, H, N + R]`: the first N numbers through the head's key weight, the rest
-        rotated. The rows may be strided."""
+        """Map queries `[T, H, N + R]` to `[T, H, L + R]`: multiply the first N numbers by the head's key weight, rotate
+        the rest. The rows may be strided."""
         ...
 
     def latent_attention(
         self, q_THC: torch.Tensor, heads: LatentHeads, batch: Batch, pages_PKSC: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention of every row over its slot's pages, whose rows are the keys and whose latents the values;
-        `[T, H, L]`."""
+        """Return the causal attention `[T, H, L]` of every row over its slot's pages, whose rows are the keys and whose
+        latents are the values."""
         ...

@@ -1,7 +1,7 @@
-/* float32 kernels for CPUs: packed matrix product, RMS norm, rotary + append, paged attention. See native.py.
+/* float32 CPU kernels: packed matrix product, RMS norm, rotary + append, paged attention. See native.py.
  *
  * Plain C with GCC vector extensions; LANES follows the instruction set. One register tile (`tile`) serves the linear
- * layers, q k^T and p v. Weights come packed as panels `[out / 32][in][32]`, so the tile reads them in order. KV pages
+ * layers, q k^T and p v. Weights are packed as panels `[out / 32][in][32]`, so the tile reads them in order. KV pages
  * are `[pages, kv_heads, page_size, head_dim]`. All index arrays are int64. Nothing here allocates or keeps state.
  */
 #include <math.h>
@@ -37,7 +37,7 @@ static inline vf vmax(vf a, vf b) {
     return (vf)(((vi)a & larger) | ((vi)b & ~larger));
 }
 
-/* Every lane takes the other half's partner, then the other quarter's, ...: after log2(LANES) steps all lanes agree. */
+/* Butterfly reduction: lanes combine across halves, then quarters, ...; after log2(LANES) steps all lanes agree. */
 #if LANES == 16
 #define HALVES(v, op)                                                                                           \
     v = op(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));             \
@@ -66,7 +66,7 @@ static inline float maximum(vf v) {
     return v[0];
 }
 
-/* e^x within 2 ulp for x <= 88; below -87 the result is 0, which is what a softmax wants. */
+/* e^x within 2 ulp for x <= 88; below -87 the result is 0, which a softmax needs. */
 static inline vf vexp(vf x) {
     vf low = splat(-87.0f), high = splat(88.0f);
     vi under = x < low;
@@ -87,7 +87,7 @@ static inline vf vexp(vf x) {
     return (vf)((vi)(p * (vf)exponent) & ~under);
 }
 
-/* acc[r][:] = sum over i of x[r][i] * b[i][0:32]; rows is a constant at every call, so acc stays in registers. */
+/* acc[r][:] = sum over i of x[r][i] * b[i][0:32]. `rows` is constant at every call, so acc stays in registers. */
 static inline __attribute__((always_inline)) void tile(const int rows, const float *x, int64_t x_stride, const float *b,
                                                        int64_t b_stride, int64_t inner, vf acc[][VECTORS]) {
     for (int r = 0; r < rows; r++)
@@ -154,7 +154,7 @@ static inline __attribute__((always_inline)) void block(int64_t rows, const floa
     }
 }
 
-/* All rows against one panel, in blocks as equal as possible (16 rows are 8 + 8, not 12 + 4). */
+/* Multiply all rows by one panel, in blocks as equal as possible (16 rows are 8 + 8, not 12 + 4). */
 static inline __attribute__((always_inline)) void panel_rows(int64_t rows, const float *x, int64_t x_stride,
                                                              const float *b, int64_t b_stride, int64_t inner, float *y,
                                                              int64_t y_stride, int64_t columns, const float *bias,
@@ -170,7 +170,7 @@ static inline __attribute__((always_inline)) void panel_rows(int64_t rows, const
 
 #define ROW_GROUP 192
 
-/* y = x W^T (+ bias), y += ..., or silu(gate) * up. `out` counts columns of y; bias is padded to whole panels. */
+/* y = x W^T (+ bias), y += ..., or silu(gate) * up. `out`: columns of y. `bias` is padded to whole panels. */
 void chitu_linear(const float *x, int64_t rows, int64_t inner, const float *packed, const float *bias, float *y,
                   int64_t out, int64_t mode, int64_t threads) {
     int64_t width = mode == GATE_UP ? PANEL / 2 : PANEL;
@@ -228,7 +228,7 @@ static inline void rotate_head(const float *in, float *out, const float *norm, f
     }
 }
 
-/* qkv `[rows, (heads + 2 kv_heads) * n]`: q is rotated into q_out `[rows, heads, n]`, k and v go into their pages. */
+/* From qkv `[rows, (heads + 2 kv_heads) * n]`, rotate q into q_out `[rows, heads, n]`, write k and v into pages. */
 void chitu_rope_append(const float *qkv, float *q_out, const float *q_norm, const float *k_norm, float eps,
                        const float *cosine, const float *sine, const int64_t *slots, const int64_t *positions,
                        const int64_t *page_table, int64_t table_stride, float *k_pages, float *v_pages, int64_t rows,
@@ -248,7 +248,7 @@ void chitu_rope_append(const float *qkv, float *q_out, const float *q_norm, cons
     }
 }
 
-/* One new token per sequence: each (row, KV head) reads its K and V once, for all query heads of the group. */
+/* Attention of one new token per sequence. A (row, KV head) reads K and V once for all query heads of the group. */
 void chitu_decode_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
                             const int64_t *slots, const int64_t *positions, const int64_t *page_table,
                             int64_t table_stride, int64_t rows, int64_t heads, int64_t kv_heads, int64_t n,
@@ -271,7 +271,7 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
                 int64_t at = ((table[index] * kv_heads + h) * page_size + offset) * n;
                 const float *key = k_pages + at;
                 values[j] = v_pages + at;
-                /* The hardware does not look across pages: fetch V, wanted soon, and the same row of K's next page. */
+                /* The hardware does not prefetch across pages: fetch V, and the same row of the next page of K. */
                 int64_t later = start + j + page_size < length;
                 int64_t next = later ? ((table[index + 1] * kv_heads + h) * page_size + offset) * n : at;
                 for (int64_t i = 0; i < n; i += 16) {
@@ -321,7 +321,7 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
     }
 }
 
-/* K of `count` tokens of one head as panels `[KEY_BLOCK / 32][n][32]`, V as rows; absent tokens are zero. */
+/* Gather `count` tokens of one head: K as panels `[KEY_BLOCK / 32][n][32]`, V as rows. Absent tokens are zero. */
 static void gather(const float *k_pages, const float *v_pages, const int64_t *table, int64_t start, int64_t count,
                    int64_t kv_heads, int64_t h, int64_t n, int64_t page_size, float *keys, float *values) {
     int64_t index = start / page_size, offset = start % page_size;
@@ -339,7 +339,7 @@ static void gather(const float *k_pages, const float *v_pages, const int64_t *ta
     }
 }
 
-/* Chunks of prompts: a task is QUERY_BLOCK tokens of one span and one KV head, with an online softmax over key blocks. */
+/* Attention of prompt chunks, by tasks of QUERY_BLOCK tokens of one span and one KV head, with an online softmax. */
 void chitu_prefill_attention(const float *q, float *out, const float *k_pages, const float *v_pages,
                              const int64_t *spans, int64_t num_spans, const int64_t *page_table, int64_t table_stride,
                              int64_t heads, int64_t kv_heads, int64_t n, int64_t page_size, float scale,

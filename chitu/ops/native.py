@@ -1,11 +1,11 @@
-"""The operations on CPU in float32, by own C kernels (`native.c`), for speed.
+"""The operations on CPU in float32, with our own C kernels (`native.c`), for speed.
 
-The library is compiled with the machine's C compiler on first use and kept under the user's cache folder by the hash of
-source, flags and CPU; `load_library` returns None where there is no compiler, and `select.py` then takes `TorchOps`.
-It shares torch's OpenMP runtime: torch is loaded first, and both ask for `libgomp.so.1`.
+The machine's C compiler builds the library on first use, into the user's cache folder, named by the hash of source,
+flags and CPU. `load_library` returns None if there is no compiler, and `select.py` then uses `TorchOps`. The library
+shares torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
 
-Results live in buffers that the next call of the same operation reuses, so a step allocates next to nothing. Called by
-the step thread alone; one `NativeOps` per model.
+Results are in buffers that the next call of the same operation reuses, so a step allocates almost nothing. Called only
+by the step thread; one `NativeOps` per model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def _cpu_flags() -> str:
-    """What `-march=native` depends on: a cache folder may be shared by unlike machines."""
+    """Return what `-march=native` depends on: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -58,7 +58,7 @@ def _cpu_flags() -> str:
 
 
 def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one line in the log) where they cannot be compiled or loaded."""
+    """Return the compiled kernels, or None (and log one line) if they cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if platform.system() != "Linux" or compiler is None:
         logger.info("no C compiler found: using torch operations instead of the C kernels")
@@ -82,7 +82,7 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str, source: Path, target: Path) -> None:
-    """Compile beside the target and rename, so that processes starting together never load half a file."""
+    """Compile beside the target and rename, so that processes that start together never load a partial file."""
     handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     try:
@@ -97,7 +97,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """`[ceil(out / 32), in, 32]`, zero padded; `gate_up`: each panel holds 16 gate columns, then the 16 up ones."""
+    """A weight `[ceil(out / 32), in, 32]`, zero padded. With `gate_up`: 16 columns of gate, then 16 of up a panel."""
 
     panels: torch.Tensor
     bias: torch.Tensor | None
@@ -109,7 +109,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """Gate and up, and down, of each expert."""
+    """Packed weights of each expert: gate and up, and down."""
 
     gate_up: tuple[PackedWeight, ...]
     down: tuple[PackedWeight, ...]
@@ -120,7 +120,7 @@ class PackedExperts:
 
 
 def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
-    """Panels of a `[out, in]` weight. With `gate_up`, `out_features` is the width of the result (half the rows)."""
+    """Pack a `[out, in]` weight into panels. With `gate_up`, `out_features` is the result's width (half the rows)."""
     out_features, in_features = weight_OI.shape
     if gate_up:
         weight_OI = _interleave(weight_OI)
@@ -136,7 +136,7 @@ def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate_up: bool = F
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:
-    """`[gate; up]` to alternating half panels, each half padded with zeros."""
+    """Return `[gate; up]` as alternating half panels, each half padded with zeros."""
     half = PANEL // 2
     padding = -(rows.shape[0] // 2) % half
     gate, up = (
@@ -146,14 +146,14 @@ def _interleave(rows: torch.Tensor) -> torch.Tensor:
 
 
 def packed(weight: LinearWeight) -> PackedWeight:
-    """The weight as this module prepared it; TypeError where another implementation made it."""
+    """Return the weight as this module prepared it. Raises TypeError if another implementation prepared it."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
     return weight
 
 
 class NativeOps:
-    """Implements `Ops`; head sizes that the kernels do not know, pages of e4m3 and latent attention go through
+    """An `Ops`. Head sizes that the kernels do not support, pages of e4m3 and latent attention go through
     `TorchOps`."""
 
     name = "native"
@@ -198,7 +198,7 @@ class NativeOps:
         rows = x_TI.shape[0]
         x_TI = x_TI.contiguous()
         if result is None:
-            # By operation too: a tensor-parallel rank's `gate_up` may be as wide as the `linear` that reads its result.
+            # One an operation: a tensor-parallel rank's `gate_up` may be as wide as the `linear` that reads its result.
             result = self._buffer(f"linear{mode}/{weight.out_features}", rows, weight.out_features)
         self._library.chitu_linear(
             x_TI.data_ptr(),
@@ -317,7 +317,7 @@ class NativeOps:
         return self._fallback.latent_attention(q_THC, heads, batch, pages_PKSC)
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """A contiguous `[rows, width]` view of this name's buffer, which grows to the largest step seen."""
+        """Return a contiguous `[rows, width]` view of this name's buffer, which grows to the largest step so far."""
         view = self._views.get(name)
         if view is not None and view.shape == (rows, width):
             return view

@@ -1,5 +1,5 @@
-"""Which experts a row goes to and with what weight: softmax or sigmoid scores, groups, the best few. No wait for the
-device. Also the rows of each expert, for implementations that go from expert to expert.
+"""Expert routing: softmax or sigmoid scores, groups, the best few. Does not wait for the device. Also the rows of each
+expert, for implementations that iterate over experts.
 
 Shapes: T rows, E experts, A experts of a row, R = T A pairs of a row and one of its experts (row-major), G groups.
 Called by the layers and by the operations, on the step thread. Source: DeepSeek-V3, section 2.1.2; Qwen3-MoE.
@@ -18,24 +18,24 @@ from chitu.ops.interface import Routes
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Weights and rule of a layer's choice."""
+    """Weights and rules of a layer's routing."""
 
     weight_ED: torch.Tensor
-    """float32: near-ties are decided by it."""
+    """Weight of the logits, float32, because precision decides near-ties."""
     top_k: int
     is_sigmoid: bool = False
-    """Scores are sigmoids of the logits; else their softmax."""
+    """Whether scores are sigmoids of the logits; else they are their softmax."""
     is_normalised: bool = True
     num_groups: int = 1
     top_groups: int = 1
     group_votes: int = 1
     scale: float = 1.0
     choice_bias_E: torch.Tensor | None = None
-    """float32; added to the scores for the choice alone."""
+    """Bias added to the scores only for the choice, float32."""
 
 
 def route(x_TD: torch.Tensor, router: Router) -> Routes:
-    """The experts of each row, best first, and their weights."""
+    """Return the experts of each row, best first, and their weights."""
     logits_TE = F.linear(x_TD.float(), router.weight_ED)
     scores_TE = logits_TE.sigmoid() if router.is_sigmoid else logits_TE.softmax(-1)
     chosen_by_TE = scores_TE if router.choice_bias_E is None else scores_TE + router.choice_bias_E
@@ -44,7 +44,7 @@ def route(x_TD: torch.Tensor, router: Router) -> Routes:
     experts_TA = chosen_by_TE.topk(router.top_k, dim=-1).indices
     weights_TA = scores_TE.gather(1, experts_TA)
     if router.is_normalised:
-        # The least summand keeps 0 / 0 away and is lost in any sum worth the name.
+        # 1e-20 prevents 0 / 0 and does not change any other sum.
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
     return Routes(experts_TA, weights_TA * router.scale)
 
@@ -58,7 +58,7 @@ def _within_the_best_groups(scores_TE: torch.Tensor, router: Router) -> torch.Te
 
 
 def rows_by_expert(routes: Routes, num_experts: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Experts that have rows, with their pairs (of `experts_TA.flatten()`, ascending). Waits for the device."""
+    """Yield each expert with rows and its pairs (indices of `experts_TA.flatten()`, rising). Waits for the device."""
     expert_R = routes.experts_TA.flatten()
     order_R = expert_R.argsort(stable=True)
     start = 0
@@ -69,6 +69,6 @@ def rows_by_expert(routes: Routes, num_experts: int) -> Iterator[tuple[int, torc
 
 
 def weighted_sum(y_RD: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """`[T, D]`: the results of each row's pairs by their weights, added in the order of the row's experts."""
+    """Return `[T, D]`: the weighted results of each row's pairs, added in the order of the row's experts."""
     y_TAD = y_RD.view(*routes.experts_TA.shape, -1).float()
     return (y_TAD * routes.weights_TA.unsqueeze(-1)).sum(1).to(y_RD.dtype)

@@ -1,27 +1,27 @@
-"""What the two implementations of sampling (`engine/sampling_ops.py`, `ops/kernels/sampling.py`) must agree upon, bit
-by bit: constants, and the columns of the tables that a sampler keeps of its slots. No torch, no Triton.
+"""Constants that both implementations of sampling (`engine/sampling_ops.py`, `ops/kernels/sampling.py`) share, to agree
+bit by bit, and the columns of a sampler's slot tables. No torch, no Triton.
 
 A logit is divided by its row's *unit*, temperature times ln 2, so it counts bits: a token weighs `2^(40 + x - max)`.
-That power is made of operations that IEEE 754 rounds one way only (add, subtract, multiply; no fused multiply-add), so
-every device finds the same integer: `n = round(t)`, a polynomial in `t - n`, and n added to the exponent of that.
+That power uses only operations that IEEE 754 rounds in one way (add, subtract, multiply; no fused multiply-add), so
+every device gets the same integer: `n = round(t)`, a polynomial in `t - n`, and n added to the exponent of that.
 """
 
 WEIGHT_BITS = 40
-"""The most probable token weighs 2^40; 2^22 of them still fit an int64."""
+"""log2 of the weight of the most probable token. 2^22 such weights still fit an int64."""
 SMALLEST_EXPONENT = -60.0
-"""Smaller ones are raised to it: the weight is 0 below -40 anyway."""
+"""Lower bound to which smaller exponents are raised: below -40 the weight is 0 anyway."""
 ROUND_TO_INTEGER = 1.5 * 2.0**23 + WEIGHT_BITS
-"""Added to a small float32 leaves its nearest integer plus 40 in the low bits of the sum."""
+"""Added to a small float32, it leaves the nearest integer plus 40 in the low bits of the sum."""
 EXPONENT_SHIFT = 23
-"""Where the exponent of a float32 begins."""
+"""Bit at which the exponent of a float32 begins."""
 EXP2 = (0.001326472731307149, 0.009671512991189957, 0.05550733581185341, 0.24022242426872253, 0.6931470036506653)
-"""2^f - 1 for -0.5 <= f <= 0.5, highest power first, every one a float32; relative error 1e-7."""
+"""Coefficients of 2^f - 1 for -0.5 <= f <= 0.5, highest power first, each a float32; relative error 1e-7."""
 
 UNIFORM_BITS = 53
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of splitmix64 (Steele, Lea, Flood 2014)."""
+"""Constants of splitmix64 (Steele, Lea, Flood 2014)."""
 
 UNIT, TOP_P, LOG_MIN_P = range(3)
-"""First columns of the float64 table. The unit is 0 for greedy slots; min-p as the log2 of it, -inf for none."""
+"""First columns of the float64 table. The unit is 0 for greedy slots; min-p is stored as its log2, -inf for none."""
 SEED, POSITION, TOP_K = range(3)
 """First columns of the int64 table. Position: tokens emitted so far."""

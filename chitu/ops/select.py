@@ -1,4 +1,4 @@
-"""Picks the implementation of `Ops` for a device and a dtype."""
+"""Selects the implementation of `Ops` for a device and a dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chitu.ops.torch_ops import TorchOps
 
 
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Own kernels for float32 on a CPU with a C compiler and on CUDA with Triton, torch operations everywhere else."""
+    """Return our kernels on CUDA with Triton and for float32 on a CPU with a C compiler, else torch operations."""
     if has_triton(device):
         from chitu.ops.triton_ops import TritonOps
 
@@ -27,13 +27,13 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether this device computes with own Triton kernels."""
+    """Return whether this device computes with our own Triton kernels."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def select_prefill_ops(device: torch.device, shape: PrefillShape, prefill_attention: str) -> Ops:
-    """`select_ops` for a rank that prefills: with FlashInfer, where `model.prefill_attention` and the device allow it.
-    ConfigError where it is asked for and cannot be had. May compile for minutes."""
+    """Return the operations of a rank that prefills: with FlashInfer if `model.prefill_attention` and the device allow
+    it. Raises ConfigError if FlashInfer is required but cannot be used. May compile for minutes."""
     if not has_triton(device):
         if prefill_attention == "flashinfer":
             raise ConfigError(

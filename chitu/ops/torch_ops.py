@@ -1,7 +1,7 @@
-"""The operations in torch calls: any device, any dtype. Few calls per layer, nothing that waits for the device.
+"""The operations in torch calls: any device, any dtype. Few calls per layer; nothing waits for the device.
 
-Prefill rows attend span by span (`scaled_dot_product_attention`); decoding rows are gathered, padded to the longest and
-done in one call.
+Prefill rows attend span by span (`scaled_dot_product_attention`). Decoding rows are gathered, padded to the longest and
+computed in one call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chitu.ops.routing import rows_by_expert, weighted_sum
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """`[out, in]` as the checkpoint has it."""
+    """A weight `[out, in]` as in the checkpoint."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -33,7 +33,7 @@ class PlainWeight:
 
 
 def plain(weight: LinearWeight) -> PlainWeight:
-    """The weight as this module's `prepare` made it; TypeError where another implementation made it."""
+    """Return the weight as this module prepared it. Raises TypeError if another implementation prepared it."""
     if not isinstance(weight, PlainWeight):
         raise TypeError(f"weight prepared by another implementation: {type(weight).__name__}")
     return weight
@@ -44,7 +44,7 @@ class StackedExperts:
     """Every expert's gate, up and down in one tensor each."""
 
     gate_up_EGD: torch.Tensor
-    """`[E, 2 I, D]`, gate rows first."""
+    """Weights `[E, 2 I, D]`, gate rows first."""
     down_EDI: torch.Tensor
 
     @property
@@ -53,14 +53,14 @@ class StackedExperts:
 
 
 def stacked(experts: ExpertWeights) -> StackedExperts:
-    """As `plain`, of experts."""
+    """Return the experts as this module prepared them. Raises TypeError if another implementation prepared them."""
     if not isinstance(experts, StackedExperts):
         raise TypeError(f"experts prepared by another implementation: {type(experts).__name__}")
     return experts
 
 
 class TorchOps:
-    """Implements `Ops`."""
+    """An `Ops` for any device and dtype."""
 
     name = "torch"
 
@@ -101,7 +101,7 @@ class TorchOps:
         return weighted_sum(y_RD, routes)
 
     def _mixture_without_a_wait(self, x_TD: torch.Tensor, routes: Routes, own: StackedExperts) -> torch.Tensor:
-        """Every row through every expert, since which ones are needed only the device knows: right, but slow."""
+        """Pass every row through every expert, since only the device knows which are needed: correct but slow."""
         shares_TE = torch.zeros(x_TD.shape[0], own.num_experts, dtype=torch.float32, device=x_TD.device)
         shares_TE.scatter_(1, routes.experts_TA, routes.weights_TA)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
@@ -168,7 +168,7 @@ class TorchOps:
 def _attention(
     q_THN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSO: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`[T, H, O]`; keys and values may differ in width."""
+    """Return `[T, H, O]`. Keys and values may differ in width."""
     out_THO = q_THN.new_empty(*q_THN.shape[:2], v_PKSO.shape[-1])
     for span in batch.spans:
         rows = slice(span.row, span.row + span.length)
@@ -189,7 +189,7 @@ def _decode(
     k, v = (take_pages(x, pages_BP, q_BHN.dtype).transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSO))
     columns = torch.arange(num_pages * page_size, device=q_BHN.device)
     visible = columns <= batch.positions_T[batch.decode_row :].unsqueeze(1)
-    # Columns past a sequence's end lie in pages of others, where anything may be; a NaN would survive the mask.
+    # Columns past a sequence's end may be in pages of other sequences; a NaN there would survive the mask.
     hidden = ~visible[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     q = q_BHN.view(q_BHN.shape[0], k.shape[1], -1, q_BHN.shape[2])
@@ -197,20 +197,20 @@ def _decode(
 
 
 def _rotate(x_THN: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """float32: what goes into pages is rounded once."""
+    """Return rotated rows in float32, so that values in pages are rounded only once."""
     first, second = x_THN.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _gather(x_PKSN: torch.Tensor, pages: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """The first `length` tokens of a page list as `[K, length, N]`."""
+    """Return the first `length` tokens of a page list as `[K, length, N]`."""
     page_size = x_PKSN.shape[2]
     taken_PKSN = take_pages(x_PKSN, pages[: (length + page_size - 1) // page_size], dtype)
     return taken_PKSN.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _causal(q_LHN: torch.Tensor, k_KMN: torch.Tensor, v_KMO: torch.Tensor, start: int, scale: float) -> torch.Tensor:
-    """Rows at positions start, start + 1, ... over the keys 0 .. M - 1; `[L, H, O]`."""
+    """Return the attention `[L, H, O]` of rows at positions start, start + 1, ... over the keys 0 .. M - 1."""
     q_HLN, length = q_LHN.transpose(0, 1), q_LHN.shape[0]
     mask = None
     if start and length > 1:

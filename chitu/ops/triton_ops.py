@@ -1,8 +1,8 @@
-"""The operations on a CUDA device: own Triton kernels for what is bound by memory and launches, torch for the large
-matrix products. Everything can be captured in a CUDA graph.
+"""The operations on a CUDA device: our own Triton kernels for work bound by memory and launches, torch for large matrix
+products. Everything can be captured in a CUDA graph.
 
-A recorded step has no spans on the host, so nothing here looks at a batch's host side then but for how many rows there
-are: all else is read on the device.
+A recorded step has no spans on the host. So for it nothing here reads a batch's host side except the number of rows:
+the device reads all else.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, SpanRoutes, whole_promp
 
 
 class TritonOps:
-    """Implements `Ops`. `num_multiprocessors`: of the device, for the split of decode attention.
+    """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention.
 
-    Attention of spans: where all of a step are prompts that begin a sequence and have `whole_prompt_tokens`, torch's
-    library (`whole_prompts.py`); else `flashinfer`, where it is there and takes them; else whole prompts as before and
-    the others by our own kernel. Recorded steps have our own kernel.
+    Attention of spans: torch's library (`whole_prompts.py`) if all spans of a step begin a sequence and have at least
+    `whole_prompt_tokens`; else `flashinfer`, if given and if it takes them; else torch's library for whole prompts and
+    our own kernel for the rest. Recorded steps use our own kernel.
     """
 
     name = "triton"
@@ -194,6 +194,6 @@ class TritonOps:
 
 
 def _norms_within(x_TD: torch.Tensor) -> bool:
-    """Whether the norm before a product of these rows is done within it. The factor of the norm comes last there, and
-    in float16 a hidden state times the norm's weight may be too large for a number before that."""
+    """Return whether a product of these rows includes the norm before it. It applies the norm's factor last, and in
+    float16 a hidden state times the norm's weight may overflow before that."""
     return x_TD.shape[0] <= MAX_ROWS and x_TD.dtype != torch.float16

@@ -1,12 +1,12 @@
 """Attention of whole prompts by the device's own library: gather the pages, then one square, causal product.
 
-A long prompt that begins at position 0 is what libraries are fastest at: on an H100 cuDNN reached 0.78 of the matrix
-product's rate at 8192 tokens, paged kernels of FlashInfer 0.40 to 0.67. Gathering costs a copy of K and V. Chunks
-behind a prefix are not square and go to a paged kernel, as do mixes. So do recorded steps, which are short.
+Libraries are fastest for a long prompt that begins at position 0: on an H100 cuDNN reached 0.78 of the matrix product's
+rate at 8192 tokens, paged kernels of FlashInfer 0.40 to 0.67. Gathering costs a copy of K and V. Chunks behind a prefix
+are not square and go to a paged kernel, as do mixed steps and recorded steps, which are short.
 
-cuDNN builds a plan for every new length, on the thread that asks (others measured 42 to 400 ms), and keeps it for that
-thread. So a prompt is padded to one of few lengths, `padded_length`, and the warm-up runs each of them
-(`engine/warmup.py`). Causal rows see no row behind them, so what pads changes nothing; its keys and values are zeros.
+cuDNN builds a plan for every new length, on the calling thread (42 to 400 ms in published measurements), and caches it
+for that thread. So a prompt is padded to one of few lengths, `padded_length`, and the warm-up runs each of them
+(`engine/warmup.py`). Causal rows do not attend to later rows, so padding changes nothing. Its K and V are zeros.
 
 `SpanRoutes` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
 """
@@ -25,33 +25,33 @@ from chitu.ops.interface import Batch, Span, tiles_of
 from chitu.ops.kernels.gather import gather_pages
 
 WHOLE_PROMPT_TOKENS = 1024
-"""The shortest prompt, in tokens. The length at which the paged kernel is as fast was not measured."""
+"""Length of the shortest whole prompt. The length at which the paged kernel is as fast was not measured."""
 NO_WHOLE_PROMPTS = sys.maxsize
 PAD_TOKENS = 512
 PAD_SHARE = 8
-"""Longer prompts are padded by more: at most an eighth of them, so that there are eight lengths from n to 2 n."""
+"""Longer prompts are padded by up to an eighth of their length, so there are eight lengths from n to 2 n."""
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""In this order; which of them takes a shape and a dtype torch knows."""
+"""Backends in order of preference; torch uses the first that supports the shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanRoutes:
-    """Where the spans of a batch go. It holds the batch, so that no other can be taken for it."""
+    """Attention kernels of a batch's spans. Holds the batch, so that no other batch can be taken for it."""
 
     batch: Batch
     whole: tuple[Span, ...]
-    """One by one to `whole_prompt`."""
+    """Spans that go to `whole_prompt`, one by one."""
     tiles_Y4: torch.Tensor
-    """As `Batch.tiles_Y4`, of the others."""
+    """Tiles of the other spans, as `Batch.tiles_Y4`."""
     is_whole: bool
-    """No span is left for a paged kernel; there may be none at all."""
+    """Whether no span is left for a paged kernel; there may be no spans at all."""
     is_alone: bool
-    """One whole prompt is all that there is, no decoding row either."""
+    """Whether the batch is one whole prompt, without other rows."""
 
     @classmethod
     def of(cls, batch: Batch, whole_prompt_tokens: int) -> SpanRoutes:
@@ -62,19 +62,19 @@ class SpanRoutes:
 
 
 def divide(spans: Sequence[Span], whole_prompt_tokens: int) -> tuple[list[Span], list[Span]]:
-    """Those for `whole_prompt`, and the others."""
+    """Divide spans into those for `whole_prompt` and the rest."""
     whole = [span for span in spans if span.start == 0 and span.length >= whole_prompt_tokens]
     return whole, [span for span in spans if span.start or span.length < whole_prompt_tokens]
 
 
 def padded_length(num_tokens: int) -> int:
-    """The next multiple of `PAD_TOKENS`, or of an eighth of the power of two below where that is more."""
+    """Return the next multiple of `PAD_TOKENS`, or of an eighth of the power of two below if that is more."""
     unit = max(PAD_TOKENS, (1 << (num_tokens - 1).bit_length()) // 2 // PAD_SHARE)
     return -(-num_tokens // unit) * unit
 
 
 def padded_lengths(first: int, last: int) -> list[int]:
-    """Every `padded_length` of prompts of `first` up to `last` tokens, rising."""
+    """Return every `padded_length` of prompts of `first` to `last` tokens, ascending."""
     found: list[int] = []
     while first <= last:
         found.append(padded_length(first))
@@ -83,7 +83,7 @@ def padded_lengths(first: int, last: int) -> list[int]:
 
 
 def tiles_on(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
-    """`Batch.tiles_Y4` of these spans alone."""
+    """Return `Batch.tiles_Y4` of only these spans."""
     tiles = torch.tensor(tiles_of(spans), dtype=torch.int64, pin_memory=device.type == "cuda")
     return tiles.view(-1, 4).to(device, non_blocking=True)
 
@@ -91,7 +91,7 @@ def tiles_on(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
 def whole_prompt(
     q_THN: torch.Tensor, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, batch: Batch, span: Span
 ) -> torch.Tensor:
-    """`[length, H, N]`: rows of a span that begins at position 0 over the same rows' keys."""
+    """Return the attention `[length, H, N]` of a span that begins at position 0, over its own keys."""
     pages = batch.page_table[span.slot, : -(-span.length // k_PKSN.shape[2])]
     num_rows = padded_length(span.length)
     k_KLN, v_KLN = gather_pages(k_PKSN, v_PKSN, pages, span.length, num_rows, q_THN.dtype)

@@ -67,7 +67,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name. chat_template.jinja overrides chat_template.json, that tokenizer_config.json.
+    """Return templates by name; precedence: chat_template.jinja, chat_template.json, tokenizer_config.json.
 
     Raises ConfigError if a file lacks its template."""
     templates: dict[str, str] = {}

@@ -213,7 +213,7 @@ def test_the_trial_tells_a_right_library_from_a_wrong_one(caplog):
 @pytest.mark.parametrize(
     ("library", "said"),
     [
-        (lambda: Library(lambda: TwinWrapper(error=-1)), "off torch's"),
+        (lambda: Library(lambda: TwinWrapper(error=-1)), "relative error"),
         (lambda: Library(is_built=False, build=lambda limit_s: run_bounded(["false"], limit_s)), "the build failed"),
         (lambda: Library(is_built=False, build=lambda _: run_bounded(["sleep", "60"], 0.05)), "took more than"),
         (lambda: Library(lambda: None), "AttributeError"),

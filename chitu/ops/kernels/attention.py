@@ -1,12 +1,12 @@
 """Paged attention: decoding rows by split-KV with the query heads of a KV head packed together, spans by tiles of rows.
 
-Decoding reads every K and V of its sequence once, so it is bound by memory: a sequence is cut into splits until the
-device is full, each split leaves a partial result with its log-sum-exp, and a second kernel joins them. How many splits
-there are depends on the number of rows alone, never on lengths, so a CUDA graph stays valid while sequences grow.
-Lengths are `position + 1`, pages come from the slot's row of the page table; both are read on the device.
+Decoding reads every K and V of its sequence once, so it is bound by memory: a sequence is divided into splits until the
+device is full, each split writes a partial result with its log-sum-exp, and a second kernel joins them. The number of
+splits depends only on the number of rows, never on lengths, so a CUDA graph stays valid while sequences grow. Lengths
+are `position + 1`, pages come from the slot's row of the page table; the device reads both.
 
-Pages of e4m3 (`ops/fp8_pages.py`) are widened in registers, where that is exact. The scale of a key is multiplied into
-its scores, that of a value into its share, so no number of the cache is multiplied by anything.
+Pages of e4m3 (`ops/fp8_pages.py`) are widened in registers, which is exact. A key's scale multiplies its scores, a
+value's scale its share, so the numbers of the cache are never scaled themselves.
 
 Source of the method: Flash-Decoding (Dao et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
@@ -26,21 +26,21 @@ from chitu.ops.kernels.fp8 import mix, scale_at
 
 LOG2_E = math.log2(math.e)
 DECODE_BLOCK = 64
-"""Keys that a program of the decode kernel looks at at once."""
+"""Keys that a program of the decode kernel processes at once."""
 MAX_SPLITS = 64
 PREFILL_KEYS = 64
 FLOAT32_TILE = (32, 16)
 
 
 def is_narrow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels that multiply must look at less at once. A GPU multiplies float32 without tensor cores, from
-    registers: what they do not hold is spilled, up to 20 KB a thread, and the driver keeps as much for every thread
-    that the device can hold. Triton's interpreter has no registers, and pays by the program."""
+    """Return whether kernels with products need smaller tiles. A GPU multiplies float32 without tensor cores, from
+    registers. What does not fit is spilled, up to 20 KB a thread, and the driver reserves as much for every thread that
+    the device can hold. Triton's interpreter has no registers, and its cost grows with the number of programs."""
     return dtype == torch.float32 and device.type == "cuda"
 
 
 def prefill_tile(narrow: bool) -> tuple[int, int]:
-    """Rows and keys that a program of the prefill kernel looks at at once."""
+    """Return the rows and keys that a program of the prefill kernel processes at once."""
     return FLOAT32_TILE if narrow else (TILE_ROWS, PREFILL_KEYS)
 
 
@@ -129,7 +129,7 @@ def _decode_split(
 def _join_splits(
     partial_ptr, lse_ptr, out_ptr, num_splits, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr
 ):
-    """Program (row x query head): the partial results, weighted by their share of the softmax's sum."""
+    """Program (row x query head): join partial results, weighted by their share of the softmax's sum."""
     row = tl.program_id(0)
     splits = tl.arange(0, SPLITS_PAD)
     d = tl.arange(0, DIM_PAD)
@@ -163,7 +163,7 @@ def _prefill_tiles(
     IS_FP8: tl.constexpr,
 ):
     """Program (tile, query head, ROWS of the tile): each row over its slot's keys up to its own position."""
-    # The last tiles of a prompt have the most keys: they start first, so that the short ones fill the device's tail.
+    # The last tiles of a prompt have the most keys. They start first, so that short ones fill the device at the end.
     tile_ptr = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1)
     part = tl.program_id(2) * ROWS
@@ -204,14 +204,14 @@ def _prefill_tiles(
             v = v.to(q.dtype)
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
-    total = tl.where(total > 0, total, 1.0)  # rows that are not there have no keys
+    total = tl.where(total > 0, total, 1.0)  # padding rows have no keys
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_q)
 
 
 def num_splits_for(num_rows: int, kv_heads: int, max_len: int, num_multiprocessors: int) -> int:
-    """Splits of a decode launch: enough programs to fill the device four times, none below two blocks of keys.
+    """Return the splits of a decode launch: programs for four times the device, with at least two blocks of keys each.
 
-    `max_len` is the longest that a sequence can ever get (not what it is now): the choice must hold for a graph's life.
+    `max_len`: the longest that a sequence can ever get, not its current length; the choice holds for a graph's life.
     """
     splits = 1
     while (
@@ -224,7 +224,7 @@ def num_splits_for(num_rows: int, kv_heads: int, max_len: int, num_multiprocesso
 
 
 def decode_scratch(num_rows: int, heads: int, dim: int, splits: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Partial results `[rows, heads, splits, dim]` and log-sum-exps `[rows, heads, splits]`, float32."""
+    """Allocate partial results `[rows, heads, splits, dim]` and log-sum-exps `[rows, heads, splits]`, float32."""
     partial = torch.empty(num_rows, heads, splits, dim, dtype=torch.float32, device=device)
     return partial, torch.empty(num_rows, heads, splits, dtype=torch.float32, device=device)
 
@@ -239,7 +239,7 @@ def decode_attention(
     out_BHN: torch.Tensor,
     splits: int,
 ) -> None:
-    """Row b attends to positions 0 .. `positions_B[b]` of its slot; result in `out_BHN`."""
+    """Compute decoding rows into `out_BHN`: row b attends to positions 0 .. `positions_B[b]` of its slot."""
     num_rows, heads, dim = q_BHN.shape
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
     group = heads // kv_heads
@@ -287,8 +287,8 @@ def prefill_attention(
     out_THN: torch.Tensor,
     tile: tuple[int, int] | None = None,
 ) -> None:
-    """The rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own; results in their rows. `tile`:
-    another than `prefill_tile`."""
+    """Compute the rows of all tiles (`Batch.tiles_Y4`) over their slots' keys up to their own positions, into the same
+    rows of `out_THN`. `tile` overrides `prefill_tile`."""
     heads, dim = q_THN.shape[1:]
     kv_heads, page_size = k_PKSN.shape[1], k_PKSN.shape[2]
     rows, keys = tile or prefill_tile(is_narrow(q_THN.dtype, q_THN.device))

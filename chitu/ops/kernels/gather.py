@@ -1,8 +1,8 @@
-"""K and V of one sequence brought together from its pages, head by head, for kernels that know no pages.
+"""Gathers K and V of one sequence from its pages, head by head, for kernels without page tables.
 
-One launch reads and writes both once; torch's indexing, which also has to turn heads and tokens around, takes four
-passes that move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) come out multiplied by their scales. Rows behind
-the last token are zeros, whatever the pages hold there.
+One launch reads and writes both once; torch's indexing, which must also swap heads and tokens, takes four passes that
+move two bytes a thread. Pages of e4m3 (`ops/fp8_pages.py`) are multiplied by their scales. Rows behind the last token
+are zeros, whatever the pages hold there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chitu.ops.fp8_pages import is_fp8
 from chitu.ops.kernels.fp8 import scale_at
 
 VALUES_AT_ONCE = 2048
-"""A page of 16 tokens of a head of 128."""
+"""Values that a program copies: a page of 16 tokens of a head of 128."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -36,8 +36,8 @@ def _gather_pages(
     DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Program (page of the sequence, head, part of the page): the same part of K and of V. Pages without a token are
-    not looked up."""
+    """Program (page of the sequence, head, part of the page): copy the same part of K and of V. Does not look up pages
+    without a token."""
     page = tl.program_id(0)
     head = tl.program_id(1)
     PAGE: tl.constexpr = VALUES // DIM
@@ -69,8 +69,8 @@ def gather_pages(
     num_rows: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`[2, K, num_rows, N]` in `dtype`, K's and V's: the first `num_tokens` tokens of these pages (int64, device) one
-    after the other, then zeros."""
+    """Return K and V as `[2, K, num_rows, N]` in `dtype`: the first `num_tokens` tokens of these pages (int64, device)
+    in order, then zeros."""
     _, kv_heads, page_size, dim = k_PKSN.shape
     values = page_size * dim
     block = min(VALUES_AT_ONCE, triton.next_power_of_2(values))

@@ -1,10 +1,10 @@
 """Latent attention (`layers/latent.py`) on paged rows of a latent and a rotated key: append, query, attention.
 
-All heads attend to the same rows, which are keys and values at once, so a program takes as many queries as fill a
-tensor core: the heads of one decoding row, or one head of a tile's rows. Each row of the cache is read once for all of
-them. Decoding rows are split over programs as in `attention.py`, whose second kernel joins them. Nothing depends on
-lengths but the loops, so all of it can be recorded. In pages of e4m3 (`ops/fp8_pages.py`) a row, latent and key
-together, has one scale. Called by `triton_ops.py` on the step thread.
+All heads attend to the same rows, which are both keys and values, so a program takes enough queries to fill a tensor
+core: the heads of one decoding row, or one head of a tile's rows. It reads each row of the cache once for all of them.
+Decoding rows are split over programs as in `attention.py`, whose second kernel joins them. Only the loops depend on
+lengths, so all of it can be recorded. In pages of e4m3 (`ops/fp8_pages.py`) a row, latent and key together, has one
+scale. Called by `triton_ops.py` on the step thread.
 
 Shapes: H heads, L latent, R rotated part, C = L + R, N the part of q that goes through the key weight, S page size.
 """
@@ -23,12 +23,12 @@ from chitu.ops.kernels.attention import LOG2_E, _join_splits, decode_scratch, is
 from chitu.ops.kernels.fp8 import magnitude, mix, row_scale, scale_at, to_e4m3
 
 KEYS = 32
-"""Rows of the cache that a program looks at at once."""
+"""Rows of the cache that a program processes at once."""
 FLOAT32_KEYS = 16
 FLOAT32_QUERIES = 16
 MAX_QUERIES = 32
-"""Heads of a decoding row, or rows of a tile, in one program: their sums over a latent of 512 fill the registers of
-eight warps; 64 of them spill."""
+"""Most heads of a decoding row, or rows of a tile, in one program. Their sums over a latent of 512 fill the registers
+of eight warps; 64 would spill."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _latent_append(
     PAGE: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Program (row): norm the latent, rotate the key, store both behind each other."""
+    """Program (row): norm the latent, rotate the key, store one behind the other."""
     row = tl.program_id(0)
     position = tl.load(positions_ptr + row)
     page = tl.load(table_ptr + tl.load(slots_ptr + row) * table_stride + position // PAGE).to(tl.int64)
@@ -103,7 +103,7 @@ def _latent_query(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Program (row, head): what the key weight made of the query's first part, and the rest of it, rotated."""
+    """Program (row, head): store the query's first part, already multiplied by the key weight, and its rotated rest."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     to = out_ptr + (row * HEADS + head) * (LATENT + 2 * HALF)
@@ -149,10 +149,10 @@ def _latent_attend(
     IS_SPLIT: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Prefill: program (tile, head, part of the tile), queries are rows. Else (row, block of heads, split), heads."""
+    """Prefill: program (tile, head, part of the tile), queries are rows. Decode: (row, head block, split), heads."""
     m = tl.arange(0, QUERIES)
     if IS_PREFILL:
-        # The last tiles of a prompt have the most keys: they start first.
+        # The last tiles of a prompt have the most keys, so they start first.
         tile_ptr = tiles_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
         num_rows = tl.load(tile_ptr + 1)
         first_position = tl.load(tile_ptr + 3)
@@ -218,13 +218,13 @@ def _latent_attend(
             to = (query[:, None] * num_splits + split) * LATENT + c[None, :]
             tl.store(partial_ptr + to, acc / total[:, None], mask=is_out)
     else:
-        total = tl.where(total > 0, total, 1.0)  # rows that are not there have no keys
+        total = tl.where(total > 0, total, 1.0)  # padding rows have no keys
         to = out_ptr + query[:, None] * LATENT + c[None, :]
         tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
 
 
 def queries_for(heads: int, narrow: bool = False) -> int:
-    """Heads of a decode program; a tensor core wants sixteen rows at least."""
+    """Return the heads of a decode program. A tensor core needs at least sixteen rows."""
     return FLOAT32_QUERIES if narrow else max(16, min(MAX_QUERIES, 1 << (heads - 1).bit_length()))
 
 
@@ -237,7 +237,7 @@ def latent_append(
     page_table: torch.Tensor,
     pages_PKSC: torch.Tensor,
 ) -> None:
-    """Rows of `kv_TC` may be any distance apart."""
+    """Norm, rotate and store rows. Rows of `kv_TC` may have any stride."""
     half = heads.rope_dim // 2
     kernel: Any = _latent_append[(kv_TC.shape[0],)]
     kernel(
@@ -271,7 +271,7 @@ def latent_query(
     positions_T: torch.Tensor,
     out_THC: torch.Tensor,
 ) -> None:
-    """Rows and heads of `q_THE` may be any distance apart."""
+    """Multiply queries by the key weight and rotate the rest. Rows and heads of `q_THE` may have any stride."""
     num_rows, nope, half = q_THE.shape[0], key_HNL.shape[1], heads.rope_dim // 2
     absorbed_HTL = torch.bmm(q_THE[:, :, :nope].transpose(0, 1), key_HNL)
     kernel: Any = _latent_query[(num_rows, heads.num_heads)]
@@ -303,7 +303,7 @@ def latent_prefill(
     page_table: torch.Tensor,
     out_THL: torch.Tensor,
 ) -> None:
-    """The rows of all tiles (`Batch.tiles_Y4`)."""
+    """Compute the rows of all tiles (`Batch.tiles_Y4`)."""
     queries = FLOAT32_QUERIES if is_narrow(q_THC.dtype, q_THC.device) else MAX_QUERIES
     grid = (tiles_Y4.shape[0], heads.num_heads, TILE_ROWS // queries)
     _attend(grid, q_THC, heads, pages_PKSC, None, None, tiles_Y4, page_table, out_THL, None, None, 1, queries)
@@ -319,7 +319,7 @@ def latent_decode(
     out_BHL: torch.Tensor,
     splits: int,
 ) -> None:
-    """Row b attends to positions 0 .. `positions_B[b]` of its slot."""
+    """Compute decoding rows: row b attends to positions 0 .. `positions_B[b]` of its slot."""
     num_rows, num_heads, latent = out_BHL.shape
     queries = queries_for(num_heads, is_narrow(q_BHC.dtype, q_BHC.device))
     grid = (num_rows, triton.cdiv(num_heads, queries), splits)
@@ -381,7 +381,7 @@ def _attend(
 
 
 def schedule(queries: int, is_fp8_cache: bool) -> dict[str, int]:
-    """As many warps as have registers for the sums, and with e4m3 for widening. Others spill
+    """Return enough warps to hold the sums in registers, and for e4m3 the widened numbers. Other values spill
     (`test/integration/compile_kernels.py`); which is fastest was not measured."""
     if is_fp8_cache:
         return {"num_warps": 8, "num_stages": 3}

@@ -1,9 +1,9 @@
-"""A mixture of experts in four launches: pairs of a row and an expert in the experts' order, two grouped products over
-tiles of one expert's pairs, and the weighted sum of each row's results in the order of its experts.
+"""A mixture of experts in four launches: a sort of (row, expert) pairs by expert, two grouped products over tiles of
+one expert's pairs, and the weighted sum of each row's results in the order of its experts.
 
-Nothing waits for the device and no size depends on what the router chose, so a step with it can be recorded: there are
-as many tiles as the worst choice needs, and those that are not needed end at once. A row's result depends on nothing
-but the row and the size class of the batch. Called by `triton_ops.py` on the step thread.
+Nothing waits for the device and no size depends on the routing, so a step with it can be recorded: there are as many
+tiles as the worst routing needs, and unneeded tiles end at once. A row's result depends only on the row and the size
+class of the batch. Called by `triton_ops.py` on the step thread.
 
 Shapes as in `routing.py`: R = T A pairs; pair r belongs to row r / A. G = 2 I, gate rows first.
 """
@@ -20,7 +20,7 @@ from chitu.ops.kernels.attention import is_narrow
 
 PAIRS_AT_ONCE = 1024
 COLUMNS = 64
-"""Outputs of a program of a product."""
+"""Outputs of one program of a product."""
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -36,9 +36,9 @@ def _sort_pairs(
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Program e: the pairs of expert e, ascending, to their place in `order`, and its tiles to `tiles` (`[tiles, 3]`:
-    expert, first place, pairs). The program behind the last expert writes the tiles that nobody needs, without pairs.
-    Each program counts all pairs for itself: they are few bytes, and nobody waits for anybody."""
+    """Program e: write the pairs of expert e, ascending, to their place in `order`, and its tiles to `tiles`
+    (`[tiles, 3]`: expert, first place, pairs). The program behind the last expert writes the unneeded tiles, without
+    pairs. Each program counts all pairs itself: they are few bytes, and no program waits for another."""
     expert = tl.program_id(0)
     bins = tl.arange(0, EXPERTS_PAD)
     counts = tl.zeros([EXPERTS_PAD], tl.int32)
@@ -87,7 +87,7 @@ def _grouped_product(
     IS_GATED: tl.constexpr,
 ):
     """Program (columns, tile): OUT outputs of a tile's pairs by their expert's weight, to the pairs' rows of `out`.
-    Gated: input is the row of the pair, output o is `silu(gate_o) up_o`; else input is what the first product made."""
+    Gated: input is the pair's row, output o is `silu(gate_o) up_o`. Else the input is the first product's result."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     count = tl.load(tile_ptr + 2)
     if count > 0:
@@ -126,7 +126,7 @@ def _grouped_product(
 
 @triton.jit
 def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constexpr):
-    """Program (row, columns)."""
+    """Program (row, columns): the weighted sum of the row's pairs."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -138,18 +138,18 @@ def _weighted_sum(y_ptr, weights_ptr, out_ptr, per_row, width, BLOCK: tl.constex
 
 
 def tile_rows_for(num_pairs: int, num_experts: int, narrow: bool = False) -> int:
-    """Pairs a tile: few where an expert has few, since the rest of a tile is computed for nothing."""
+    """Return the pairs of a tile: few if experts have few pairs, since padding of a tile is computed in vain."""
     return 16 if narrow or num_pairs <= 16 * num_experts else 64
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """What the worst choice needs: each expert that has pairs may have one tile that is not full."""
+    """Return the tiles that the worst routing needs: each expert with pairs may have one tile that is not full."""
     return num_pairs // tile_rows + min(num_pairs, num_experts)
 
 
 def sort_pairs(experts_TA: torch.Tensor, num_experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`order` int32 `[R]`, pairs by expert and then ascending; `tiles` int32 `[tiles, 3]`: expert, first place in
-    `order`, pairs (none: the tile is not needed)."""
+    """Return `order`, int32 `[R]`, pairs by expert and then ascending, and `tiles`, int32 `[tiles, 3]`: expert, first
+    place in `order`, number of pairs (0 if the tile is not needed)."""
     num_pairs = experts_TA.numel()
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     order_R = torch.empty(num_pairs, dtype=torch.int32, device=experts_TA.device)
@@ -178,7 +178,7 @@ def mixture(
     gate_up_EGD: torch.Tensor,
     down_EDI: torch.Tensor,
 ) -> torch.Tensor:
-    """`[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts."""
+    """Return `[T, D]`: for each row the sum of `weight * down(silu(gate(x)) up(x))` over its experts."""
     num_experts, hidden, inner = down_EDI.shape
     num_pairs, per_row = experts_TA.numel(), experts_TA.shape[1]
     tile_rows = tile_rows_for(num_pairs, num_experts, is_narrow(x_TD.dtype, x_TD.device))

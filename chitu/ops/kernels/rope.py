@@ -1,6 +1,6 @@
-"""Norm, rotate and store: one launch takes q, k and v of every row from the fused projection to where they belong.
+"""Norm, rotate and store: one launch moves q, k and v of every row from the fused projection to their destination.
 
-Pages of e4m3 (`ops/fp8_pages.py`) get their numbers and scales from float32, what norm and rotation leave, at once.
+Numbers and scales of e4m3 pages (`ops/fp8_pages.py`) are computed directly from float32, after norm and rotation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _rope_append(
     position = tl.load(positions_ptr + row)
     if group < Q_GROUPS + KV_GROUPS:
         if HAS_NORM:
-            # A pointer cannot be chosen by tl.where; the weight of the other kind is masked away and never read.
+            # tl.where cannot choose a pointer, so the weight of the other kind is masked and never read.
             q_mask = d < tl.where(group < Q_GROUPS, HALF, 0)
             k_mask = d < tl.where(group < Q_GROUPS, 0, HALF)
             low_weight = tl.load(q_norm_ptr + d, mask=q_mask, other=0.0).to(tl.float32)
@@ -121,7 +121,7 @@ def rope_append(
     v_PKSN: torch.Tensor,
     q_THN: torch.Tensor,
 ) -> None:
-    """q of every row goes to `q_THN`, k and v to their place in the pages. q and k have norms, or neither has one."""
+    """Write q of every row to `q_THN`, k and v to the pages. Either both q and k have norms, or neither has."""
     groups = sum(
         triton.cdiv(count, HEADS_AT_ONCE) for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     )

@@ -1,4 +1,4 @@
-"""What is done row by row: RMS norm, and the gated activation of the MLP."""
+"""Row-wise kernels: RMS norm, and the gated activation of the MLP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: tor
 
 
 def silu_mul(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor) -> None:
-    """`silu(gate) * up`; gate is the first half of a row."""
+    """Write `silu(gate) * up` to `out`; gate is the first half of a row."""
     width = out_TI.shape[1]
     kernel: Any = _silu_mul[(out_TI.shape[0], triton.cdiv(width, SILU_BLOCK))]
     kernel(gate_up_T2I, out_TI, width, BLOCK=SILU_BLOCK, num_warps=4)

@@ -1,13 +1,13 @@
-"""Sampling of a batch in three or four launches, without a sort over the vocabulary and without the host.
+"""Sampling of a batch in two to four launches, without a sort over the vocabulary and without the host.
 
-The same tokens as `engine/sampling_ops.py`, bit by bit: sums are of integers, so neither their order nor the number of
-programs matters, and the weights are made as `ops/sampling_numbers.py` says. Called by `engine/sampler.py` on the step
-thread; penalties, bias and masks have been applied before, to a copy of the rows that have any.
+Gives the same tokens as `engine/sampling_ops.py`, bit by bit: sums are of integers, so neither their order nor the
+number of programs matters, and weights follow `ops/sampling_numbers.py`. Called by `engine/sampler.py` on the step
+thread, which has applied penalties, bias and masks to a copy of the rows that have any.
 
-A row is cut into chunks. `_peaks` finds each chunk's largest logit, `_measure` each chunk's weight and, for top-k and
-top-p, what lies above a ladder of thresholds; `_gather` collects the tokens above the lowest rung that can matter, few
-of a vocabulary of 150000 as a rule; `_finish` has one program a row: it searches the cut-offs among those by bisection,
-and draws. Where there are more than there is room for (a flat row), it searches the whole row: slower, no different.
+A row is split into chunks. `_peaks` finds each chunk's largest logit. `_measure` finds each chunk's weight and, for
+top-k and top-p, the count or weight above a ladder of thresholds. `_gather` collects the tokens above the lowest rung
+that can matter, usually few of a vocabulary of 150000. `_finish`, one program a row, finds the cut-offs among those by
+bisection, and draws. If they do not fit the list (a flat row), it searches the whole row: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chitu.ops import sampling_numbers as numbers
 
 CHUNK = 4096
 CAPACITY = 8192
-"""Tokens of a row that are collected at most."""
+"""Most tokens of a row that are collected."""
 THRESHOLDS = 16
 
 SMALLEST_EXPONENT = tl.constexpr(numbers.SMALLEST_EXPONENT)
@@ -35,14 +35,14 @@ UNIT, TOP_P, LOG_MIN_P = (tl.constexpr(value) for value in (numbers.UNIT, number
 SEED, POSITION, TOP_K = (tl.constexpr(value) for value in (numbers.SEED, numbers.POSITION, numbers.TOP_K))
 RUNGS = tl.constexpr(THRESHOLDS)
 RUNG = tl.constexpr((numbers.WEIGHT_BITS + 1.0) / THRESHOLDS**2)
-"""Rung i of the ladder is `RUNG * (i + 1)^2` bits below the row's maximum; the last where weights are 0. Exact."""
+"""Rung i of the ladder is `RUNG * (i + 1)^2` bits below the row's maximum. Below the last, weights are 0. Exact."""
 LOWEST = tl.constexpr(-(1 << 63))
 LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def _ordered(x):
-    """An int32 for a float32, in the same order; both zeros are one, NaN is the largest."""
+    """Map float32 to int32 in the same order. Both zeros are equal, NaN is the largest."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, LARGEST_KEY, bits ^ ((bits >> 31) & LARGEST_KEY))
 
@@ -54,7 +54,7 @@ def _float_of(key):
 
 @triton.jit
 def _weight(x, top):
-    """int64; 0 for every token of a row whose largest value is no number."""
+    """Return the weight of a token, int64; 0 for every token of a row whose largest value is not a number."""
     t = x - top
     t = tl.where(t > SMALLEST_EXPONENT, t, SMALLEST_EXPONENT)
     n = t + ROUND_TO_INTEGER
@@ -77,7 +77,7 @@ def _splitmix64(x):
 
 @triton.jit
 def _target(ints_ptr, total):
-    """The place in a row's cumulative weight that its draw falls on; a row's draw is then spent."""
+    """Draw a place in a row's cumulative weight, and advance the row's position."""
     position = tl.load(ints_ptr + POSITION)
     mixed = _splitmix64(_splitmix64(tl.load(ints_ptr + SEED).to(tl.uint64)) ^ position.to(tl.uint64))
     uniform = (mixed >> 11).to(tl.float64) * UNIFORM_STEP
@@ -87,7 +87,7 @@ def _target(ints_ptr, total):
 
 @triton.jit
 def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED: tl.constexpr):
-    """NaN past the end. `source`: the row's place among the edited ones, -1 if it is none of them."""
+    """Load logits, NaN past the end. `source`: the row's index among the edited rows, -1 if it is not edited."""
     if HAS_EDITED:
         plain_end = tl.where(source < 0, vocab, 0)
         x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < plain_end, other=0.0)
@@ -99,7 +99,7 @@ def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDI
 
 @triton.jit
 def _best(peaks_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """Key and id of a row's largest logit, as `_peaks` packs them; the first of equals."""
+    """Return key and id of a row's largest logit, as `_peaks` packs them; of equal logits the first."""
     c = tl.arange(0, CHUNKS_PAD)
     return tl.max(tl.load(peaks_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=LOWEST), 0)
 
@@ -129,7 +129,7 @@ def _measure(
     row_stride, num_rows, vocab, num_floats, num_ints,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """`counts`, `masses`: number and weight of a chunk's tokens at or above each rung, `[rows, CHUNKS, RUNGS]`."""
+    """Store in `counts` or `masses` `[rows, CHUNKS, RUNGS]` number or weight of a chunk's tokens from each rung up."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + num_rows + row)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -161,7 +161,7 @@ def _gather(
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr,
     HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Collects keys and ids of the tokens that top-k or top-p may keep, in any order."""
+    """Collect keys and ids of the tokens that top-k or top-p may keep, in any order."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + num_rows + row)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -182,7 +182,7 @@ def _gather(
     total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
     needed = tl.where(top_k > 0, top_k.to(tl.float64), total.to(tl.float64) * top_p)
     rungs = top - ((i + 1) * (i + 1)).to(tl.float32) * RUNG
-    # Nothing below the last rung weighs anything, whether or not it is kept.
+    # Tokens below the last rung have weight 0, whether or not they are kept.
     low = tl.max(tl.where((above.to(tl.float64) >= needed) | (i == RUNGS - 1), rungs, float("-inf")), 0)
     low = tl.where(least > low, least, low)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -203,7 +203,7 @@ def _candidates(
     start, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Key, id and weight of CHUNK candidates: of those collected, or of the row where they did not fit."""
+    """Return key, id and weight of CHUNK candidates: of the collected list, or of the row if the list overflowed."""
     at = start + tl.arange(0, CHUNK)
     if found > CAPACITY:
         x = _logits(logits_ptr, row_stride, edited_ptr, row, source, at, vocab, HAS_EDITED)
@@ -221,7 +221,7 @@ def _total(
     found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
     IS_COUNT: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Count or weight of the candidates from `least_key` up and up to `last_id`; the first CHUNK of them are given."""
+    """Return count or weight of candidates from `least_key` up, with ids up to `last_id`. The first CHUNK are given."""
     kept = (key >= least_key) & (ids <= last_id)
     total = tl.sum(tl.where(kept, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
     end = tl.where(found > CAPACITY, vocab, found)
@@ -257,7 +257,7 @@ def _finish(
     sums = tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0)
     total = tl.sum(sums, 0)
     if (top_k == 0) & (top_p >= 1.0):
-        # The chunk that the draw falls into, then the token in it.
+        # Find the chunk that the draw falls into, then the token in it.
         target = _target(ints_ptr, total)
         chunk = tl.sum(((tl.cumsum(sums, 0) <= target) & (c < CHUNKS - 1)).to(tl.int32), 0)
         before = tl.sum(tl.where(c < chunk, sums, 0), 0)
@@ -275,7 +275,7 @@ def _finish(
     )  # fmt: skip
     least = _ordered(tl.load(lows_ptr + row)).to(tl.int64)
     if top_k > 0:
-        # The largest key that at least k tokens reach.
+        # Find the largest key that at least k tokens reach.
         high = _ordered(top).to(tl.int64)
         while least < high:
             middle = (least + high + 1) >> 1
@@ -292,7 +292,7 @@ def _finish(
             False, CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
     if top_p < 1.0:
-        # The smallest key that less than top-p of what is left lies above.
+        # Find the smallest key with less than top-p of the remaining weight above it.
         allowed = total.to(tl.float64) * top_p
         high = _ordered(top).to(tl.int64)
         while least < high:
@@ -309,7 +309,7 @@ def _finish(
             found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
             False, CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
-    # The first id up to which more than the target is reached.
+    # Find the first id at which the cumulative weight exceeds the target.
     target = _target(ints_ptr, total)
     first, last = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + vocab - 1
     while first < last:
@@ -343,7 +343,7 @@ class SamplingKernels:
         self._list = torch.empty(num_rows, capacity, dtype=torch.int64, device=device)
 
     def warm_up(self, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        """Compile everything now, not while requests wait."""
+        """Compile every kernel now, not while requests wait."""
         logits_1V = torch.zeros(1, self._vocab_size, dtype=torch.float32, device=floats.device)
         rows_21 = torch.full((2, 1), -1, dtype=torch.int64, device=floats.device)
         for edited in (None, logits_1V):
@@ -359,18 +359,18 @@ class SamplingKernels:
         is_drawn: bool,
         is_cut: bool,
     ) -> torch.Tensor:
-        """The next token of every row, int64 `[B]`; adds 1 to the position of the slots that drew.
+        """Return the next token of every row, int64 `[B]`, and add 1 to the position of the slots that drew.
 
-        `logits_BV`, `edited_EV`: float32, dense within a row. `rows_2B`: int64, row of `edited_EV` or -1 for those of
-        `logits_BV`, and slot or -1 for argmax. `floats`, `ints`: the slots' tables, columns as in `sampling_numbers`.
-        `is_drawn`: some row is not greedy; `is_cut`: some row has a top-k or top-p.
+        `logits_BV`, `edited_EV`: float32, dense within a row. `rows_2B`: int64, each row's index in `edited_EV` or -1
+        for `logits_BV`, and its slot or -1 for argmax. `floats`, `ints`: the slots' tables, columns as in
+        `sampling_numbers`. `is_drawn`: whether some row is not greedy; `is_cut`: whether some row has a top-k or top-p.
         """
         num_rows = logits_BV.shape[0]
         tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
         grid = (num_rows, self._chunks)
         padded = triton.next_power_of_2(self._chunks)
         edited = logits_BV if edited_EV is None else edited_EV
-        # Multiply and add stay two roundings: that is what makes the weights the same everywhere.
+        # No fused multiply-add: two roundings make the weights the same on every device.
         constants: dict[str, Any] = {"CHUNK": self._chunk, "HAS_EDITED": edited_EV is not None, "CHUNKS": self._chunks}
         constants |= {"num_warps": 8, "enable_fp_fusion": False}
         sizes = (logits_BV.stride(0), num_rows, self._vocab_size)

@@ -1,9 +1,9 @@
-"""Matrix products of few rows, with what stands before and behind them in the same launch.
+"""Matrix products of few rows, fused with the operations before and behind them.
 
-A decode step of a small batch reads each weight once for a handful of rows: it is bound by memory and by the number of
-launches, not by arithmetic. So the RMS norm before a product (its factor is taken out of the sum and multiplied in at
-the end), the gate behind it and the residual are folded in: five launches a layer and one or two for attention.
-A row is computed in the same order of summation whatever else is in the batch of its size class.
+A decode step of a small batch reads each weight once for a few rows: it is bound by memory and by the number of
+launches, not by arithmetic. So the RMS norm before a product (its factor is multiplied in after the sum), the gate
+behind it and the residual are fused: five launches a layer and one or two for attention. The order of a row's sums
+depends only on the size class of the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from chitu.ops.kernels.attention import is_narrow
 
 MAX_ROWS = 64
-"""More rows are better served by a real matrix product."""
+"""Most rows of these kernels. A general matrix product is faster for more."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _small_linear(
     is_out = o < num_out
     row_of = o.to(tl.int64) * WIDTH
     up_of = (o + num_out).to(tl.int64) * WIDTH
-    squares = tl.zeros([ROWS, IN], tl.float32)  # summed once at the end: a sum is a wait of all warps for each other
+    squares = tl.zeros([ROWS, IN], tl.float32)  # summed once at the end: a sum synchronises all warps
     # One row: products are kept apart and summed once at the end; a tensor core would need 16 rows.
     if ROWS == 1:
         acc = tl.zeros([OUT, IN], tl.float32)
@@ -99,7 +99,7 @@ def _small_linear(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shape of a program's work. Chosen by rows and outputs alone, so that equal batches compute equally."""
+    """Shape of a program's work. Depends only on rows and outputs, so that equal batches compute equally."""
 
     rows: int
     out: int
@@ -108,7 +108,7 @@ class Tiles:
 
 
 def tiles_for(num_rows: int, num_out: int, narrow: bool = False) -> Tiles:
-    """Few outputs a program where there are few outputs, so that all multiprocessors read."""
+    """Return tiles with few outputs a program if there are few outputs, so that all multiprocessors read."""
     if num_rows == 1:
         return Tiles(1, 4 if num_out <= 4096 else 8, 512, 4)
     rows = max(16, triton.next_power_of_2(num_rows))
@@ -126,7 +126,7 @@ def small_linear(
     is_gated: bool = False,
     is_added: bool = False,
 ) -> None:
-    """`out = [norm](x) W^T + b`, gated or added to what `out` holds; at most `MAX_ROWS` rows."""
+    """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows."""
     num_rows, num_out = out_TO.shape
     tiles = tiles_for(num_rows, num_out, is_narrow(x_TI.dtype, x_TI.device))
     kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
