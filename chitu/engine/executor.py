@@ -121,7 +121,7 @@ class StepResult(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, bytes] = {}
     """Logprobs by slot, for chunks that ask: lines of equal length as in `logprobs`, in order of position."""
     failures: dict[int, str] = {}
-    """By slot, why no token can follow the request's grammar. Its token in `tokens` is then invalid."""
+    """Reasons, by slot, why no token can follow the request's grammar. Its token in `tokens` is then invalid."""
 
 
 class LayerCallback(Protocol):

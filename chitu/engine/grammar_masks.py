@@ -77,7 +77,7 @@ class GrammarRows:
 
     @classmethod
     def of(cls, rows: Sequence[GrammarCourse | None], slots: Sequence[int], device: torch.device) -> GrammarRows | None:
-        """`rows[i]` and `slots[i]` are those of work row i; None where no row follows a grammar."""
+        """Return the states, `rows[i]` and `slots[i]` being those of work row i, or None if no row has a grammar."""
         places = [row for row, course in enumerate(rows) if course is not None]
         if not places:
             return None

@@ -97,7 +97,7 @@ class ModelRunner:
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._prompt_lines: dict[int, torch.Tensor] = {}
-        """By slot, logprobs of the prompt chunks of the step that is being launched."""
+        """Logprobs, by slot, of the prompt chunks of the step that is being launched."""
         self._lines: list[Lines] = []
         """Logprobs of the sampled tokens of the step that is being launched."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)

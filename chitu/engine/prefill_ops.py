@@ -56,7 +56,7 @@ def warmup_prompts(
     """
     if device.type != "cuda" or instance.role is Role.DECODE:
         return []
-    from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only where there is a GPU
+    from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only with a GPU
 
     scheduler = topology.scheduler
     longest = min(scheduler.chunk_size, scheduler.max_batched_tokens, spec.max_model_len)

@@ -86,7 +86,7 @@ class _Decode:
     tokens_B: torch.Tensor
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    """With `slots`: host copy of what `rows_2B` holds."""
+    """Host copy, with `slots`, of what `rows_2B` holds."""
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class DecoderModel:
     shard: Shard | None = None
     """This rank among the ranks; None if this is the whole model."""
     vocabulary: Sequence[range] = ()
-    """With a shard: rows of embedding and head on each rank."""
+    """Rows of embedding and head on each rank; used only with a shard."""
 
     def forward(
         self,

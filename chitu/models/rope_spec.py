@@ -74,7 +74,7 @@ def read_rope(values: Mapping[str, Any], max_positions: int, where: str) -> Rope
     if specs[0] != specs[-1]:
         raise ConfigError(
             f"{where}: rope_parameters and rope_scaling contradict each other; keep one of them (rope_parameters, with "
-            "rope_theta in it, where transformers 5 wrote the file)"
+            "rope_theta in it, if transformers 5 wrote the file)"
         )
     return specs[0]
 

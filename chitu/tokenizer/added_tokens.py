@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
-"""Classes of transformers that use tokenizer.json as it is; others rebuild parts from tokenizer_config.json."""
+"""Classes of transformers that use tokenizer.json as it is; the rest rebuild parts from tokenizer_config.json."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 

@@ -113,7 +113,7 @@ def _decode_split(
             acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     if IS_SPLIT:
-        # An empty split writes no partial result; its -inf tells the second kernel not to read one.
+        # An empty split writes no partial result; its -inf makes the second kernel skip it.
         lse = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), -float("inf"))
         tl.store(lse_ptr + out_row * num_splits + split, lse, mask=g < GROUP)
         if end > first:

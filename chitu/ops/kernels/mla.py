@@ -210,7 +210,7 @@ def _latent_attend(
         top = new_top
     is_out = is_query[:, None] & (c < LATENT)[None, :]
     if IS_SPLIT:
-        # An empty split writes no partial result; its -inf tells the second kernel not to read one.
+        # An empty split writes no partial result; its -inf makes the second kernel skip it.
         split = tl.program_id(2)
         lse = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-38)), -float("inf"))
         tl.store(lse_ptr + query * num_splits + split, lse, mask=is_query)
