@@ -1,18 +1,18 @@
-"""What the prefix cache is worth in a conversation, and what it costs where it never hits.
+"""Gain of the prefix cache in a conversation, and its cost if it never hits.
 
     python -m benchmark.conversations [--model DIR]
 
-A unified instance, 1P1D and 2P2D are up at once, 1P1D also with a folder by which answers come back from D to P. Each
-round a conversation of eight turns grows to some 2000 tokens on each of them, one request at a time, streamed: the
-prompt of a turn is that of the last one, the model's own answer, and new tokens. Every turn is asked twice, with the
-cache and with `cache_prompt: false`, in an order that changes; what counts is the ratio of the two first tokens, beside
-the tokens that P did not compute.
+A unified instance, 1P1D and 2P2D run at once, and 1P1D also with a disk cache that brings answers back from D to P.
+Each round a conversation of eight turns grows to some 2000 tokens on each of them, one request at a time, streamed: the
+prompt of a turn is that of the last one, the model's own answer, and new tokens. Every turn is sent twice, with the
+cache and with `cache_prompt: false`, in alternating order. The result is the ratio of the two times to first token,
+beside the tokens that P did not compute.
 
-Then what a cache costs that never hits. Prompts of 2048 drawn tokens to a 1P1D with the cache and to one without, in
-turn: CPU time of P and D together. And through the step loop of an instance whose executor computes nothing: the cache
-is full, finds nothing, and gives up a page for each that it takes in. CPU time of the thread for a prompt, beside the
-first token of such a prompt on the unified instance. Last, an index of a million pages: CPU time for each 10,000 tokens
-of prompts of 100,000 to be found, taken in and evicted.
+Then the cost of a cache that never hits. Prompts of 2048 random tokens go to a 1P1D with the cache and to one without,
+in turn: CPU time of P and D together. The same goes through the step loop of an instance whose executor computes
+nothing. Its cache is full, finds nothing, and evicts a page for each one that it inserts: CPU time of the thread for a
+prompt, beside the time to first token of such a prompt on the unified instance. Last, an index of a million pages: CPU
+time of lookup, insertion and eviction, for each 10,000 tokens of prompts of 100,000.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
 FIRST_TURN_TOKENS, ANSWER_TOKENS, NEW_TOKENS, TURNS = 1024, 64, 80, 8
-"""So 93 to 96 % of each later turn stands in the one before and its answer, 88 to 92 % in its prompt alone."""
+"""With these sizes 93 to 96 % of each later turn repeats the turn before and its answer, 88 to 92 % its prompt
+alone."""
 ANSWERS_COME_BACK = ["cache.host_bytes=400000000", "cache.load_timeout_s=10"]
 INDEX_PAGES, INDEX_PROMPT_PAGES = 1_000_000, 6250
 MISS_TOKENS, PAGE_SIZE, PROMPTS_AT_ONCE, POOL_PROMPTS = 2048, 16, 4, 8
@@ -76,7 +77,8 @@ def drawn(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def measure_turns(settings: list[str], rounds: int) -> tuple[list[Row], float]:
-    """A row for each cluster and turn; the first token of an uncached prompt of MISS_TOKENS on a unified instance."""
+    """Return a row for each cluster and turn, and the median seconds to the first token of an uncached prompt of
+    MISS_TOKENS on a unified instance."""
     times: defaultdict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
     with ExitStack() as stack:
         urls = {}
@@ -99,7 +101,7 @@ def measure_turns(settings: list[str], rounds: int) -> tuple[list[Row], float]:
                             pair[is_off] = token_times_s(url, prompts[name], 1, **OFF)[0]
                         else:
                             (pair[is_off], *_), answer = streamed_tokens(url, prompts[name], ANSWER_TOKENS)
-                    if number:  # the first round warms all of them up
+                    if number:  # the first round is the warm-up
                         times[name, turn].append((pair[0], pair[1], cached_tokens(url)))
                     prompts[name] = prompts[name] + answer + new
         rng = random.Random(-1)
@@ -115,13 +117,13 @@ def measure_turns(settings: list[str], rounds: int) -> tuple[list[Row], float]:
 
 
 def cached_tokens(url: str) -> int:
-    """Of the last two requests, what the one that may have some had."""
+    """Return the cached tokens of that one of the last two requests that may use the cache."""
     requests = httpx.get(f"{url}/cluster", timeout=10.0, trust_env=False).json()["requests"]
     return max(request["cached_tokens"] or 0 for request in requests[-2:])
 
 
 def measure_missed_requests(settings: list[str], rounds: int) -> list[tuple[float, float]]:
-    """CPU seconds of P and D for a prompt that nothing has, with the cache and without."""
+    """Return CPU seconds of P and D for prompts that no cache holds, as pairs (with the cache, without)."""
     rng, pairs = random.Random(1), []
     with ExitStack() as stack:
         clusters = []
@@ -130,7 +132,7 @@ def measure_missed_requests(settings: list[str], rounds: int) -> list[tuple[floa
             clusters.append(stack.enter_context(LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", more))))
         for cluster in clusters:
             cluster.wait_ready()
-        for number in range(rounds + 6):  # the first fill the pool
+        for number in range(rounds + 6):  # the first rounds fill the pool
             seconds = [0.0, 0.0]
             for index in (number % 2, 1 - number % 2):
                 cluster = clusters[index]
@@ -166,7 +168,7 @@ class StepLoop:
         self._scheduler = PDScheduler(parts)
 
     def cpu_s(self, prompts: list[bytes]) -> float:
-        """Of one prompt, its one token included."""
+        """Return the CPU seconds of one prompt, including its one output token."""
         start_s, computed_s = time.thread_time(), self._executor.cpu_s
         for prompt in prompts:
             self._scheduler.submit(UnifiedRequest(new_room(), "r", prompt, SamplingParams(1, ignore_eos=True)))
@@ -180,7 +182,7 @@ def _refuse(room: bytes, error: ChituError) -> None:
 
 
 def measure_misses(rounds: int) -> tuple[float, float]:
-    """Medians in seconds of a prompt, with the cache and without."""
+    """Return the median CPU seconds of a prompt, with the cache and without."""
     rng = random.Random(0)
     loops = {True: StepLoop(True), False: StepLoop(False)}
     seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -189,12 +191,12 @@ def measure_misses(rounds: int) -> tuple[float, float]:
         for is_cached, loop in loops.items():
             seconds[is_cached].append(loop.cpu_s(prompts))
     if loops[True].cache.hit_tokens or not loops[True].cache.evictions:
-        raise RuntimeError("the cache was to miss, and to be full")
+        raise RuntimeError("the cache should have been full and never hit")
     return statistics.median(seconds[True]), statistics.median(seconds[False])
 
 
 def measure_index() -> tuple[float, float, float]:
-    """Medians in ms for each 10,000 tokens: keys and search, taking in, giving up for others."""
+    """Return median ms for each 10,000 tokens: keys and lookup, insertion, eviction for new pages."""
     num_prompts = INDEX_PAGES // INDEX_PROMPT_PAGES
     num_tokens = INDEX_PROMPT_PAGES * PAGE_SIZE
     cache, rng = PagedKVCacheManager(INDEX_PAGES, PAGE_SIZE, b"model"), random.Random(0)
@@ -212,7 +214,7 @@ def measure_index() -> tuple[float, float, float]:
         found.append(cpu_s(partial(cache.begin, room, keys, prompt + bytes(4))))
         cache.remove_task(room)
     if cache.hit_tokens != num_prompts * num_tokens:
-        raise RuntimeError("the cache was to have all of them")
+        raise RuntimeError("the cache should have held every prompt")
     for _ in prompts:
         given_up.append(cpu_s(partial(cache.reserve, new_room(), num_tokens)))
     found_ms, taken_in_ms, given_up_ms = (

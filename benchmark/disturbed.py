@@ -1,13 +1,14 @@
-"""What one client's large request does to the streams of others: `python -m benchmark.disturbed [--json-dir DIR]`.
+"""Delay that one client's large request adds to the streams of other clients: `python -m benchmark.disturbed
+[--json-dir DIR]`.
 
-Starts the real router and one fake worker process (P0 and D0) whose tokens say when they were emitted, and streams
-`--streams` answers at a token each `--step-ms`. Meanwhile one client sends, one after the other, what is large to read
-(400 prompts in a body of 12 MB, a prompt of 100,000 tokens, as many ids, a long chat, texts to count), what is large
-to answer (an echo, 128 choices, logprobs), and schemas that are costly to compile. Of the streams' tokens that came
-while it waited for its answer the age is told: from the emission to the client.
+Starts the real router and one fake worker process (P0 and D0) whose tokens encode their emission time, and streams
+`--streams` answers at one token each `--step-ms`. Meanwhile one client sends, one after the other, requests that are
+large to read (400 prompts in a body of 12 MB, a prompt of 100,000 tokens, as many ids, a long chat, texts to count),
+large to answer (an echo, 128 choices, logprobs), or that have schemas costly to compile. Measured is the age, from
+emission to the client, of the stream tokens that arrive while that client waits for its answer.
 
-Router, worker and clients share the machine with whatever else runs, so an age has their scheduling in it, too. A row
-is of the calmest of several tries, since what a request costs is there in each; the last column has the worst p99.
+Router, worker and clients share the machine with whatever else runs, so an age includes OS scheduling. A row shows the
+calmest of several tries, since the cost of a request is in each of them; the last column has the worst p99.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from chitu.testing.router_process import RouterUnderTest
 MAX_BODY_BYTES = 16 << 20
 MAX_LEN = 1 << 17
 SETTLE_S = 5.0
-"""Until the streams run."""
+"""Wait until all streams run."""
 _IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
 
 
 class Stream(asyncio.Protocol):
-    """One stream that runs all the time; the age of each token goes to `ages`, as (arrival, age) in seconds."""
+    """A stream that runs all the time and appends (arrival, age) of each token to `ages`, in seconds."""
 
     def __init__(self, request: bytes, ages: list[tuple[float, float]]) -> None:
         self._request = request
         self._ages = ages
         self._rest = b""
         self._emitted: int | None = None
-        """When the last token was, in instants."""
+        """Emission time of the last token, in instants."""
         self.failure = ""
 
     def begin_anew(self) -> None:
-        """The next token is no older than a period."""
+        """Take the next token as younger than one period."""
         self._emitted = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -63,7 +64,7 @@ class Stream(asyncio.Protocol):
         for line in lines:
             found = _IDS.search(line)
             for token in map(int, found[1].split(b",")) if found is not None else ():
-                # Emissions are less than a period apart, so each tells by how much it is behind the one before.
+                # Emissions are less than a period apart, so each token gives its distance from the one before.
                 since = int(now_s / INSTANT_S) - len(INSTANTS) + 1 if self._emitted is None else self._emitted
                 self._emitted = since + (token - INSTANTS[0] - since) % len(INSTANTS)
                 self._ages.append((now_s, now_s - self._emitted * INSTANT_S))
@@ -84,7 +85,8 @@ def text_of(rng: random.Random, num_chars: int) -> str:
 
 
 def disturbances(tries: int) -> dict[str, list[bytes]]:
-    """By name the requests, one for each try: no two are alike, since what was tokenised or compiled is kept."""
+    """Return requests by name, one for each try. No two are equal, since the router caches tokenised and compiled
+    texts."""
     rng, one = random.Random(20), {"max_tokens": 1}
     made: dict[str, list[bytes]] = {}
     for number in range(tries):
@@ -117,7 +119,7 @@ def disturbances(tries: int) -> dict[str, list[bytes]]:
 
 
 async def ask(port: int, request: bytes) -> int:
-    """Its status, once the answer is whole."""
+    """Send the request, read the whole answer and return its status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
     writer.write(request)
     await writer.drain()
@@ -142,7 +144,7 @@ async def measure(router: RouterUnderTest, num_streams: int, tries: int) -> list
     rows: list[tuple[object, ...]] = []
 
     def quantiles(begin_s: float) -> tuple[object, ...]:
-        """In ms: p50, p99 and the largest age of tokens that came since then."""
+        """Return p50, p99 and maximum, in ms, of the ages of tokens that arrived since `begin_s`."""
         told = sorted(1e3 * age for arrived_s, age in ages if arrived_s >= begin_s)
         return (told[len(told) // 2], told[len(told) * 99 // 100], told[-1])
 
@@ -154,7 +156,7 @@ async def measure(router: RouterUnderTest, num_streams: int, tries: int) -> list
             begin_s = time.monotonic()
             status = await ask(port, request) if request else await asyncio.sleep(2.0, "")
             waited_s = time.monotonic() - begin_s
-            await asyncio.sleep(0.1)  # for what is late
+            await asyncio.sleep(0.1)  # for late tokens
             found.append((status, waited_s, *quantiles(begin_s)))
         calmest = min(found, key=lambda one: cast(float, one[3]))
         rows.append((name, *calmest, max(cast(float, one[3]) for one in found)))

@@ -4,7 +4,7 @@
 
 Both engines are measured in turn within each round, so a busy machine slows both; the ratio is the median over rounds.
 The engine runs through `ModelRunner.execute` with chunked prefill and the default scheduler limits, as a unified
-instance does. Tokens of both are compared too: a fast wrong engine would be no result.
+instance does. The tokens of both are compared too: the speed of a wrong engine would mean nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ PREFILL_PROMPT_TOKENS = 512
 class Timing:
     prefill_s: float
     decode_s: float
-    """Of one step."""
+    """Seconds of one step."""
     tokens: list[list[int]]
 
 
 def write_model(folder: Path) -> Any:
-    """A Qwen3 of 34 M parameters with random weights, as a checkpoint; returns transformers' own instance of it."""
+    """Write a checkpoint of a Qwen3 with 34 M random parameters and return the transformers model."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -73,7 +73,7 @@ def write_model(folder: Path) -> Any:
 
 
 class OwnEngine:
-    """A runner with its pool; every sequence owns the same pages in each run."""
+    """chitu's model runner with its KV pool; every sequence owns the same pages in each run."""
 
     def __init__(self, folder: Path, ops: str) -> None:
         spec = read_model_spec(folder)
@@ -97,7 +97,7 @@ class OwnEngine:
         self._runner.warmup()
 
     def run(self, prompts: torch.Tensor, steps: int) -> Timing:
-        """Prefill `[B, L]`, then `steps` decode steps."""
+        """Run a prefill of `[B, L]`, then `steps` decode steps."""
         params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
         batch, length = prompts.shape
         slots = list(range(batch))
@@ -132,7 +132,7 @@ class OwnEngine:
 
 
 def run_transformers(model: Any, prompts: torch.Tensor, steps: int) -> Timing:
-    """The same by `generate`: the time of a step is what `steps` more tokens cost beyond the first one."""
+    """Run the same with `generate`. A step's time is the mean cost of the `steps` tokens after the first one."""
 
     def timed(count: int) -> tuple[float, torch.Tensor]:
         start_s = time.perf_counter()
@@ -155,7 +155,7 @@ def run_transformers(model: Any, prompts: torch.Tensor, steps: int) -> Timing:
 
 
 def measure(own: OwnEngine, model: Any, rounds: int) -> list[list[object]]:
-    """Rows of the result table."""
+    """Return the rows of the result table."""
     cases: list[tuple[str, int, int, int, Callable[[Timing], float]]] = [
         (
             "prefill 16 x 512",

@@ -1,9 +1,10 @@
-"""How much building the code is: `python -m benchmark.house [--live]`. Prints what docs/adr/0024-size.md aims at.
+"""Size of the code base: `python -m benchmark.house [--live]`. Prints the figures that docs/adr/0024-size.md limits.
 
 The static rows come from the syntax trees of `chitu/` and `test/`. `--live` starts the default cluster (a router, one
-prefill and one decode instance with the embedded model), streams one chat request behind a warm-up and counts the
-functions of `chitu/` that run in any of the three processes between the request and its first token. What also runs
-while the cluster is idle (heartbeats, polling) is left out; comprehensions and lambdas count with their function.
+prefill and one decode instance with the embedded model), streams one chat request after a warm-up and counts the
+functions of `chitu/` that run in any of the three processes between the request and its first token. Functions that
+also run while the cluster is idle (heartbeats, polling) are left out; comprehensions and lambdas count with their
+function.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD_BASES = {"Struct", "NamedTuple", "TypedDict"}
 RECORD_FIELDS, CONSTRUCTOR_ARGUMENTS, SMALL_CLASS_LINES = 6, 6, 10
 IDLE_S = 4.0
-"""Heartbeats, views and polls of an idle cluster all come within this."""
+"""Time within which an idle cluster runs all of its heartbeats, views and polls."""
 TRACER = """
 import json, os, sys, threading
 folder = os.environ["CHITU_HOUSE"]
@@ -106,7 +107,7 @@ def _lines(folder: str) -> int:
 
 
 def _constructor_arguments(node: ast.ClassDef) -> int:
-    """Without `self`; 0 for a class that has no constructor of its own."""
+    """Return the number of arguments without `self`, or 0 if the class has no constructor of its own."""
     for made in node.body:
         if isinstance(made, ast.FunctionDef) and made.name == "__init__":
             return len(made.args.posonlyargs) + len(made.args.args) + len(made.args.kwonlyargs) - 1
@@ -114,7 +115,7 @@ def _constructor_arguments(node: ast.ClassDef) -> int:
 
 
 def _record_fields(node: ast.ClassDef) -> int:
-    """Of a dataclass, struct or named tuple; 0 for any other class."""
+    """Return the number of fields of a dataclass, struct or named tuple, or 0 for any other class."""
     decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
     bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     if "dataclass" not in decorators and not bases & RECORD_BASES:
@@ -127,7 +128,7 @@ def _is_none_assert(node: ast.AST) -> bool:
 
 
 def _cycle(trees: dict[Path, ast.Module]) -> str:
-    """One circle of imports at module level, those for types left out; empty where there is none."""
+    """Return one import cycle at module level, without type-checking imports, or "" if there is none."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in trees}
     modules = set(names.values())
     graph: dict[str, set[str]] = {}
@@ -148,7 +149,7 @@ def _cycle(trees: dict[Path, ast.Module]) -> str:
 
 
 def functions_to_token_1() -> dict[str, set[str]]:
-    """By process: the functions that ran for one request and not while the cluster was idle."""
+    """Return by process the functions that ran for one request and not while the cluster was idle."""
     with tempfile.TemporaryDirectory(prefix="chitu-house-") as folder:
         Path(folder, "sitecustomize.py").write_text(TRACER, encoding="utf-8")
         env = {"CHITU_HOUSE": folder, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
@@ -166,7 +167,7 @@ def functions_to_token_1() -> dict[str, set[str]]:
 
 
 def _first_token(url: str) -> None:
-    """Returns as soon as the first text is there."""
+    """Send a chat request and return as soon as its first text arrives."""
     body = {"messages": [{"role": "user", "content": "What is next?"}], "max_tokens": 16, "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
         for line in answer.iter_lines():
@@ -175,7 +176,7 @@ def _first_token(url: str) -> None:
 
 
 def _phase(folder: str, phase: str) -> dict[str, set[str]]:
-    """By process id: what ran since the last phase."""
+    """End a phase and return by process id the functions that ran in it."""
     Path(folder, phase).touch()
     time.sleep(1)
     return {path.suffix[1:]: set(json.loads(path.read_text())) for path in Path(folder).glob(f"{phase}.*[0-9]")}

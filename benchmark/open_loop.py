@@ -1,8 +1,8 @@
-"""Load that does not wait: requests leave when they are due, whatever became of those before them. For `overload.py`.
+"""Open-loop load for `overload.py`: requests are sent when due, whether or not earlier ones are finished.
 
 A closed loop slows down with the server and so hides its collapse. Here arrivals are a Poisson process; each request is
-streamed over a connection of its own turn (kept alive, taken from a pool), its client leaves after `patience_s`, and
-what happened to it becomes an `Outcome`. One asyncio loop, in the benchmark's process.
+streamed over a kept-alive connection from a pool, its client disconnects after `patience_s`, and its result is an
+`Outcome`. One asyncio loop, in the benchmark's process.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """One request. Times are seconds since it was due."""
+    """Result of one request. Times are seconds since it was due."""
 
     status: int
-    """HTTP status; 0: the client left before there was one."""
+    """HTTP status; 0: the client disconnected before it received one."""
     code: str = ""
-    """Of the error object, where it is no answer."""
+    """Error code from the error object, if the request failed."""
     retry_after: str = ""
     first_s: float | None = None
-    """First streamed token."""
+    """Time of the first streamed token."""
     total_s: float | None = None
-    """End of the answer, or of the rejection; None: the client left."""
+    """Time of the end of the answer or rejection; None: the client disconnected."""
     is_whole: bool = False
-    """The stream ended as it should."""
+    """Whether the stream ended with `[DONE]`."""
 
 
 class Connections:
-    """Kept-alive connections to one port; a new one where none is free."""
+    """Pool of kept-alive connections to one port, which opens a new one if none is free."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(self, raw: bytes, due_s: float) -> Outcome:
-        """Send one request and read its answer. Cancelled: the connection is closed, as a client does that leaves."""
+        """Send one request and read its answer. Close the connection if cancelled, as a client that disconnects
+        does."""
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self._port)
         is_whole = False
         try:
@@ -76,7 +77,7 @@ class Connections:
 
 
 async def ask(connections: Connections, raw: bytes, due_s: float, patience_s: float) -> Outcome:
-    """One request; status 0 where the client left, or was not let in at all."""
+    """Send one request. Return status 0 if the client gave up or could not connect."""
     try:
         async with asyncio.timeout(patience_s):
             return await connections.request(raw, due_s)
@@ -87,7 +88,7 @@ async def ask(connections: Connections, raw: bytes, due_s: float, patience_s: fl
 async def closed_loop(
     connections: Connections, requests: Iterator[bytes], clients: int, duration_s: float, patience_s: float
 ) -> float:
-    """Answers a second with so many clients that ask again at once: what the cluster can do."""
+    """Return the answers a second that `clients` clients receive if each sends its next request at once."""
     begin_s = time.perf_counter()
     counted = 0
 
@@ -111,8 +112,8 @@ async def offer(
     rng: random.Random,
     on_late: Callable[[float], None] = lambda late_s: None,
 ) -> list[Outcome]:
-    """Poisson arrivals at `rate` a second for so long; returns when the last client has its answer or left. `on_late`
-    hears how late the generator itself was."""
+    """Send Poisson arrivals at `rate` a second for `duration_s`; return when every client has its answer or left. Pass
+    to `on_late` how late the generator itself was, for each request."""
     tasks: list[asyncio.Task[Outcome]] = []
     begin_s = due_s = time.perf_counter()
     while (due_s := due_s + rng.expovariate(rate)) < begin_s + duration_s:

@@ -1,15 +1,15 @@
-"""What becomes of a cluster under more load than it can carry: `python -m benchmark.overload [--engine tiny] [...]`.
+"""Goodput of a cluster under more load than it can carry: `python -m benchmark.overload [--engine tiny] [...]`.
 
-Starts 1P1D (real processes, real transfers), finds the rate that it sustains with a closed loop, then offers 0.5, 1, 2
-and 3 times that as Poisson arrivals. Goodput is what a user has of it: answers whose first token came within
-`--ttft-s` and whose last one within `--done-s`; a client that waited that long leaves. With admission the router
-rejects early what would wait longer than `--max-queue-s`; `--without-admission` shows what happens otherwise.
+Starts 1P1D (real processes, real transfers), measures with a closed loop the rate that it sustains, then offers 0.5, 1,
+2 and 3 times that as Poisson arrivals. Goodput counts the answers whose first token arrives within `--ttft-s` and whose
+last one within `--done-s`; a client that waited that long disconnects. With admission control the router rejects early
+every request that would wait longer than `--max-queue-s`; `--without-admission` shows the cluster without it.
 
-`--engine timed` (default): steps take a stated time (`checksum_engine.py`): the figures are the system's and not
+`--engine timed` (default): steps take a configured time (`checksum_engine.py`), so the figures are the system's and not
 the machine's. P is the bottleneck, or D with `--bottleneck decode` (few running requests). `--engine tiny`: chitu-tiny
 computes, on the cores that router and load generator also use.
 
-Ends with code 1 where goodput at three times the load is below 90 % of its peak, or a rejection is not a typed one.
+Exits with code 1 if goodput at three times the load is below 90 % of its peak, or a rejection is not a typed one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WANTED_RATIO = 0.9
 OUTPUT_TOKENS = 16
 NO_BOUND_S = 100_000
 PACE = EngineConfig(step_s=0.010, prompt_token_s=0.0001)
-"""Of `--engine timed`: 10,000 prompt tokens a second at most."""
+"""Step times of `--engine timed`: 10,000 prompt tokens a second at most."""
 RUNNING_ON_D = {"prefill": 64, "decode": 6}
 COLUMNS = (
     *("load", "offered/s", "admitted", "rejected", "rejected p50 ms", "rejected p99 ms"),
@@ -50,22 +50,22 @@ COLUMNS = (
 
 @dataclass(slots=True, frozen=True)
 class Level:
-    """One row: what was offered, and what came of it."""
+    """One row of the result: the load that was offered, and its outcomes."""
 
     load: float
     rate: float
     outcomes: list[Outcome]
     goodput: float
-    """Good answers a second, until the last one was complete."""
+    """Good answers a second, over the time until the last answer was complete."""
 
     @property
     def rejected(self) -> list[Outcome]:
-        """By the router, before anything was sent."""
+        """Requests that the router rejected before it sent anything to an instance."""
         return [o for o in self.outcomes if o.retry_after and (o.status == 429 or o.code == "overloaded")]
 
     @property
     def failed(self) -> int:
-        """Neither an answer, nor a rejection that says when to come back, nor a client that left."""
+        """Number of requests without an answer, a rejection with Retry-After, or a client that left."""
         return sum(not o.is_whole and o.status != 0 for o in self.outcomes) - len(self.rejected)
 
     def row(self, peak: float) -> tuple[object, ...]:
@@ -86,7 +86,7 @@ def _quantile(values: Sequence[float], share: float) -> float | str:
 
 
 def make_requests(prompt_tokens: int) -> Iterator[bytes]:
-    """Streamed completions without end, prompts as token ids."""
+    """Return an endless iterator of streamed completion requests with token ids as prompts."""
     rng = random.Random(7)
     return itertools.cycle([_request([rng.randrange(10, 500) for _ in range(prompt_tokens)]) for _ in range(256)])
 
@@ -101,7 +101,7 @@ def _request(prompt: list[int]) -> bytes:
 
 
 async def measure(port: int, args: argparse.Namespace) -> tuple[float, list[Level], float]:
-    """(sustained rate, the levels, how late the generator was at worst)."""
+    """Return (sustained rate, the levels, the worst lateness of the generator in seconds)."""
     requests, connections = make_requests(args.prompt_tokens), Connections(port)
     rng = random.Random(11)
     worst_s = 0.0
@@ -124,7 +124,7 @@ async def measure(port: int, args: argparse.Namespace) -> tuple[float, list[Leve
 
 
 def cluster_of(args: argparse.Namespace, folder: Path) -> LocalCluster:
-    """`folder`: for the files of an engine without a model."""
+    """Return the cluster to measure. `folder` takes the model files of `--engine timed`."""
     is_timed = args.engine == "timed"
     admission = "dp_config.router.admission.max_queue_s"
     overrides = [
@@ -136,7 +136,7 @@ def cluster_of(args: argparse.Namespace, folder: Path) -> LocalCluster:
         f"scheduler.max_running_requests={RUNNING_ON_D[args.bottleneck]}",
         f"{admission}={NO_BOUND_S if args.without_admission else args.max_queue_s}",
     ]
-    if args.without_admission:  # what remains of a bound is the deadlines of the instances
+    if args.without_admission:  # the deadlines of the instances would still bound the queue
         overrides += [
             f"dp_config.router.pd_disaggregation.deadlines.{key}={NO_BOUND_S}" for key in ("queue_s", "transfer_s")
         ]

@@ -1,13 +1,13 @@
-"""How much of real conversations the prefix cache finds again: `python -m benchmark.prefix TRACE` (Mooncake's JSONL).
+"""Prefix cache hits on a trace of real conversations: `python -m benchmark.prefix TRACE` (Mooncake's JSONL).
 
 A trace has the time, the lengths and the chain of block hashes of every request. They become prompts (a block is 512
-tokens, all of them its hash), which go through what serves: `PairSelector` with each routing policy, and a
-`PagedKVCacheManager` for each P with pages of a block. Only time is simulated: a P computes one prompt after the other,
-so many tokens a second, and what was cached takes none. The rate is such that without a cache all P are busy for a
-given share of the time.
+tokens, all equal to its hash), which go through the code that serves: `PairSelector` with each routing policy, and a
+`PagedKVCacheManager` for each P with pages of a block. Only time is simulated: a P computes one prompt after the other
+at a fixed token rate, and cached tokens take no time. At that rate all P are busy for a given share of the time without
+a cache.
 
-Beside it stand two bounds for the hits: a cache without end, and the best that the same memory could do (Belady's rule:
-evict what is wanted last, or never take it in), as one cache for all P.
+Two upper bounds for the hits are printed beside it: an unbounded cache, and the optimum for the same memory (Belady's
+rule: evict the block whose next use is farthest, or never insert it), as one cache for all P.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ask:
     prompt: bytes
     """Token ids, int32 LE."""
     blocks: tuple[int, ...]
-    """Hashes of those that could be found: the last token is always computed."""
+    """Hashes of the blocks that a cache could hit; the last token is always computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[Ask]:
 
 @dataclass(slots=True)
 class Prefill:
-    """One P: a queue, and its pages."""
+    """One simulated P: its cache and its queue."""
 
     cache: PagedKVCacheManager
     waiting: deque[int] = field(default_factory=deque)
@@ -71,14 +71,14 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     hit_share: float
-    """Of all prompt tokens."""
+    """Cached share of all prompt tokens."""
     mean_s: float
     p99_s: float
-    """From arrival to the last prompt token."""
+    """99th percentile of the time from arrival to the last prompt token; `mean_s` is the mean."""
 
 
 def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages: int, tokens_s: float) -> Outcome:
-    """`num_pages` of each P; 0: nothing is cached. `tokens_s`: how fast each P computes."""
+    """Replay the trace. Each P has `num_pages` pages (0: no cache) and computes `tokens_s` tokens a second."""
     selector: PairSelector = make_selector(RouterConfig(prefill_policy=policy))
     ranks = [(Role.PREFILL, rank) for rank in range(num_prefills)] + [(Role.DECODE, 0)]
     view = ClusterView(1, 1, tuple(InstanceInfo(role, rank, 1, "h", 1, 2, LAYOUT, 1 << 30) for role, rank in ranks))
@@ -135,7 +135,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
 
 
 def best_hits(asks: Sequence[Ask], num_pages: float) -> float:
-    """Share of all prompt tokens that one cache of so many pages finds by Belady's rule."""
+    """Return the share of all prompt tokens that one cache of `num_pages` pages hits by Belady's rule."""
     wanted: defaultdict[int, deque[int]] = defaultdict(deque)
     for number, ask in enumerate(asks):
         for block in ask.blocks:

@@ -1,16 +1,17 @@
-"""What a request and a streamed token cost on the router: `python -m benchmark.router [--json-dir DIR]`.
+"""CPU cost of a request and of a streamed token on the router: `python -m benchmark.router [--json-dir DIR]`.
 
 Starts the real router (one process, or more with `--workers`) and one fake worker process (P0 and D0), sends
-completions over kept-alive connections from this process, and reads the router's own CPU time from the kernel, all its
-threads included. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this
-machine reached with load generator and workers beside the router; CPU per request and per token are the router's alone.
+completions over kept-alive connections from this process, and reads the CPU time of all threads of the router from the
+kernel. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine
+reached with load generator and workers beside the router; CPU per request and per token are the router's alone.
 
-Prompts are 400 characters of common English words, one word in forty made up at random and so new to the router. The
-tokenizer is trained for the occasion (byte-level BPE, 8192 tokens), so that a token has about as many characters as
-with the tokenizer of a real model.
+Prompts are 400 characters of common English words, except one word in forty, which is random and so new to the router.
+The tokenizer is trained for this benchmark (byte-level BPE, 8192 tokens), so that a token has about as many characters
+as with a real model.
 
 The decode instance of `--step-ms 0` emits as fast as it can: its batches hold one or two tokens, which is the worst
-case (a message a token). With a pause between steps a batch holds a token of every running request, as in a real one.
+case (one message for each token). With a pause between steps a batch holds one token of every running request, as in a
+real instance.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from chitu.testing.router_process import RouterUnderTest, cpu_seconds
 
 PROMPT_CHARS = 400
 PROMPTS = 4096
-"""Different prompts in a row."""
+"""Number of different prompts before they repeat."""
 VOCAB_SIZE = 8192
 WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which
@@ -59,7 +60,7 @@ class Result:
     cpu_us_per_request: float
     cpu_us_per_token: float
     tokens_per_cpu_s: float
-    """Tokens that one core of router could stream: the inverse of the cost."""
+    """Tokens a second that one core of the router could stream: the inverse of the cost of a token."""
     latency_p50_ms: float
     latency_p99_ms: float
 
@@ -79,7 +80,7 @@ class LoadConnection(asyncio.Protocol):
         self.events = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is no subclass of it
         self._send()
 
     def _send(self) -> None:
@@ -124,7 +125,7 @@ class LoadConnection(asyncio.Protocol):
 
 
 def make_requests(model: str, max_tokens: int, stream: bool, count: int = PROMPTS) -> Iterator[bytes]:
-    """HTTP requests without end; `count` different prompts, always the same ones."""
+    """Return an endless iterator of HTTP requests with `count` different prompts, the same ones in every run."""
     rng = random.Random(20)
     requests = [make_request(model, _prompt(rng), max_tokens, stream) for _ in range(count)]
     return itertools.cycle(requests)

@@ -1,12 +1,12 @@
-"""What a routing decision costs, and how soon an instance that joins is used: `python -m benchmark.routing`.
+"""Cost of a routing decision, and time until a new instance is used: `python -m benchmark.routing`.
 
-Decisions: `PairSelector` in this process, with 5, 100 and 1000 made-up instances (two P to three D), under load: each
-decision is counted as the router counts it, 256 requests are in flight, and reports come in between. Prompts have 512
-tokens (token ids; one in two continues an earlier prompt). A decision is everything from the prompt to the pair, in CPU
-time of its thread: it waits for nothing, and what else the machine does is not its cost.
+Decisions: `PairSelector` in this process, with 5, 100 and 1000 simulated instances (two P to three D), under load: each
+decision is counted as the router counts it, 256 requests are in flight, and load reports arrive in between. Prompts
+have 512 tokens (token ids; one in two continues an earlier prompt). A decision is everything from the prompt to the
+pair, in CPU time of its thread, so other work of the machine does not count.
 
-Joins: the real router process with a made-up P0 and D0 and one request after the other; then D1 starts. From its
-start (sockets bound, nothing sent yet) to the moment at which the router sends it the first request.
+Joins: the real router process with a fake P0 and D0 and one request after the other; then D1 starts. Measured is the
+time from its start (sockets bound, nothing sent yet) until the router sends it the first request.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def made_up_view(size: int) -> ClusterView:
 
 
 def made_up_prompts(count: int) -> list[bytes]:
-    """Half of them begin as an earlier one does."""
+    """Return `count` prompts. Half of them share a prefix with an earlier one."""
     rng = random.Random(5)
     prompts: list[bytes] = []
     for n in range(count):
@@ -58,7 +58,7 @@ def made_up_prompts(count: int) -> list[bytes]:
 
 
 def decisions(policy: str, size: int, count: int) -> list[float]:
-    """CPU seconds of each decision."""
+    """Return the CPU seconds of each decision."""
     view, prompts = made_up_view(size), made_up_prompts(512)
     selector = make_selector(RouterConfig(policy=policy))  # type: ignore[arg-type]
     selector.on_view(view)
@@ -86,7 +86,7 @@ def _count(selector: PairSelector, pair: Sequence[InstanceInfo], sign: int) -> N
 
 
 def join_s(router: RouterUnderTest) -> float:
-    """Seconds from the moment at which a new D1 has bound its sockets to its first request. D1 is ended again."""
+    """Start a D1, return the seconds from the binding of its sockets to its first request, and end it again."""
     body = b'{"model": "bench", "prompt": [1, 2, 3], "max_tokens": 1}'
     request = urllib.request.Request(f"{router.url}/v1/completions", body, {"Content-Type": "application/json"})
     client = RouterClient(router.url)
@@ -99,7 +99,7 @@ def join_s(router: RouterUnderTest) -> float:
             snapshot = client.cluster()
             for instance in snapshot.instances:
                 if instance.name == "D1" and instance.status == "up":
-                    # Both clocks are this machine's monotonic one, so the router's times and D1's can be compared.
+                    # The router and D1 both use this machine's monotonic clock, so their times can be compared.
                     log = (router.folder / "worker.log").read_text(encoding="utf-8")
                     born_s = float(log.rpartition(STARTED)[2].split()[0])
                     served_s = [r.created_at_s for r in snapshot.requests if r.decode == "D1"]

@@ -1,11 +1,11 @@
-"""What scheduling and messaging cost per step, with an executor that computes nothing.
+"""CPU cost of scheduling and messaging per step, with an executor that computes nothing.
 
     python -m benchmark.scheduler
 
 Runs a unified scheduler at 1 to 4096 running requests, which are all admitted in its first turn. Everything but the
 model is real: admission, page growth, finish checks, the token message (encoded and sent through a real ZMQ socket to a
-reader). Time is CPU time of the process divided by admissions or steps, so a busy machine does not change it much. With
-overlap a step is launched before the one before is read, as on a GPU; the same work in another order, which must not
+reader). Time is CPU time of the thread divided by admissions or steps, so a busy machine does not change it much. With
+overlap a step is launched before the previous one is read, as on a GPU: the same work in another order, which must not
 cost more.
 """
 
@@ -36,7 +36,8 @@ OUTPUT_TOKENS = 512
 
 
 class IdleExecutor:
-    """Answers every plan at once with the same token; counts the time spent in here, which is not the scheduler's."""
+    """Executor that answers every plan at once with the same token. Counts its own CPU time, which is not the
+    scheduler's."""
 
     def __init__(self, num_slots: int, max_model_len: int = PROMPT_TOKENS + OUTPUT_TOKENS) -> None:
         self.info = ExecutorInfo(num_slots, max_model_len, 32000, 1, ())
@@ -61,7 +62,7 @@ class IdleExecutor:
 
 
 def measure(running: int, overlap: bool) -> tuple[float, float, float, int]:
-    """(CPU us per admission, CPU us per step, the same per request, steps) with so many requests decoding."""
+    """Return (CPU us per admission, CPU us per step, the same per request, steps) with `running` requests decoding."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reader, port = bind(context, zmq.PULL, "127.0.0.1", 0)
     writer = connect(context, zmq.PUSH, "127.0.0.1", port)

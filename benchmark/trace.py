@@ -1,9 +1,9 @@
-"""What trace records cost: `python -m benchmark.trace [--rounds N] [--requests N] [--json-dir DIR]`.
+"""CPU cost of trace records: `python -m benchmark.trace [--rounds N] [--requests N] [--json-dir DIR]`.
 
-Four clusters of 1P1D with the embedded model that differ in `trace.sample` alone (0 twice, 0.01, 1); the same requests
-go to them in turn, round after round. Counted is the CPU time of router, P and D, all their threads included, so that
-other work on the machine counts little; `seconds` are the wall's. The second cluster without tracing says how much of a
-difference is chance.
+Four 1P1D clusters with the embedded model differ only in `trace.sample` (0 twice, 0.01, 1). The same requests go to
+them in turn, round after round. Measured is the CPU time of all threads of router, P and D, so that other work on the
+machine counts little; `seconds` is wall time. The second cluster without tracing shows how much of a difference is
+chance.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CLIENTS, PROMPT_TOKENS, TOKENS = 8, 256, 32
 class Cost(msgspec.Struct, frozen=True):
     traced: str
     cpu_ms_per_request: float
-    """Median of the rounds."""
+    """Median over the rounds."""
     over_off: float
-    """Median of the ratios of a round."""
+    """Median over the rounds of the ratio to the cluster without tracing."""
     seconds: float
-    """Of a round, median."""
+    """Wall time of a round, median."""
     rounds: int
     requests: int
 
@@ -58,7 +58,7 @@ def started(stack: ExitStack, name: str, sample: float) -> LocalCluster:
 
 
 def pids(cluster: LocalCluster) -> list[int]:
-    """Of all processes below its members: torchrun starts the ranks."""
+    """Return the ids of all processes of its members, including the ranks that torchrun starts."""
     found = [member.child.pid for member in cluster.members.values() if member.child is not None]
     for pid in found:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -89,7 +89,7 @@ def measure(rounds: int, num_requests: int) -> list[Cost]:
                 url, processes = clusters[name].url, pids(clusters[name])
                 before_s, start_s = sum(map(cpu_seconds, processes)), time.monotonic()
                 list(clients.map(lambda prompt, url=url: ask(url, prompt), prompts))
-                if turn:  # the first warms up
+                if turn:  # the first turn is the warm-up
                     wall_s[name].append(time.monotonic() - start_s)
                     cpu_s[name].append(sum(map(cpu_seconds, processes)) - before_s)
     return [

@@ -1,11 +1,11 @@
-"""What `verify_kv` costs: the checksum beside memcpy and CRC-32, and 1P1D with it off, sampled and on all KV.
+"""Cost of `verify_kv`: the checksum beside memcpy and CRC-32, and 1P1D with it off, sampled and on all KV.
 
     python -m benchmark.verify_kv [--model DIR]
 
 First one thread over the same scattered pages (K and V of all layers): a copy of each page with one call, CRC-32 of
 each page with one call, and the checksum, in turn; CPU time of the thread, so that other work does not count. Then
-three clusters that differ in `verify_kv` alone; requests of 2048 tokens go to them in turn, one at a time, streamed. KV
-is verified between the first and the second token, which has to wait for it.
+three clusters that differ only in `verify_kv` get streamed requests of 2048 tokens in turn, one at a time. KV is
+verified between the first and the second token, which has to wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chitu.launch.local import LocalCluster
 from chitu.protocol import KVLayout
 
 LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
-"""Of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""
+"""KV layout of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""
 PROMPT_TOKENS = 2048
 MODES = ("off", "sample", "all")
 
@@ -37,9 +37,9 @@ MODES = ("off", "sample", "all")
 class Speed(msgspec.Struct, frozen=True):
     what: str
     gb_per_s: float
-    """Median of the rounds."""
+    """Median over the rounds."""
     fraction_of_memcpy: float
-    """Median of the ratios of a round."""
+    """Median over the rounds of the ratio to memcpy."""
     rounds: int
 
 
@@ -93,10 +93,10 @@ class Times(msgspec.Struct, frozen=True):
     verify_kv: str
     first_token_ms: float
     second_token_ms: float
-    """Medians, from sending the request."""
+    """Median time from sending the request; `first_token_ms` likewise."""
     first_over_off: float
     second_over_off: float
-    """Medians of the ratios of a round."""
+    """Median over the rounds of the ratio to `off`; `first_over_off` likewise."""
     rounds: int
 
 
@@ -116,7 +116,7 @@ def measure_clusters(settings: list[str], rounds: int) -> list[Times]:
                 times[mode].append(token_times_s(urls[mode], prompt, 2))
     results = []
     for mode in MODES:
-        own, off = times[mode][2:], times["off"][2:]  # the first rounds warm all of them up
+        own, off = times[mode][2:], times["off"][2:]  # the first rounds are the warm-up
         first_ms, second_ms = (1e3 * statistics.median(each[token] for each in own) for token in (0, 1))
         first, second = (
             statistics.median(mine[token] / theirs[token] for mine, theirs in zip(own, off, strict=True))

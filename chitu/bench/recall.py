@@ -2,13 +2,13 @@
 
     python -m chitu.bench.recall [--model DIR] [--prompts 500] [--tokens 2048] [--zero-page 5]
 
-A random model would hide a wrong KV cache in its noise; chitu-tiny answers every question rightly or visibly wrongly.
-All answers are greedy, in float32, to the same token ids. Ends with code 1 unless transformers and both topologies are
-right in 99 % of the prompts, token for token the same, and the broken page (`faults.zero_page`) costs answers.
+The noise of a random model would hide a wrong KV cache; chitu-tiny's answers are right or visibly wrong. All answers
+are greedy, in float32, to the same token ids. Exits with code 1 unless transformers and both topologies answer 99 % of
+the prompts right and give the same tokens, and the broken page (`faults.zero_page`) costs answers.
 
-The broken page: one D with a pool for one request, and requests of more than half the pool, so that each is alone and
-gets the pages 0, 1, ... Page n then holds the prompt's tokens from n * PAGE_SIZE on, and it is known beforehand which
-room is asked for a value that lies there.
+The broken page: one D with a pool for one request, and requests of more than half the pool, so that each runs alone and
+gets the pages 0, 1, ... Page n then holds the prompt's tokens from n * PAGE_SIZE on, so the prompts whose asked value
+lies there are known beforehand.
 
 Parts of it are used by test/integration/test_recall.py.
 """
@@ -37,9 +37,9 @@ from chitu.workloads.tiny import Example, facts_for, recall
 
 PASS_RATE = 0.99
 PAGE_SIZE = 128
-"""Tokens a page in the run with the broken page."""
+"""Tokens for each page in the run with the broken page."""
 MAX_OUTPUT_TOKENS = 24
-"""A right answer has 12 with its end."""
+"""Limit of an answer's tokens; a right answer has 12, including the end token."""
 TOPOLOGIES = {
     "1P1D": [],
     "2P3D": [
@@ -48,38 +48,38 @@ TOPOLOGIES = {
         "dp_config.router.policy=round_robin",
     ],
 }
-"""Overrides of the packaged 1P1D."""
+"""Overrides of the packaged 1P1D for each topology."""
 PATIENCE = [
     "dp_config.router.pd_disaggregation.deadlines.queue_s=300",
     "dp_config.router.pd_disaggregation.deadlines.transfer_s=300",
 ]
-"""A busy machine may be slow here: answers are compared, not times."""
+"""Overrides with long deadlines: the machine may be slow, since answers are compared, not times."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecallPrompt:
     example: Example
     token_ids: list[int]
-    """With the chat template around it."""
+    """Token ids of the prompt, including the chat template."""
     value_at: range
-    """Which of them spell the value that is asked for, where the list says it."""
+    """Positions in `token_ids` of the asked value, where the list states it."""
 
     def is_asked_from(self, page: int, page_size: int) -> bool:
-        """Whether the value lies in this page of the prompt, or a part of it does."""
+        """Return whether this page of the prompt holds the value or a part of it."""
         return self.value_at.start < (page + 1) * page_size and self.value_at.stop > page * page_size
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to answer the prompts."""
+    """Answers of one engine or cluster to the prompts."""
 
     answers: list[list[int]]
-    """Token ids, with the end of turn."""
+    """Token ids of each answer, including the end of turn."""
     seconds: float
     pairs: Counter[str] = field(default_factory=Counter)
-    """Requests by the pair that served them, as `P0-D1`."""
+    """Number of requests by the pair that served them, such as `P0-D1`."""
     logs: dict[str, str] = field(default_factory=dict)
-    """By process."""
+    """Log of each process."""
 
 
 class Recaller:
@@ -92,7 +92,8 @@ class Recaller:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
 
     def prompt(self, rng: random.Random, max_tokens: int) -> RecallPrompt:
-        """A question over a list that nearly fills `max_tokens`, of names and values that training never saw."""
+        """Return a question over a list that nearly fills `max_tokens`, with names and values that training never
+        saw."""
         num_facts = facts_for(max_tokens)
         while True:
             prompt = self._encode(recall(rng, num_facts))
@@ -113,7 +114,7 @@ class Recaller:
         return RecallPrompt(example, encoded["input_ids"], range(inside[0], inside[-1] + 1))
 
     def is_right(self, prompt: RecallPrompt, answer: Sequence[int]) -> bool:
-        """The whole sentence, not only the value."""
+        """Return whether the answer is the whole expected sentence, not only the value."""
         text: str = self._tokenizer.decode(answer, skip_special_tokens=True)
         return text.strip() == prompt.example.answer
 
@@ -122,7 +123,7 @@ class Recaller:
 
 
 def by_transformers(model: Path, prompts: Sequence[RecallPrompt]) -> Run:
-    """Greedy in float32, one prompt at a time, so that no padding changes a rounding."""
+    """Answer greedily in float32, one prompt at a time, so that padding cannot change the rounding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -146,7 +147,7 @@ def by_cluster(
     concurrency: int = 8,
     entries: Entries | None = None,
 ) -> Run:
-    """Through a fresh cluster on this machine, `concurrency` requests at a time."""
+    """Answer through a fresh cluster on this machine, `concurrency` requests at a time."""
     settings = [f"model.path={model}", "model.served_name=m", "model.dtype=float32", *PATIENCE, *overrides]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries) as cluster:
         cluster.wait_ready()
@@ -160,18 +161,18 @@ def by_cluster(
 
 
 def broken_page(page: int, max_tokens: int) -> list[str]:
-    """Overrides of a 1P1D in which `page` of the prompt of every request is broken; see the module's docstring."""
+    """Return the overrides of a 1P1D that breaks `page` of every prompt; see the module's docstring."""
     num_pages = -(-(max_tokens + MAX_OUTPUT_TOKENS) // PAGE_SIZE)
     return [
         f"cache.page_size={PAGE_SIZE}",
         f"cache.num_pages={num_pages}",
-        "cache.prefix_cache=false",  # what is cached moves the next prompt to other pages
+        "cache.prefix_cache=false",  # cached pages would move the next prompt to other pages
         f"dp_config.router.pd_disaggregation.faults.zero_page={page}",
     ]
 
 
 def _complete(cluster: LocalCluster, prompt: list[int]) -> list[int]:
-    """Token ids of the greedy answer."""
+    """Return the token ids of the greedy answer."""
     connection = http.client.HTTPConnection(cluster.host, cluster.ports["port"], timeout=600)
     body = {"model": "m", "prompt": prompt, "max_tokens": MAX_OUTPUT_TOKENS, "temperature": 0, "return_token_ids": True}
     try:

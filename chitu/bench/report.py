@@ -1,4 +1,4 @@
-"""Results of a benchmark: a table for people, one JSON file for machines, both with the machine and the commit."""
+"""Results of a benchmark: a printed table and a JSON file, both with the machine and the commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_DIR = Path("bench-results")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of this machine."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with `-dirty` where files differ from it; `unknown` outside a checkout."""
+    """Return the checked-out commit, with `-dirty` if files differ from it, or `unknown` outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
@@ -54,8 +54,8 @@ def publish(
     directory: Path = DEFAULT_DIR,
     device: str | None = None,
 ) -> Path:
-    """Print the table and write `<directory>/<name>-<time>.json`; returns its path. `device`: what computed, where it
-    was not the CPU."""
+    """Print the table, write `<directory>/<name>-<time>.json` and return its path. `device` names the device that
+    computed, if not the CPU."""
     table = Table(title=f"{name} at {commit()}" + (f", {device}" if device else ""))
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")

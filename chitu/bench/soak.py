@@ -1,12 +1,12 @@
-"""A long, steady load with accidents: is everything flat? `chitu bench soak --minutes 20 [--engine checksum] [...]`.
+"""A long, steady load with faults, to find leaks: `chitu bench soak --minutes 20 [--engine checksum] [...]`.
 
-Starts 2P2D on this machine. Clients ask without a pause, every answer is checked token by token, and some clients leave
-in the middle. Every `--accident-s` one process at a time is killed, told to end and started again, or stopped for a
-while. Every `--sample-s` the load pauses until nothing runs, a sample is taken (`soak_samples.py`) and a row printed.
-At the end the samples are judged: exit code 1 where something grew, a page was lost, or a request was not right.
+Starts 2P2D on this machine. Clients send requests without a pause, every answer is checked token by token, and some
+clients disconnect in the middle. Every `--accident-s` one process is killed, terminated and restarted, or stopped for a
+second. Every `--sample-s` the load pauses until no request runs, a sample is taken (`soak_samples.py`) and a row
+printed. At the end the samples are judged: exit code 1 if a resource grew, a page was lost, or a request was not right.
 
-`--engine checksum` (default): next to no CPU, so the rate is the system's own. `--engine tiny`: the embedded model, and
-right is what the undisturbed cluster answered before. Needs the packages of the extra `dev` (httpx, psutil).
+`--engine checksum` (default): almost no CPU, so the rate is the system's own. `--engine tiny`: the embedded model; an
+answer is right if the undisturbed cluster gave the same before. Needs the packages of the extra `dev` (httpx, psutil).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from chitu.testing.fake_executor import expected_tokens
 from chitu.testing.steady_load import Ask, SteadyLoad, count_outcomes
 
 VOCAB_SIZE = 1280
-"""Of the embedded model and its tokenizer."""
+"""Vocabulary of the embedded model and its tokenizer."""
 FIRST_ID = 16
 PATIENCE_S = 60.0
 READY_S = 120.0
 REST_S = 20.0
-"""Time without requests after which everything has to be free."""
+"""Time without requests after which every page must be free."""
 ROUTER_KEY = "dp_config.router"
 SETTINGS = [
     "model.served_name=m",
@@ -54,7 +54,7 @@ SETTINGS = [
 
 
 class Accidents:
-    """One random mishap at a time; whoever it hits is back before the next one. The main thread calls `tick`."""
+    """Random faults, one at a time; the process it hits is back before the next one. The main thread calls `tick`."""
 
     def __init__(self, cluster: LocalCluster, every_s: float, rng: random.Random) -> None:
         self._cluster = cluster
@@ -65,7 +65,7 @@ class Accidents:
         self.noted: list[str] = []
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Start or end a fault if it is due."""
         now_s = time.monotonic()
         if self._stopped is not None and now_s >= self._stopped[1]:
             self._cluster.kill(self._stopped[0], signal.SIGCONT)
@@ -85,7 +85,7 @@ class Accidents:
         self._cluster.restart(name)
 
     def settle(self) -> None:
-        """Let everybody run again, and wait until the cluster is whole."""
+        """Let a stopped process run again, and wait until the cluster is ready."""
         if self._stopped is not None:
             self._cluster.kill(self._stopped[0], signal.SIGCONT)
             self._stopped = None
@@ -93,7 +93,7 @@ class Accidents:
 
 
 def pages_not_free(url: str) -> int:
-    """Once nothing is left to wait for; the rest is a leak."""
+    """Wait up to REST_S until every page is free. Return the number of pages that are not: a leak."""
     client, pause = RouterClient(url), threading.Event()
     end_s = time.monotonic() + REST_S
     while True:
@@ -126,7 +126,8 @@ def soak(
     rng: random.Random,
     say: Callable[[str], None],
 ) -> list[Sample]:
-    """`cluster` is ready, `load` has not started. Its thread is the one that started the cluster."""
+    """Run the load and the faults for `seconds` and return the samples. `cluster` is ready and `load` has not started.
+    The caller's thread is the one that started the cluster."""
     load.start(clients)
     accidents = Accidents(cluster, accident_s, rng)
     samples: list[Sample] = []
@@ -153,7 +154,7 @@ def checksum_right(ask: Ask) -> list[int]:
 
 
 class KnownAnswers:
-    """Prompts of random tokens with what the cluster answers while nothing disturbs it; asks are their beginnings."""
+    """Random prompts with the answers of the undisturbed cluster; a later answer must be a prefix of them."""
 
     MAX_TOKENS = 48
 
@@ -164,7 +165,7 @@ class KnownAnswers:
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, url: Callable[[], str]) -> None:
-        """Ask each prompt once, alone. ChituError where one gets no answer."""
+        """Send each prompt once, alone, and keep its answer. Raise ChituError if one gets no answer."""
         load = SteadyLoad(url, "m", self.ask, lambda ask: [], PATIENCE_S)
         for prompt in self.prompts:
             answer = load.send([Ask(prompt, self.MAX_TOKENS)])[0].result()

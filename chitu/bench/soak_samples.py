@@ -1,8 +1,8 @@
-"""What a soak sees of the cluster at rest, and whether it is flat. Pure except `usage_of`. Used by `bench/soak.py`.
+"""Samples of the idle cluster during a soak, and checks for growth. Pure except `usage_of`. Used by `bench/soak.py`.
 
 Between the first samples and the last ones memory, threads, file descriptors and sockets of every process must be the
 same within `TOLERANCE`. A page that is not free at rest, and a request that was neither right nor left by its client,
-is a finding whenever it was seen.
+is always a finding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chitu.testing.steady_load import LEFT, RIGHT
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """One process. Of an instance: the one that computes, not the torchrun above it."""
+    """Resources of one process. Of an instance it is the process that computes, not its parent torchrun."""
 
     rss_mib: float
     threads: int
@@ -28,23 +28,25 @@ class ResourceUsage:
 
 
 TOLERANCE = {"rss_mib": (0.05, 8.0), "threads": (0.0, 0.0), "fds": (0.0, 3.0), "sockets": (0.0, 3.0)}
-"""By field of `ResourceUsage`: growth that counts as flat, as a share and in its own unit; the larger one counts."""
+"""Growth that counts as flat, by field of `ResourceUsage`: a share and an amount in its own unit; the larger
+applies."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """The cluster at rest."""
+    """State of the cluster at rest."""
 
     at_s: float
     usage: dict[str, ResourceUsage]
     pages_not_free: int
     outcomes: Counter[str] = field(default_factory=Counter)
-    """Since the last sample."""
+    """Outcomes of the requests since the last sample."""
     accidents: list[str] = field(default_factory=list)
 
 
 def findings(samples: Sequence[Sample]) -> list[str]:
-    """What is not flat or not right, a sentence each. The first fifth of the samples (at least one) is warming up."""
+    """Return a sentence for each resource that grew and each wrong result. The first fifth of the samples (at least
+    one) is the warm-up."""
     words = []
     outcomes = sum((sample.outcomes for sample in samples), Counter[str]())
     words += [f"{n} requests: {code}" for code, n in sorted(outcomes.items()) if code not in (RIGHT, LEFT)]

@@ -1,6 +1,6 @@
-"""The messages of a staged transport between the two processes of a transfer benchmark: lines on their pipes.
+"""Messages of a staged transport between the two processes of a transfer benchmark, as lines on their pipes.
 
-The parent writes by the engine's own `StagedTransport`; the child has the other end, and scatters.
+The parent writes with the engine's own `StagedTransport`; the child has the other end, and scatters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from chitu.kv_transfer.transports.transport import MessagingTransport, Transport
 
 PREFIX = "message "
 RANK, INCARNATION = 0, 1
-"""Of the other process, whichever one asks."""
+"""Rank and incarnation of the other process, for both sides."""
 
 
 class PipeMessages:
-    """The parent's end. What is no message waits for `line`."""
+    """The parent's end of the pipes. Lines that are not messages wait for `line`."""
 
     def __init__(self, transport: Transport, to_child: IO[str], from_child: IO[str]) -> None:
         self._transport = transport
@@ -44,7 +44,7 @@ class PipeMessages:
         return self._lines.get()
 
     def close(self) -> None:
-        """The child ends at the end of its input."""
+        """Close the pipes. The child ends at the end of its input."""
         self._to_child.close()
         self._reader.join()
         self._from_child.close()
@@ -58,7 +58,7 @@ class PipeMessages:
 
 
 def lines_of(transport: StagedTransport, source: IO[str]) -> Iterator[str]:
-    """The child's end: messages are obeyed, all other lines are the caller's."""
+    """Handle the messages at the child's end and yield all other lines."""
     transport.attach(lambda incarnation, payload: print(PREFIX + payload.hex(), flush=True))
     for line in source:
         if line.startswith(PREFIX):

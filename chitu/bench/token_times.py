@@ -1,4 +1,4 @@
-"""Clusters whose token times are compared: a model, settings, requests one at a time. For `ttft` and `verify_kv`.
+"""Comparison of token times between clusters: a model, settings, requests one at a time. For `ttft` and `verify_kv`.
 
 Every instance gets all cores, since only one computes at a time.
 """
@@ -25,12 +25,12 @@ class Comparison:
     rounds: int
     json_dir: Path
     settings: list[str]
-    """Overrides of a topology: model, cores, transport."""
+    """Overrides of the topology: model, cores, transport."""
 
 
 @contextmanager
 def comparison(description: str, rounds: int) -> Iterator[Comparison]:
-    """From the command line; the model is made where none is given, and lives as long as the context."""
+    """Read the command line. A model is made if none is given, and lives as long as the context."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, default=None, help="checkpoint folder; a random 34 M Qwen3 where unset")
     parser.add_argument("--rounds", type=int, default=rounds)
@@ -60,13 +60,13 @@ def comparison(description: str, rounds: int) -> Iterator[Comparison]:
 
 
 def token_times_s(url: str, prompt: list[int], num_tokens: int, **fields: object) -> list[float]:
-    """Seconds from sending the request to each of its streamed tokens. RuntimeError where others came. `fields`: more
-    of its body."""
+    """Return the seconds from sending the request to each of its streamed tokens. `fields` are added to its body. Raise
+    RuntimeError if their number is not `num_tokens`."""
     return streamed_tokens(url, prompt, num_tokens, **fields)[0]
 
 
 def streamed_tokens(url: str, prompt: list[int], num_tokens: int, **fields: object) -> tuple[list[float], list[int]]:
-    """`token_times_s`, and the tokens."""
+    """Return the result of `token_times_s`, and the tokens."""
     host, port = url.removeprefix("http://").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=120)
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}

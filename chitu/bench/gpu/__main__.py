@@ -1,12 +1,12 @@
-"""Everything that is promised of a GPU, in one run, against what the same device does at best: `chitu bench gpu`.
+"""Every GPU performance target in one run, measured against the ceilings of the same device: `chitu bench gpu`.
 
 Ceilings first (copy, matrix product, scattered copy); then decode attention, whole decode steps and prefills of a model
 of Qwen3-0.6B's shape with random weights, KV into another process's pool, and 1P1D beside an undivided instance over
-HTTP. Takes at most `--minutes`; a part that cannot run is named with its reason.
+HTTP. Takes at most `--minutes`; a part that cannot run is reported with its reason.
 
     chitu bench gpu                       on a GPU, everything
     chitu bench gpu --only attention,steps
-    chitu bench gpu --device cpu --tiny   without one: shows that the benchmark works, its figures mean nothing
+    chitu bench gpu --device cpu --tiny   without a GPU: shows that the benchmark works; its figures mean nothing
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from chitu.bench.gpu.card import Card, Row
 
 PARTS = ("attention", "steps", "transfer", "served", "flashinfer")
-"""The last one where FlashInfer is installed: its kernels may have to be built first."""
+"""Parts of the benchmark. The last one runs if FlashInfer is installed; its kernels may have to be built first."""
 
 
 def make_checkpoint(card: Card, folder: Path) -> Path:
-    """Random weights of the model's shape, and a tokenizer in which every token has a text, so that each is an event of
-    its own in a stream."""
+    """Write random weights of the model's shape, and a tokenizer in which every token has a text, so that each token is
+    an event of its own in a stream."""
     import msgspec
 
     from chitu.launch.make_model import make_model
@@ -49,7 +49,7 @@ def make_checkpoint(card: Card, folder: Path) -> Path:
 
 
 def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, child: list[str]) -> Iterator[Row | str]:
-    """Rows, and a line of text for what could not be measured."""
+    """Yield rows, and a line of text for each part that could not be measured."""
     from chitu.bench.gpu import kernels, scatter, served, steps
 
     def of_steps() -> Iterator[Row]:
@@ -73,7 +73,7 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
             continue
         try:
             yield from runs[part]()
-        except Exception as error:  # Triton's have no common base; what failed is named, the other parts still run
+        except Exception as error:  # Triton's errors have no common base; report the failed part and run the others
             yield f"{part}: {type(error).__name__}: {error}"
         card.release()
 

@@ -1,7 +1,8 @@
-"""What every part of `chitu bench gpu` shares: the device and how time is taken on it, sizes, the rows of the result.
+"""Shared by every part of `chitu bench gpu`: the device and how time is measured on it, sizes, the rows of the result.
 
-On a GPU time is the device's own (events), steps are CUDA graphs. On a CPU Triton's interpreter runs the same kernels
-and the eager twin the same steps, with tiny sizes: that shows that the benchmark runs, its figures mean nothing.
+On a GPU, time is the device's own (events), and steps are CUDA graphs. On a CPU, Triton's interpreter runs the same
+kernels and the eager twin the same steps, with tiny sizes: this shows that the benchmark runs; its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS
 
 WARM_CALLS = 3
 INTERPRETED_MULTIPROCESSORS = 2
-"""What the choice of splits is told where kernels are interpreted, so that a short sequence is split too."""
+"""Multiprocessor count for the choice of splits if kernels are interpreted, so that a short sequence is split too."""
 COLUMNS = ("what", "measured", "unit", "ratio", "of", "aim", "met")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured. Attention: `heads`, `kv_heads`, `head_dim`, alone; `model`: everything else."""
+    """Sizes to measure. Attention alone uses `heads`, `kv_heads` and `head_dim`; everything else uses `model`."""
 
     model: ModelShape
     dtype: str
@@ -136,7 +137,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result. `ratio`: of what, in `of`; `met`: whether the aim is."""
+    """One line of the result. `of` names what `ratio` compares with; `met` tells whether the aim is met."""
 
     what: str
     measured: float
@@ -152,30 +153,30 @@ class Row:
 
 
 def at_least(what: str, measured: float, unit: str, ratio: float, of: str, aim: float | None) -> Row:
-    """A ratio that should not be below its aim."""
+    """Return a row whose ratio should not be below its aim."""
     return Row(what, measured, unit, ratio, of, f">= {aim:g}" if aim else "", ratio >= aim if aim else None)
 
 
 def at_most(what: str, measured: float, unit: str, aim: float) -> Row:
-    """A figure that should not be above its aim."""
+    """Return a row whose figure should not be above its aim."""
     return Row(what, measured, unit, aim=f"<= {aim:g} {unit}", met=measured <= aim)
 
 
 @dataclass(slots=True)
 class Ceilings:
-    """What the device does at best, from the same run; 0 until measured."""
+    """Best rates of the device, from the same run; 0 until measured."""
 
     copy_bytes_per_s: float = 0.0
     """Read and written bytes of a plain copy."""
     flops_per_s: float = 0.0
-    """Of a large matrix product in the model's dtype."""
+    """Rate of a large matrix product in the model's dtype."""
     scattered_bytes_per_s: float = 0.0
     """Payload of a scattered copy within one process, counted once."""
 
 
 class InterpretedOps(TorchOps):
-    """What the twin's model computes with: interpreted attention, and products by torch, of which the interpreter would
-    take a second each."""
+    """Ops of the eager twin's model: interpreted attention, and matrix products by torch, since the interpreter would
+    take a second for each."""
 
     def __init__(self, triton: TritonOps) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class Card:
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.sizes.dtype]
 
     def ops(self, whole_prompt_tokens: int | None = None, flashinfer: FlashInferPrefill | None = None) -> Ops:
-        """`whole_prompt_tokens`: from this length on a prompt is torch's; by default as in an instance."""
+        """Return the ops. Torch computes prompts of at least `whole_prompt_tokens`; the default is an instance's."""
         if not self.is_gpu:
             whole = max(self.sizes.prompts)
             return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole, flashinfer))
@@ -228,20 +229,20 @@ class Card:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give memory that nobody uses any more back to the device, for the processes that come next."""
+        """Return unused memory to the device, for the processes that come next."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
 
     def seconds(self, body: Callable[[], object], repeats: int | None = None, warm: int = WARM_CALLS) -> float:
-        """Median time of one call on the device."""
+        """Return the median time of one call on the device."""
         for _ in range(warm if self.is_gpu else 0):
             body()
         self.synchronize()
         return statistics.median(self._once(body) for _ in range(repeats or self.sizes.repeats))
 
     def wall_seconds(self, body: Callable[[], object], repeats: int | None = None, warm: int = WARM_CALLS) -> float:
-        """Median time of one call on the host, until the device is done with it."""
+        """Return the median wall time of one call, until the device has finished it."""
         for _ in range(warm if self.is_gpu else 0):
             body()
         times = []

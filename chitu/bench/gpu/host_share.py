@@ -1,5 +1,5 @@
-"""A decode step as an instance makes it: `PDScheduler` over `ModelRunner`, tokens encoded for the router, with overlap
-and without. What it takes beyond the device's own time is the host's share.
+"""A decode step as an instance runs it: `PDScheduler` over `ModelRunner`, tokens encoded for the router, with overlap
+and without. Its time beyond the device's own time is the host's share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK_TOKENS = 2048
 
 
 class _Requests:
-    """A scheduler and what left it."""
+    """A scheduler, and the number of token messages that it sent."""
 
     def __init__(self, runner: ModelRunner, overlap: bool) -> None:
         self.num_messages = 0
@@ -55,8 +55,8 @@ class _Requests:
 
 
 def step_seconds(card: Card, runner: ModelRunner, prompt_len: int, steps: int, overlap: bool) -> float:
-    """Of a decode step with every slot of `runner` running, from `prompt_len` tokens on; `runner` is idle before and
-    after."""
+    """Return the seconds of a decode step with every slot of `runner` running, from `prompt_len` tokens on. `runner` is
+    idle before and after."""
     info, batch = runner.info, runner.info.num_slots
     requests = _Requests(runner, overlap)
     scheduler = requests.scheduler
@@ -67,7 +67,7 @@ def step_seconds(card: Card, runner: ModelRunner, prompt_len: int, steps: int, o
     while scheduler.load.running < batch or scheduler.load.waiting_tokens:
         if not scheduler.step():
             raise Internal(f"{scheduler.load.running} of {batch} requests run, the others never will")
-    for _ in range(2 if card.is_gpu else 0):  # the last prompts are read, and the first step of all is behind us
+    for _ in range(2 if card.is_gpu else 0):  # read the last prompts and run the first full step
         scheduler.step()
     card.synchronize()
     before = requests.num_messages

@@ -1,4 +1,4 @@
-"""The device's ceilings, and decode attention against them."""
+"""Ceilings of the device, and decode attention against them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATTENTION_AIM = 0.95
 
 
 def ceilings(card: Card) -> Iterator[Row]:
-    """A plain copy, a large matrix product, a copy of scattered blocks; kept in `card.ceilings`."""
+    """Measure a plain copy, a large matrix product and a copy of scattered blocks, and keep them in `card.ceilings`."""
     sizes, device = card.sizes, card.device
     source = torch.randint(-(2**30), 2**30, (sizes.copy_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
@@ -33,7 +33,7 @@ def ceilings(card: Card) -> Iterator[Row]:
 
 
 def _scattered_seconds(card: Card, source: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
-    """The kernel alone, of 7 in 16 of the buffers' blocks (448 MiB of a GiB: the K and V of 4096 tokens)."""
+    """Time the kernel alone on 7 in 16 of the buffers' blocks (448 MiB of a GiB: the K and V of 4096 tokens)."""
     num_blocks = source.numel() * source.itemsize // BLOCK_BYTES
     count = num_blocks * 7 // 16
     pieces_3N = torch.stack(
@@ -49,8 +49,8 @@ def _scattered_seconds(card: Card, source: torch.Tensor, target: torch.Tensor) -
 
 
 def attention(card: Card) -> Iterator[Row]:
-    """Time against that of copying as many bytes as there are K and V. Regions take turns, so that nothing is found in
-    the device's cache."""
+    """Measure attention against a copy of as many bytes as K and V have. Regions take turns, so the device's cache
+    never hits."""
     sizes = card.sizes
     for batch in sizes.attention_batches:
         pages_each = -(-sizes.attention_context // PAGE_SIZE)

@@ -1,9 +1,9 @@
-"""KV pages into another process's pool, by each transport that this machine has, directly and staged, against what a
-scattered copy within one process reaches, and against the same transport writing one piece.
+"""Writes of KV pages into another process's pool, by each transport of this machine, directly and staged. Compared with
+a scattered copy within one process, and with the same transport writing one piece.
 
-The parent writes, a child owns the target pool, scatters what was staged, and says at the end whether the right bytes
-are in the right pages. Memory, transports and segments are made as an instance makes them. A library that is not
-installed is named and left out.
+The parent writes. A child owns the target pool, scatters staged pages, and returns checksums of its pages, which the
+parent compares. Memory, transports and segments are made as in an instance. A transport whose library is not installed
+is reported and left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from chitu.types import Role
 AIM = 0.8
 TIMEOUT_S = 30.0
 SLOW_REPEATS = 5
-"""Of transports that take a tenth of a second and more."""
+"""Repeats for transports that take a tenth of a second or more."""
 KINDS = ("cuda_ipc", "shm", "mooncake", "nixl")
 ON_CPU = KINDS[1:]
 
@@ -59,7 +59,8 @@ class LinkEnd:
 
 
 def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
-    """As a 1P1D on this device has it; on a CPU, where nothing needs it, staging is asked for. MissingDependency."""
+    """Open one end as in a 1P1D on this device. A CPU does not need staging, so it is forced there. Raise
+    MissingDependency if the transport's library is missing."""
     model = card.sizes.model
     layout = KVLayout(
         "bench", model.layers, model.kv_heads, model.resolved_head_dim, PAGE_SIZE, card.sizes.dtype, model.vocab_size
@@ -81,7 +82,7 @@ def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
 
 
 def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
-    """One number a page, over K and V of all layers, in which also the order of the regions counts."""
+    """Return one number for each page, over K and V of all layers, which also depends on the order of the regions."""
     index = torch.tensor(pages, device=pool.device)
     total = torch.zeros(len(pages), dtype=torch.int64, device=pool.device)
     for number, region in enumerate(region for pair in zip(pool.k, pool.v, strict=True) for region in pair):
@@ -91,7 +92,7 @@ def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
 
 
 def receive(card: Card, kind: str) -> None:
-    """The child: a registered pool. A line of pages is answered by their sums."""
+    """Run the child: register a pool, and answer each line of page numbers with their sums."""
     end = open_end(card, kind, Role.DECODE)
     print(encode(rank_memory(end.pool, 0, end.sessions)).hex(), flush=True)
     lines = lines_of(end.transport, sys.stdin) if isinstance(end.transport, StagedTransport) else iter(sys.stdin)
@@ -101,8 +102,8 @@ def receive(card: Card, kind: str) -> None:
 
 
 def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
-    """`child_arguments`: the command line of a child with the same sizes; `--receive KIND` is added. A text for a
-    transport that could not be measured."""
+    """Yield the rows of each transport, or a text if it could not be measured. `child_arguments` is the command line of
+    a child with the same sizes; `--receive KIND` is added."""
     for kind in KINDS if card.is_gpu else ON_CPU:
         try:
             end = open_end(card, kind, Role.PREFILL)
@@ -171,7 +172,7 @@ def _writes(transport: Transport, peer: PeerHandle, lists: list[CopyList]) -> Ca
 
 
 def _rate_of_one_piece(transport: Transport, peer: PeerHandle, pool: KVPool, repeats: int) -> float:
-    """Bytes a second of a write of a whole segment from where this end sends from."""
+    """Return bytes a second of a write of one whole segment from this end's send buffer."""
     assert isinstance(transport, StagedTransport) and isinstance(peer, StagedPeer) and peer.segments is not None
     area = transport.end.gatherer.area
     source = area.address(0) if area is not None else pool.arena_base
@@ -189,6 +190,6 @@ def _check(end: LinkEnd, own: list[int], theirs: list[int], pipe: PipeMessages) 
     pipe.say(msgspec.json.encode(theirs).decode())
     if msgspec.json.decode(pipe.line()) != page_sums(end.pool, own):
         raise RuntimeError(f"{end.transport.name}: the peer found other bytes in {len(own)} pages than were written")
-    # What comes next has to bring its own bytes, or the check would see those of this one.
+    # Change the bytes, so that the next check cannot pass with those of this write.
     for region in end.pool.regions:
         region[own[0]].add_(1)

@@ -1,5 +1,5 @@
-"""1P1D against an undivided instance, on one card: the first token, and the pauses of running streams while long
-prompts arrive. Real clusters over HTTP, both up, asked in turn."""
+"""1P1D against a unified instance on one card: time to first token, and the pauses of running streams while long
+prompts arrive. Both are real clusters, up at once and called over HTTP in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chitu.launch.local import LocalCluster
 TTFT_AIM = 1.05
 STREAM_PROMPT = 64
 PROMPT_IDS = (10, 500)
-"""Token ids of prompts: words, no special tokens."""
+"""Range of token ids in prompts: words, no special tokens."""
 
 
 def topology_overrides(card: Card, model: Path, topology: str) -> list[str]:
@@ -65,7 +65,7 @@ def _first_tokens(length: int, rounds: int, unified_url: str, divided_url: str) 
         prompt = [rng.randrange(*PROMPT_IDS) for _ in range(length)]
         for url in (unified_url, divided_url) if number % 2 else (divided_url, unified_url):
             times[url].append(token_times_s(url, prompt, 2)[0])
-    alone, pair = times[unified_url][2:], times[divided_url][2:]  # the first rounds warm both up
+    alone, pair = times[unified_url][2:], times[divided_url][2:]  # the first rounds are the warm-up
     ratio = statistics.median(p / a for a, p in zip(alone, pair, strict=True))
     yield Row(f"first token, {length} tokens, unified", statistics.median(alone) * 1e3, "ms")
     what, measured = f"first token, {length} tokens, 1P1D", statistics.median(pair) * 1e3
@@ -84,10 +84,10 @@ def _pauses(card: Card, unified_url: str, divided_url: str) -> Iterator[Row]:
 
 @dataclass(slots=True)
 class Stream:
-    """Completions one after another; `times_s`: when each token came."""
+    """Streamed completions, one after another, with the arrival time of each token."""
 
     times_s: list[list[float]] = field(default_factory=list)
-    """A list for each completion: between two of them lies a prefill of the stream's own."""
+    """Arrival times, a list for each completion, since the stream's own prefill lies between two completions."""
     error: str = ""
 
     @property
@@ -95,13 +95,13 @@ class Stream:
         return sum(map(len, self.times_s))
 
     def pauses_s(self, start_s: float, end_s: float) -> list[float]:
-        """Those between tokens of one completion that lie in a window of time, be it with a part of them only."""
+        """Return the pauses between tokens of one completion that overlap a window of time."""
         pairs = [pair for times_s in self.times_s for pair in pairwise(times_s)]
         return [later - earlier for earlier, later in pairs if earlier < end_s and later > start_s]
 
 
 def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
-    """p99 of the pauses of running streams: alone for a while, then with long prompts one after another."""
+    """Return the p99 pause of running streams: alone for a while, then with long prompts one after another."""
     streams = [Stream() for _ in range(card.sizes.streams)]
     stop = threading.Event()
     threads = [
@@ -130,7 +130,7 @@ def quiet_and_busy(card: Card, url: str) -> dict[str, float]:
 
 
 def _wait_for_tokens(streams: list[Stream], count: int) -> None:
-    """Until each has this many more than now."""
+    """Wait until each stream has `count` more tokens than now."""
     wanted = [stream.num_tokens + count for stream in streams]
     while any(stream.num_tokens < number for stream, number in zip(streams, wanted, strict=True)):
         _check(streams)
@@ -153,7 +153,7 @@ def _p99(streams: list[Stream], start_s: float, end_s: float) -> float:
 
 
 def _follow(url: str, number: int, card: Card, stream: Stream, stop: threading.Event) -> None:
-    """Note the time of every token until told to stop, then hang up."""
+    """Record the time of every token until `stop` is set, then close the connection."""
     host, port = url.removeprefix("http://").split(":")
     rng = random.Random(number)
     prompt = [rng.randrange(*PROMPT_IDS) for _ in range(min(STREAM_PROMPT, card.sizes.long_prompt // 4))]
@@ -173,7 +173,7 @@ def _follow(url: str, number: int, card: Card, stream: Stream, stop: threading.E
 
 
 def _read(response: http.client.HTTPResponse, times_s: list[float], stop: threading.Event) -> str:
-    """One completion to its end, or until told to stop; what went wrong, or nothing."""
+    """Read one completion to its end, or until `stop` is set. Return what went wrong, or ""."""
     while not stop.is_set():
         line = response.readline()
         if line.startswith(b"data: {") and not line.startswith(b'data: {"error"'):

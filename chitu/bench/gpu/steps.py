@@ -1,11 +1,12 @@
-"""Whole steps of the model: decode against the bytes that it must read, prefill against the matrix product's rate.
+"""Whole steps of the model: decode against the bytes that it must read, prefill against the rate of a matrix product.
 
-Decode is timed three ways. The device's time is that of recorded steps one after the other. The executor's is that of
-`ModelRunner.execute`, tokens on the host included. The scheduler's is a whole instance's turn (`host_share.py`), with
-each step launched before the last one is read (overlap) and without. What lies between is the host's share.
+Decode is timed three ways. The device's time is that of recorded steps, one after the other. The executor's time is
+that of `ModelRunner.execute`, including the tokens' copy to the host. The scheduler's time is a whole turn of an
+instance (`host_share.py`), with each step launched before the previous one is read (overlap) and without. The
+differences are the host's share.
 
-A prompt beyond the recorded steps is timed as an instance computes it, and by our own kernel alone; `flashinfer_rows`
-has it by FlashInfer, and chunks behind a prefix by both.
+A prompt longer than the recorded steps is timed as an instance computes it, and by our own kernel alone.
+`flashinfer_rows` times it by FlashInfer, and chunks after a prefix by both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
 PREFILL_AIM = 0.60
 SHORT_PROMPT_AIM_MS = {512: 3.0}
 STEPS = 64
-"""Decode steps of a measurement; sequences grow by this many tokens."""
+"""Decode steps of a measurement, by which each sequence grows."""
 
 
 class StepBench:
@@ -60,7 +61,8 @@ class StepBench:
             yield from self.prefill(max(self._card.sizes.prompts), own, ", own kernel")
 
     def flashinfer_rows(self, limit_s: float) -> Iterator[Row | str]:
-        """The longest prompt at once and its last chunk; its kernels may be built for `limit_s` before."""
+        """Measure the longest prompt at once and its last chunk. Building FlashInfer's kernels may take `limit_s`
+        before that."""
         card, spec = self._card, self.spec
         shape = PrefillShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, card.dtype, card.dtype)
         library = open_flashinfer("auto", shape, card.device, limit_s) if card.is_gpu else None
@@ -116,8 +118,8 @@ class StepBench:
             yield Row(f"{name}: host's share", (turn_s - device_s) * 1e3, "ms", 1 - device_s / turn_s, "turn's time")
 
     def prefill(self, tokens: int, ops: Ops | None = None, route: str = "", chunk: int | None = None) -> Iterator[Row]:
-        """One whole prompt as one chunk, or its last `chunk` tokens behind the rest; first token on the host. `ops`: in
-        place of an instance's, named by `route`; such steps are not recorded."""
+        """Measure a whole prompt as one chunk, or its last `chunk` tokens after the rest, until the first token is on
+        the host. `ops` replaces an instance's ops and is named by `route`; such steps are not recorded."""
         card, spec, rows = self._card, self.spec, chunk or tokens
         start = tokens - rows
         pool = self._pool(-(-(tokens + 1) // PAGE_SIZE))
@@ -140,7 +142,7 @@ class StepBench:
         itemsize = pool.k[0].itemsize
         embedding = spec.vocab_size * spec.hidden_size
         weights = self._weight_bytes // itemsize - embedding * (1 if spec.tie_word_embeddings else 2)
-        pairs = tokens**2 - start**2  # of queries and the keys that they see, twice
+        pairs = tokens**2 - start**2  # twice the pairs of a query and a key that it sees
         flops = 2 * rows * weights + 2 * spec.num_heads * spec.head_dim * pairs * spec.num_layers
         aim = None if is_recorded or ops is not None else PREFILL_AIM
         ratio = flops / seconds / card.ceilings.flops_per_s
@@ -170,7 +172,8 @@ class StepBench:
         return ModelRunner(self.spec, model, pool, num_slots, limit, sampler, recording)
 
     def _admit(self, slot: int, tokens: int, limit: int, kv_len: int) -> Admit:
-        """`tokens` token ids and pages for `limit`, which are its own and not neighbours."""
+        """Return an admission of `tokens` token ids, with pages for `limit` tokens that no other slot has and that are
+        not in ascending order."""
         pages_each = -(-limit // PAGE_SIZE)
         ids = [(7 * index + slot) % self.spec.vocab_size for index in range(tokens)]
         pages = tuple(range(slot * pages_each, (slot + 1) * pages_each))
