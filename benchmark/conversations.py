@@ -44,8 +44,7 @@ from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
 FIRST_TURN_TOKENS, ANSWER_TOKENS, NEW_TOKENS, TURNS = 1024, 64, 80, 8
-"""With these sizes 93 to 96 % of each later turn repeats the turn before and its answer, 88 to 92 % its prompt
-alone."""
+"""Sizes with which 93 to 96 % of each later turn repeats the last turn and its answer, 88 to 92 % the prompt alone."""
 ANSWERS_COME_BACK = ["cache.host_bytes=400000000", "cache.load_timeout_s=10"]
 INDEX_PAGES, INDEX_PROMPT_PAGES = 1_000_000, 6250
 MISS_TOKENS, PAGE_SIZE, PROMPTS_AT_ONCE, POOL_PROMPTS = 2048, 16, 4, 8

@@ -1,5 +1,4 @@
-"""Delay that one client's large request adds to the streams of other clients: `python -m benchmark.disturbed
-[--json-dir DIR]`.
+"""Delay of other clients' streams by one client's large request: `python -m benchmark.disturbed [--json-dir DIR]`.
 
 Starts the real router and one fake worker process (P0 and D0) whose tokens encode their emission time, and streams
 `--streams` answers at one token each `--step-ms`. Meanwhile one client sends, one after the other, requests that are
@@ -36,7 +35,7 @@ from chitu.testing.router_process import RouterUnderTest
 MAX_BODY_BYTES = 16 << 20
 MAX_LEN = 1 << 17
 SETTLE_S = 5.0
-"""Wait until all streams run."""
+"""Time to wait until all streams run."""
 _IDS = re.compile(rb'"token_ids":\[([\d,]+)\]')
 
 

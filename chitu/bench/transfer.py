@@ -1,13 +1,13 @@
 """`python -m chitu.bench.transfer`: transports between two real processes against memcpy of the same bytes.
 
 The parent writes into a child's pool. Every round runs memcpy and each transport one after the other over the same
-source bytes, so that the noise of the machine hits all of them; reported are the best time of each and the median of
-the ratios of a round. `--transfer` adds ways for the pages of a prompt: `staged` (gathered into segments, sent as few
-large pieces, scattered by the child, which checks in the end that the right bytes are in the right pages) and `auto`,
-where the engine's table of thresholds chooses for every write; `raw` is the same transport writing as many
-bytes in one piece. memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the
-parent; every page of all arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on neither
-side finds its block in a core's cache, as with pages of a KV cache; a time is the mean over one walk.
+source bytes, so that the noise of the machine affects all of them. Reported are the best time of each and the median
+over the rounds of the ratios. `--transfer` adds ways for the pages of a prompt: `staged` (gathered into segments, sent
+as few large pieces, scattered by the child; checksums of the pages are compared at the end) and `auto`, where the
+engine's table of thresholds chooses for every write. `raw` is the same transport writing as many bytes in one piece.
+memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the parent; every page of all
+arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on no block is in a core's cache, as
+with pages of a KV cache. A time is the mean over one walk.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class TransferResult(msgspec.Struct, frozen=True):
     best_gb_per_s: float
     memcpy_best_us: float
     fraction_of_memcpy: float
-    """Median over the rounds of memcpy's time over the transport's."""
+    """Median over the rounds of memcpy's time divided by the transport's."""
     fraction_of_memcpy_best: float
     fraction_of_raw: float | None = None
-    """Median of the time of `raw` over this one's; of a prompt's pages alone."""
+    """Median over the rounds of the time of `raw` divided by this one's; None except for a prompt's pages."""
 
 
 def cases(pool: KVPool, memory: RankMemory) -> list[Case]:
@@ -91,7 +91,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each round."""
+    """Seconds of each round, by operation."""
 
     memcpy: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Times:
 def measure(
     links: list[BenchLink], pool: KVPool, other: KVPool, rounds: int, ways: Sequence[str]
 ) -> list[TransferResult]:
-    """All cases over all links and ways, interleaved with memcpy."""
+    """Measure all cases over all links and ways, interleaved with memcpy."""
     results = []
     lists = {link.kind: cases(pool, link.memory) for link in links}
     for index, first in enumerate(lists[links[0].kind]):
@@ -127,13 +127,13 @@ def measure(
 
 
 def copy_in_memory(case: Case, pool: KVPool, other: KVPool) -> None:
-    """memcpy of as many bytes, in one piece a step."""
+    """Copy as many bytes with memcpy, in one piece for each step."""
     for offset in case.offsets:
         ctypes.memmove(other.arena_base + offset, pool.arena_base + offset, case.walk[0].nbytes)
 
 
 def check_pages(link: BenchLink, case: Case, pool: KVPool) -> None:
-    """The last write of all was staged or direct: whichever, the child's pages are the parent's."""
+    """Raise RuntimeError if the child's pages are not the parent's. The last write was staged or direct."""
     if case.num_layers == LAYOUT.num_layers and link.crcs(case.theirs) != page_crcs(pool, case.own):
         raise RuntimeError(f"{link.kind}: the peer found other bytes in {len(case.own)} pages than were written")
 

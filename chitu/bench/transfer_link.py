@@ -26,16 +26,17 @@ from chitu.protocol import KVLayout, RankMemory, encode
 
 LAYOUT = KVLayout("bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000)
 NUM_PAGES, NUM_AUX_SLOTS = 128, 2
-"""Pages of 16 KiB: an arena of 128 MiB."""
+"""Size of the pool: with pages of 16 KiB an arena of 128 MiB."""
 TIMEOUT_S = 30.0
 KINDS = ("shm", "mooncake", "nixl")
 SEGMENT_BYTES, NUM_SEGMENTS = 8 << 20, 4
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Copy lists of equal size, written one after the other; `offsets[i]`: where memcpy does the same in its arenas.
+    """Copy lists of equal size, written one after the other. `offsets[i]` is the offset of the same memcpy in its
+    arenas.
 
-    Of a prompt: `own` pages go to `theirs` in `num_layers` layers; `raw` brings as many bytes in one piece."""
+    For a prompt, `own` pages go to `theirs` in `num_layers` layers, and `raw` moves as many bytes in one piece."""
 
     name: str
     walk: list[CopyList]
@@ -53,7 +54,7 @@ def new_pool() -> KVPool:
 
 
 def randomise(pool: KVPool) -> None:
-    """So that no two pages are alike."""
+    """Fill the pool with random numbers, so that no two pages are equal."""
     for region in pool.regions:
         region.uniform_()
 
@@ -72,7 +73,7 @@ def new_transport(kind: str, pool: KVPool, is_receiver: bool) -> StagedTransport
 
 
 def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
-    """Of each page over K and V of all layers."""
+    """Return the CRC-32 of each page, over K and V of all layers."""
     whole = [pool.regions[region][list(pages)] for region in range(len(pool.regions))]
     crcs = [0] * len(pages)
     for region in whole:
@@ -81,7 +82,8 @@ def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
 
 
 def receive(kind: str) -> None:
-    """The child: a registered pool with segments; scatters, or tells checksums of pages (a line that is a list)."""
+    """Run the child with a registered pool and segments. It scatters, and answers a line with a list of pages by their
+    CRCs."""
     pool = new_pool()
     transport = new_transport(kind, pool, is_receiver=True)
     print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
@@ -91,7 +93,7 @@ def receive(kind: str) -> None:
 
 
 class BenchLink:
-    """A transport of the parent with its child."""
+    """A transport of the parent, and the child at its other end."""
 
     def __init__(self, kind: str, pool: KVPool) -> None:
         self.kind = kind
@@ -111,10 +113,10 @@ class BenchLink:
         self.transport.inner.write(self.peer.inner, whole, TIMEOUT_S)
         self.threshold = staged_from(kind, "cpu")
         self.num_staged = self.num_chosen = 0
-        """Of `auto`."""
+        """Number of writes with `auto`, and of those that it staged."""
 
     def write(self, case: Case, way: str) -> None:
-        """All of the case."""
+        """Write all copy lists of the case."""
         is_staged = way == "staged"
         num_pieces, nbytes = len(case.walk[0].src), case.walk[0].nbytes
         if way == "auto":
@@ -131,7 +133,7 @@ class BenchLink:
         self.transport.inner.write(self.peer.inner, case.raw, TIMEOUT_S)
 
     def crcs(self, pages: Sequence[int]) -> list[int]:
-        """Of the child's pages."""
+        """Return the CRC-32 of each of these pages of the child."""
         self._messages.say(msgspec.json.encode(list(pages)).decode())
         return msgspec.json.decode(self._messages.line(), type=list[int])
 

@@ -1,9 +1,9 @@
-"""Time to the first token of 1P1D over that of one undivided instance, in one interleaved run.
+"""Time to first token of 1P1D divided by that of one unified instance, in one interleaved run.
 
     python -m chitu.bench.ttft [--model DIR]
 
-Both clusters are up; requests go to them in turn, one at a time, streamed, with different prompts of 512 and 2048
-tokens. What 1P1D adds is the hand-over: two messages, the logits row, a wake-up of D.
+Both clusters run at once. Streamed requests go to them in turn, one at a time, with different prompts of 512 and 2048
+tokens. 1P1D adds the hand-over: two messages, the logits row, a wake-up of D.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(length: int, rounds: int, unified_url: str, divided_url: str) -> tuple[int, float, float, float, int]:
-    """Medians in ms and the median of the per-round ratios."""
+    """Return the prompt length, the medians in ms, the median of the per-round ratios and the rounds."""
     rng = random.Random(length)
     unified: list[float] = []
     divided: list[float] = []
@@ -42,7 +42,7 @@ def measure(length: int, rounds: int, unified_url: str, divided_url: str) -> tup
         order = [(unified_url, unified), (divided_url, divided)]
         for url, times in order if number % 2 else reversed(order):
             times.append(token_times_s(url, prompt, 2)[0])
-    unified, divided = unified[2:], divided[2:]  # the first rounds warm both up
+    unified, divided = unified[2:], divided[2:]  # the first rounds are the warm-up
     ratio = statistics.median(d / u for d, u in zip(divided, unified, strict=True))
     return length, statistics.median(unified) * 1e3, statistics.median(divided) * 1e3, ratio, rounds
 

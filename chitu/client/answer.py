@@ -1,6 +1,6 @@
-"""A streamed answer: server-sent events -> text, token counts and how it ended. Pure.
+"""Parser of a streamed answer: server-sent events -> text, token counts and how it ended. Pure.
 
-Fed by `RouterClient` with bytes as they come off the socket; an event, a line end or a character may be cut anywhere.
+`RouterClient` feeds it the bytes as the socket delivers them, which may cut an event, a line end or a character.
 Invariant: the pieces that `AnswerReader.feed` returns concatenate to `Answer.text`, however the bytes were cut.
 """
 
@@ -20,19 +20,19 @@ class Usage(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one answer; all of it stays when the rest is lost."""
+    """One answer as far as it was received; it keeps its text if the rest is lost."""
 
     request_id: str
     """The X-Request-Id of the request: its key in `GET /cluster`."""
     text: str = ""
     usage: Usage | None = None
-    """Known when the answer is complete."""
+    """Token counts; None until the answer is complete."""
     finish_reason: str | None = None
-    """`stop` or `length`."""
+    """Finish reason: `stop` or `length`."""
     is_complete: bool = False
-    """The router said that nothing more comes."""
+    """Whether the router sent the end of the answer."""
     is_stopped: bool = False
-    """Ended by the reader (Ctrl-C)."""
+    """Whether the user stopped the answer (Ctrl-C)."""
     error: ChituError | None = None
 
 
@@ -41,7 +41,7 @@ class _Delta(msgspec.Struct, frozen=True):
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    """Of a chat (`delta`) or of a completion (`text`)."""
+    """One choice of a chat (`delta`) or of a completion (`text`)."""
 
     delta: _Delta = _Delta()
     text: str = ""
@@ -49,7 +49,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """OpenAI's."""
+    """The error object of the OpenAI API."""
 
     message: str
     code: str | None = None
@@ -62,13 +62,13 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class EventParser:
-    """Bytes -> the data of each complete server-sent event. Comments and other fields are skipped."""
+    """Splits bytes into the data of each complete server-sent event. Skips comments and other fields."""
 
     def __init__(self) -> None:
         self._rest = b""
-        """Of a line whose end has not come."""
+        """Bytes of a line whose end has not arrived."""
         self._after_cr = False
-        """The last chunk ended with CR: an LF at the start of the next one belongs to it."""
+        """Whether the last chunk ended with CR, so that an LF at the start of the next one belongs to it."""
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[str]:
@@ -98,8 +98,8 @@ class AnswerReader:
         self._parser = EventParser()
 
     def feed(self, chunk: bytes) -> str:
-        """The text that this chunk completes. An error event ends the answer with its error and keeps its text.
-        Internal for an event that is no part of an answer."""
+        """Return the text that this chunk completes. An error event ends the answer with its error and keeps its text.
+        Raise Internal for an event that is no part of an answer."""
         before = len(self._answer.text)
         for data in self._parser.feed(chunk):
             if data == "[DONE]":
@@ -113,7 +113,7 @@ class AnswerReader:
         try:
             event = msgspec.json.decode(data, type=_Event)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Internal(f"the router sent what is no part of an answer: {data[:80]!r} ({error})") from error
+            raise Internal(f"the router sent an event that is no part of an answer: {data[:80]!r} ({error})") from error
         if event.error is not None:
             answer.error = from_code(event.error.code or "internal", event.error.message)
             answer.is_complete = True

@@ -1,6 +1,6 @@
-"""Where the time of a cluster's requests goes, and what is in the way: from snapshots of `GET /cluster`. Pure.
+"""Stages of the requests' time and the bottleneck of a cluster, from snapshots of `GET /cluster`. Pure.
 
-Used by `chitu explain`. Only what instances and the router report is used; a span is never measured here.
+Used by `chitu explain`. All times are those that the instances and the router report; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import ClusterSnapshot, RequestSnapshot
 
 WAITS = 0.2
-"""Share of a request's time, beyond which a stage that only waits is in the way."""
+"""Share of a request's time from which a stage that only waits is the bottleneck."""
 WAITS_FIRST = 0.5
-"""The same of the time to the first token."""
+"""Share of the time to first token above which such a stage is the bottleneck."""
 OUTLIER = 2.0
-"""How many times as slow as the others an instance or pair must be to be named."""
+"""Factor by which an instance or pair must be slower than the others to be reported."""
 OUTLIER_REQUESTS = 5
-"""Of each, at least."""
+"""Minimum number of requests of each instance or pair that is compared."""
 OUTLIER_SHARE = 0.05
-"""Of the time of all requests, that the others' pace would save."""
+"""Minimum share of the time of all requests that the pace of the others would save."""
 FAILS = 0.05
-"""Share of attempts."""
+"""Share of attempts that fail, from which failures are reported."""
 RETRACTS = 0.1
-"""Retractions a request."""
+"""Retractions per request, from which the page pool is too small."""
 FULL = 0.1
-"""Share of pages that are free or cached, under which a pool is full."""
+"""Share of pages that are free or cached, up to which a pool counts as full."""
 MIN_REQUESTS = 3
 SHARED = 2.0
-"""Prompts at once on a P, on average, that make each other late."""
+"""Mean number of prompts at once on a P from which they delay each other."""
 MORE_PREFILL = "Add a P (`chitu join prefill`), or give prompts a common beginning, which is computed once."
 
 
 @dataclass(frozen=True, slots=True)
 class StageShare:
-    """A part of a request's life; the stages of a request follow each other, and add up to its time at the router."""
+    """One stage of a request. Its stages follow each other and add up to its time at the router."""
 
     name: str
     mean_s: float
     p95_s: float
     share: float
-    """Of the time of all requests."""
+    """Share of the time of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     span_s: float
-    """Between the first snapshot and the last one."""
+    """Time between the first snapshot and the last one."""
     num_ended: int
     num_failed: int
     num_running: int
-    """At the last snapshot."""
+    """Number of running requests at the last snapshot."""
     first_token_s: float
-    """Mean, from the router's dispatch to the first token there."""
+    """Mean time from the router's dispatch to the first token at the router."""
     tokens_per_s: float
-    """Of the requests that ended."""
+    """Output tokens a second of the requests that finished."""
     stages: tuple[StageShare, ...]
     bottleneck: str
-    """One of `CODES`."""
+    """Code of the bottleneck, one of `CODES`."""
     says: str
-    """In one sentence."""
+    """The bottleneck in one sentence."""
     advice: str
 
 
@@ -70,7 +70,7 @@ ADMISSION, QUEUE, COMPUTE = "admission on D", "queue on P", "compute on P"
 TRANSFER, FIRST_STEP, DECODE, ROUTER = "KV transfer", "first step of D", "tokens of D", "router and messages"
 STAGES = (ADMISSION, QUEUE, COMPUTE, TRANSFER, FIRST_STEP, DECODE, ROUTER)
 WAITING = (ADMISSION, QUEUE, TRANSFER, FIRST_STEP, ROUTER)
-"""Those in which nothing is computed."""
+"""Stages in which nothing is computed."""
 BEFORE_FIRST = (ADMISSION, QUEUE, COMPUTE, FIRST_STEP)
 CODES = (
     *(
@@ -89,7 +89,7 @@ CODES = (
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Of one finished request, in seconds."""
+    """Stage times of one finished request, in seconds."""
 
     record: RequestSnapshot
     stages: dict[str, float]
@@ -98,8 +98,8 @@ class _Spans:
 
 
 def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
-    """`snapshots`: of one router, oldest first, at least one. Requests count that ended between the first and the
-    last."""
+    """Explain the requests that ended between the first and the last snapshot. `snapshots` are of one router, oldest
+    first, at least one."""
     first, last = snapshots[0], snapshots[-1]
     since_s = first.time_s if len(snapshots) > 1 else float("-inf")
     records = {record.room: record for snapshot in snapshots for record in snapshot.requests}
@@ -130,8 +130,8 @@ def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
 
 
 def _spans(record: RequestSnapshot) -> _Spans:
-    """D counts from its arrival there, P from its own, which are taken for one moment. What P's queue has of D's
-    admission is D's."""
+    """Return the stages of a request. D counts from its arrival there and P from its own, which are taken as one
+    moment. The part of P's queue time that overlaps D's admission counts as admission."""
     assert record.stages is not None and record.ended_at_s is not None
     times, of_p = record.stages, record.stages.prefill
     total_s = max(0.0, record.ended_at_s - record.created_at_s)
@@ -177,7 +177,7 @@ def _verdict(
     if len(finished) < MIN_REQUESTS:
         return (
             "no_requests",
-            f"Only {len(finished)} requests ended while this watched.",
+            f"Only {len(finished)} requests ended during the observation.",
             "Watch for longer (--seconds), or send some load.",
         )
     retracted = sum(_grown(snapshots, lambda load: load.retractions).values())
@@ -205,7 +205,7 @@ def _failures(failed: Sequence[RequestSnapshot], num_ended: int, down: Sequence[
 
 
 def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str] | None:
-    """An instance, or a pair, that is much slower at the same work than the others of its kind."""
+    """Return the verdict on an instance or pair that is much slower at the same work than the others of its kind."""
     kinds: tuple[tuple[str, Callable[[_Spans], str | None], Callable[[_Spans], tuple[float, float]], str, str], ...] = (
         ("prefill_instance", lambda s: s.record.prefill, _compute_of, "a prompt token", "Compare its host and device"),
         ("decode_instance", lambda s: s.record.decode, _decode_of, "a token", "Compare its host and device"),
@@ -225,7 +225,7 @@ def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str]
         others = statistics.median(pace for name, pace in paces.items() if name != slowest)
         spent_s = sum(span_s for span_s, _ in groups[slowest])
         saved_s = spent_s * (1 - others / paces[slowest]) if paces[slowest] else 0.0
-        # All of its requests, for on a busy machine some are slow anywhere.
+        # All of its requests must be slow, since on a busy machine some are slow anywhere.
         is_always = min(span_s / units for span_s, units in groups[slowest]) > others
         if is_always and paces[slowest] >= OUTLIER * others and saved_s >= OUTLIER_SHARE * total_s:
             times = f"{paces[slowest] / others:.1f} times as long" if others else "far longer"
@@ -235,7 +235,7 @@ def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str]
 
 
 def _pace(works: Iterable[tuple[float, float]]) -> float:
-    """Seconds a unit: of the middle request, for one that met an accident says nothing of the rest."""
+    """Return the seconds per unit of the median request, so that a single slow request does not count."""
     return statistics.median(span_s / units for span_s, units in works)
 
 
@@ -301,7 +301,7 @@ def _small_pool(snapshots: Sequence[ClusterSnapshot], what: str) -> tuple[str, s
 def _working(
     snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stages: dict[str, StageShare]
 ) -> tuple[str, str, str]:
-    """Nothing waits long."""
+    """Return the verdict if no stage waits long."""
     if stages[COMPUTE].share >= stages[DECODE].share:
         at_once = _prompts_at_once(finished)
         if at_once >= SHARED:
@@ -323,7 +323,8 @@ def _working(
 
 
 def _prompts_at_once(finished: Sequence[_Spans]) -> float:
-    """On a P that has any, on average: what instances report of it is as old as their last step."""
+    """Return the mean number of prompts at once on a P that has any. The number in a load report is as old as the
+    instance's last step, so it is derived from the stage times."""
     span_s = max(s.record.created_at_s for s in finished) - min(s.record.created_at_s for s in finished)
     spent_s = sum(spans.stages[COMPUTE] for spans in finished)
     span_s += spent_s / len(finished)
@@ -343,7 +344,7 @@ def _sum(snapshot: ClusterSnapshot, of: Callable[[LoadReport], int], *letters: s
 
 
 def _grown(snapshots: Sequence[ClusterSnapshot], of: Callable[[LoadReport], int], *letters: str) -> dict[str, int]:
-    """By how much a counter grew, by instance; one that started anew counts from zero."""
+    """Return by how much a counter grew, by instance. A restarted instance counts from zero."""
     grown: dict[str, int] = {}
     before: dict[str, tuple[str, int]] = {}
     for snapshot in snapshots:

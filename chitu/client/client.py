@@ -1,8 +1,8 @@
-"""HTTP of `chitu chat` and of the quickstart: asks a running router. Blocking; used from the caller's one thread.
+"""HTTP client of `chitu chat` and of the quickstart for a running router. Blocking; used from the caller's one thread.
 
-Plain `http.client`: there is one request at a time, Ctrl-C must reach the read that waits for a token, and the client
-of a serving tool should add no dependency to it. Each call has a connection of its own; closing it in the middle of an
-answer is how a request is aborted (the router cancels it on P and D). No proxy is used.
+Plain `http.client`: there is one request at a time, Ctrl-C must interrupt the read that waits for a token, and the
+client of a serving tool should add no dependency. Each call opens its own connection. Closing it in the middle of an
+answer aborts the request (the router cancels it on P and D). No proxy is used.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from chitu.protocol.snapshot import ClusterSnapshot
 
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
-"""Of a GET; the router answers from memory."""
+"""Timeout of a GET; the router answers from memory."""
 ANSWER_TIMEOUT_S = 660.0
-"""Between two reads of an answer; the router ends a request by itself after `request_timeout_s` (600 s)."""
+"""Timeout between two reads of an answer; the router itself ends a request after `request_timeout_s` (600 s)."""
 READ_BYTES = 1 << 16
 
 T = TypeVar("T")
 
 
 class RouterUnreachable(ServiceError):
-    """Nobody listens there, or the connection broke."""
+    """No router listens at the URL, or the connection broke."""
 
     code = "router_unreachable"
 
@@ -56,7 +56,8 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 class RouterClient:
-    """`url`: `http://HOST:PORT`, with or without `/v1`. ConfigError where it is none. `flag`: by which it is given."""
+    """Client of one router. `url` is `http://HOST:PORT`, with or without `/v1`; ConfigError if not. `flag` is the
+    option that sets it."""
 
     def __init__(self, url: str, api_key: str | None = None, flag: str = "--url") -> None:
         self._flag = flag
@@ -77,7 +78,8 @@ class RouterClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model_name(self) -> str:
-        """Id of the served model. RouterUnreachable, Unauthorized, Internal where no router answers."""
+        """Return the id of the served model. Raise RouterUnreachable, Unauthorized, or Internal if what answers is no
+        router."""
         models = self._get("/v1/models", _Models).data
         if not models:
             raise Internal(f"{self.url} serves no model")
@@ -87,29 +89,30 @@ class RouterClient:
         return self._get("/cluster", ClusterSnapshot)
 
     def drain(self, instance: str, force: bool) -> str:
-        """Have an instance finish and leave; which incarnation does. UnknownInstance; LastInstance without `force`."""
+        """Drain an instance and return its incarnation. Raise UnknownInstance, or LastInstance without `force`."""
         return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
 
     def trace(self, request_id: str) -> TraceAnswer:
-        """UnknownTrace where there are no records of it."""
+        """Return the trace of a request. Raise UnknownTrace if there are no records of it."""
         return self._get(f"/trace/{quote(request_id, safe='')}", TraceAnswer)
 
     def snapshot(self, request_id: str) -> bytes:
-        """A file of a request that runs, which runs on. UnknownRequest; InvalidRequest where it cannot be kept."""
+        """Return a snapshot file of a running request, which goes on. Raise UnknownRequest, or InvalidRequest if it
+        cannot be kept."""
         body = {"request_id": request_id}
         path, ident = "/admin/snapshot", uuid.uuid4().hex
         with self._reply("POST", path, REPLY_TIMEOUT_S, ident, body) as reply, self._named_errors():
             return reply.read()
 
     def topology(self) -> Topology:
-        """That of the cluster, with the router's actual ports and without keys."""
+        """Return the topology of the cluster, with the router's actual ports and without keys."""
         return self._get("/admin/topology", Topology)
 
     def stream(self, path: str, body: Mapping[str, Any], on_text: Callable[[str], None]) -> Answer:
-        """POST a generation request with `stream: true` and hand out its text as it comes.
+        """POST a generation request with `stream: true` and pass its text to `on_text` as it arrives.
 
-        Returns in every case: an error is in the answer, behind the text that came ahead of it; Ctrl-C stops the
-        request and is no error.
+        It always returns: an error is in the answer, beside the text that arrived before it. Ctrl-C stops the request
+        and is no error.
         """
         answer = Answer(request_id=uuid.uuid4().hex)
         try:
@@ -123,7 +126,7 @@ class RouterClient:
         return answer
 
     def _texts(self, path: str, body: Mapping[str, Any], answer: Answer) -> Generator[str, None, None]:
-        """The answer's pieces; closing the generator closes the connection."""
+        """Yield the pieces of the answer. Closing the generator closes the connection."""
         reader = AnswerReader(answer)
         options = {"stream": True, "stream_options": {"include_usage": True}}
         with self._reply("POST", path, ANSWER_TIMEOUT_S, answer.request_id, {**body, **options}) as reply:
@@ -145,13 +148,14 @@ class RouterClient:
             try:
                 return msgspec.json.decode(answer, type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Internal(f"{self.url}{path} is not that of this version of chitu: {error}") from error
+                raise Internal(f"{self.url}{path} answered in the format of another version of chitu: {error}") from error
 
     @contextlib.contextmanager
     def _reply(
         self, method: str, path: str, timeout_s: float, request_id: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        """An open response of status 200; closed with its connection at the end. Else the error that it names."""
+        """Yield an open response of status 200 and close it with its connection at the end. Raise the error that any
+        other response names."""
         make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         connection = make(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
         data = None if body is None else json.dumps(body).encode()
@@ -182,7 +186,7 @@ class RouterClient:
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """What goes wrong on the network, as one sentence."""
+        """Turn errors of the network into RouterUnreachable with one sentence."""
         try:
             yield
         except ConnectionRefusedError as error:
@@ -191,5 +195,5 @@ class RouterClient:
             ) from error
         except TimeoutError as error:
             raise RouterUnreachable(f"{self.url} does not answer") from error
-        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: of a host that can be none
+        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an impossible host name
             raise RouterUnreachable(f"the connection to {self.url} broke: {error or type(error).__name__}") from error

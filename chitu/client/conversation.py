@@ -1,4 +1,5 @@
-"""What is asked: the messages so far, the request body of the next question, and examples with a known answer. Pure."""
+"""Questions to a model: the messages so far, the request body of the next one, and examples with a known answer.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from chitu.workloads.tiny import Example
 
 CHAT_PATH = "/v1/chat/completions"
 ANSWER_ROOM_TOKENS = 64
-"""Of the context that an example leaves free."""
+"""Tokens of the context that an example leaves for the answer."""
 SHOWN_SENTENCES = 2
-"""Of a long list, at its start."""
+"""Sentences of a long list that are shown at its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class ChatOptions:
     model: str
     system: str | None = None
     max_tokens: int | None = None
-    """None: until the model ends, or the context is full."""
+    """Limit of the answer; None: until the model ends or the context is full."""
     temperature: float = 0.0
 
 
@@ -30,17 +31,17 @@ class ChatOptions:
 class Conversation:
     options: ChatOptions
     turns: list[tuple[str, str]] = field(default_factory=list)
-    """Questions with what came of their answers; a question without any answer is not kept."""
+    """Questions with their answers as far as received; a question without any answer is not kept."""
 
     def body(self, question: str) -> dict[str, Any]:
-        """Of a chat request that asks this next."""
+        """Return the body of a chat request with this next question."""
         options = self.options
         messages = [{"role": "system", "content": options.system}] if options.system else []
         for asked, answered in self.turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
         body: dict[str, Any] = {"model": options.model, "messages": messages, "temperature": options.temperature}
-        body["separate_reasoning"] = False  # it is shown as the model writes it
+        body["separate_reasoning"] = False  # reasoning is shown as the model writes it
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         return body
@@ -51,7 +52,7 @@ class Conversation:
 
 
 def recall_example(rng: random.Random, prompt_tokens: int, max_model_len: int | None) -> Example:
-    """A list of about this many tokens (for chitu-tiny) with a question on it, as far as the context holds it."""
+    """Return a question over a list of about this many tokens (for chitu-tiny), or fewer if the context is shorter."""
     if max_model_len is not None:
         prompt_tokens = min(prompt_tokens, max_model_len - ANSWER_ROOM_TOKENS)
     return tiny.recall(rng, tiny.facts_for(prompt_tokens))
@@ -62,12 +63,12 @@ def is_right(example: Example, answer: str) -> bool:
 
 
 def verdict(example: Example, answer: str) -> str:
-    """A tick, or a cross with what was expected."""
+    """Return a tick, or a cross with the expected answer."""
     return f"✓ {example.value} is right" if is_right(example, answer) else f"✗ expected: {example.answer}"
 
 
 def shortened(prompt: str) -> str:
-    """A long list with the sentences in its middle counted instead of said; the question stays."""
+    """Return a long list with the sentences in its middle replaced by their number. The question stays."""
     sentences = re.split(r"(?<=[.?!]) ", prompt)
     left_out = len(sentences) - SHOWN_SENTENCES - 2
     if left_out < 2:
@@ -77,5 +78,5 @@ def shortened(prompt: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without the control characters that a terminal would obey (of a model that nobody vouches for)."""
+    """Return the text of an untrusted model without the control characters that a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)

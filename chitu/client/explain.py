@@ -1,4 +1,4 @@
-"""`chitu explain`: watch a running cluster for a while, or read what was watched, and say where its time goes."""
+"""`chitu explain`: observe a running cluster for a while, or read a saved observation, and report its bottleneck."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chitu.errors import ConfigError
 from chitu.protocol.snapshot import ClusterSnapshot
 
 PAUSE_S = 0.2
-"""Between two looks. The router remembers its last 64 requests, so at more than 300 a second some are not seen."""
+"""Time between two snapshots. The router keeps its last 64 requests, so at more than 300 a second some are missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class ExplainArguments:
 
 
 def explain_cluster(arguments: ExplainArguments) -> int:
-    """Exit code 0. ConfigError for a file that is none, ChituError where no router answers. Ctrl-C ends the
-    watching."""
+    """Print the explanation and return exit code 0. Ctrl-C ends the observation. Raise ConfigError if the file is
+    unreadable, ChituError if no router answers."""
     if "://" in arguments.source:
         snapshots = _watch(RouterClient(arguments.source, arguments.api_key), arguments.seconds)
     else:
@@ -54,7 +54,7 @@ def explain_cluster(arguments: ExplainArguments) -> int:
 def _watch(client: RouterClient, seconds: float) -> list[ClusterSnapshot]:
     snapshots = [client.cluster()]
     end_s = time.monotonic() + seconds
-    with contextlib.suppress(KeyboardInterrupt):  # what was seen by then will do
+    with contextlib.suppress(KeyboardInterrupt):  # explain the snapshots taken so far
         while (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(PAUSE_S, left_s))
             snapshots.append(client.cluster())

@@ -1,4 +1,4 @@
-"""`chitu trace ID`: the time line of a traced request, by a running cluster or the folder of its records."""
+"""`chitu trace ID`: the timeline of a traced request, from a running cluster or the folder of its records."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from chitu.protocol.trace import AnyTraceRecord, TraceEnd, TraceFrame, TraceRequ
 from chitu.tracing.trace_files import find_records
 
 PATIENCE_S = 2.0
-"""Records of instances come within some 0.1 s of what they are about."""
+"""Time to wait for the records of instances, which are usually written within 0.1 s."""
 POLL_S = 0.1
 BAR_WIDTH = 32
 MAX_SHOWN_BYTES = 24
-"""Of a binary field of a frame."""
+"""Bytes shown of a binary field of a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class TraceArguments:
 
 
 def show_trace(arguments: TraceArguments, client: RouterClient | None) -> int:
-    """`client`: None with a folder. Exit code 0; 1 where KV pages of both sides differ. UnknownTrace, ConfigError, and
-    what `RouterClient` raises."""
+    """Print the trace from `client`, or from the folder if it is None. Return exit code 0, or 1 if KV pages of the two
+    sides differ. Raise UnknownTrace, ConfigError, and the errors of `RouterClient`."""
     decode = _decoder() if arguments.with_frames else None
     if client is None:
         folder = Path(arguments.folder or "")
@@ -66,7 +66,7 @@ def show_trace(arguments: TraceArguments, client: RouterClient | None) -> int:
 
 
 def _ask(client: RouterClient, request_id: str) -> TraceAnswer:
-    """Once more while records of a request that is over are still on their way."""
+    """Fetch the trace. Repeat for up to PATIENCE_S if records of a finished request are missing."""
     end_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -80,7 +80,7 @@ def _ask(client: RouterClient, request_id: str) -> TraceAnswer:
 
 
 def is_whole(records: Iterable[AnyTraceRecord]) -> bool:
-    """Whether both sides of each room that finished have said so, or the request still runs."""
+    """Return whether the records of both sides of each finished room are there, or the request still runs."""
     records = list(records)
     request = next((record for record in records if isinstance(record, TraceRequest)), None)
     if request is None or not request.path:
@@ -134,7 +134,7 @@ def _bar(start_s: float, end_s: float, total_s: float, marks_s: Iterable[float])
 
 
 def _decoder() -> Any:
-    """The reference implementation of MessagePack: to show what our own codec wrote, it must be another's."""
+    """Return the decoder of MessagePack's reference implementation, since it must be independent of our own codec."""
     try:
         import msgpack
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""`chitu chat`: ask a running router from a terminal or a pipe.
+"""`chitu chat`: chat with the model of a running router from a terminal or a pipe.
 
 Runs in the main thread. Answers go to stdout, piece by piece and without any redrawing, so that they read the same over
-ssh, in a pipe and in a file; everything else (status lines, errors) goes to stderr, dimmed where that is a terminal.
+ssh, in a pipe and in a file; everything else (status lines, errors) goes to stderr, dimmed if that is a terminal.
 Ctrl-C ends the running answer and its request.
 """
 
@@ -37,7 +37,7 @@ from chitu.workloads.tiny import Example
 PROMPT = "> "
 EXAMPLE_TOKENS = 600
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, the one that shells use."""
 HELP = (
     ("/example [TOKENS]", f"a new conversation with a question on a long list, about {EXAMPLE_TOKENS} tokens"),
     ("/cluster", "the instances with their loads"),
@@ -55,16 +55,17 @@ class ChatArguments:
     url: str
     api_key: str | None = None
     model: str | None = None
-    """None: the one that the router serves."""
+    """Name of the model; None: the one that the router serves."""
     system: str | None = None
     max_tokens: int | None = None
     temperature: float = 0.0
     question: str | None = None
-    """None: stdin has it, or is a terminal to talk at."""
+    """The question; None: read it from stdin, or chat if stdin is a terminal."""
 
 
 def chat(arguments: ChatArguments) -> int:
-    """Exit code: 0, 1 where an answer failed, 130 after Ctrl-C. ChituError where no router answers."""
+    """Run the chat and return the exit code: 0, 1 if an answer failed, 130 after Ctrl-C. Raise ChituError if no router
+    answers."""
     try:
         question = arguments.question
         if question is None and not sys.stdin.isatty():
@@ -83,7 +84,7 @@ def chat(arguments: ChatArguments) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the answer has left. Python would fail once more at exit, when it flushes stdout.
+        # The reader of stdout is gone. Python would fail once more at exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -96,14 +97,14 @@ def _question_from(stream: TextIO) -> str:
 
 
 class ChatTerminal:
-    """`out` gets the answers, `notes` the rest."""
+    """A chat in the terminal. `out` receives the answers, `notes` the rest."""
 
     def __init__(self, client: RouterClient, conversation: Conversation, out: TextIO, notes: Console) -> None:
         self._client = client
         self._conversation = conversation
         self._out = out
         self._shown = printable if out.isatty() else str
-        """A file or a pipe gets the answer as it is."""
+        """Filter of the answer for a terminal; a file or a pipe receives it unchanged."""
         self._notes = notes
 
     def ask_once(self, question: str) -> int:
@@ -113,7 +114,7 @@ class ChatTerminal:
         return 1 if answer.error is not None else 0
 
     def converse(self) -> int:
-        """Questions and commands until the user leaves."""
+        """Read and run questions and commands until the user leaves."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives `input` its line editing and history)
         self._note(f"{self._conversation.options.model} at {self._client.url}; /help shows the commands")
@@ -139,7 +140,7 @@ class ChatTerminal:
                     was_interrupted = self._command(line)
                 elif line:
                     was_interrupted = self._ask(line).is_stopped
-            except KeyboardInterrupt:  # between answers, as in a /cluster that takes long
+            except KeyboardInterrupt:  # between answers, such as during a slow /cluster
                 was_interrupted = True
             except ChituError as error:
                 self._complain(error)
@@ -147,7 +148,7 @@ class ChatTerminal:
     # -------------------------------------------------------------------------------------------------------- commands
 
     def _command(self, line: str) -> bool:
-        """Whether Ctrl-C ended it."""
+        """Run a command. Return whether Ctrl-C ended it."""
         name, _, argument = line.partition(" ")
         if name == "/example":
             return self._example(argument.strip())
@@ -188,8 +189,8 @@ class ChatTerminal:
     # ---------------------------------------------------------------------------------------------------------- asking
 
     def _ask(self, question: str, example: Example | None = None) -> Answer:
-        """Ask, show the answer as it comes, whether it is right, and what became of the request; keep question and
-        answer in the conversation."""
+        """Send the question and show the answer as it arrives, whether it is right, and the trace of the request. Keep
+        question and answer in the conversation."""
         answer = self._client.stream(CHAT_PATH, self._conversation.body(question), self._write)
         if answer.text and not answer.text.endswith("\n"):
             self._write("\n")
@@ -209,7 +210,7 @@ class ChatTerminal:
         self._out.flush()
 
     def _report(self, answer: Answer) -> None:
-        """The status lines. No answer is worth less because they cannot be had."""
+        """Print the status lines. A failure to get them does not fail the answer."""
         snapshot = self._snapshot()
         if snapshot is None:
             return

@@ -1,9 +1,9 @@
-"""The life of a traced request as a time line: records of router, P and D joined. Pure.
+"""The timeline of a traced request, joined from records of router, P and D. Pure.
 
-Made for `GET /trace/ID` and by `chitu trace --dir`; shown by `chitu trace` and the page. Clocks of machines need
-not agree: what an instance recorded is laid on the router's clock so that a request arrives there when the router sent
-it, or so much later that no effect comes before its cause (P's first byte after D's announcement, D's KV after P's last
-byte). From then on its own clock counts. That is off by the way of a message.
+Made for `GET /trace/ID` and by `chitu trace --dir`; shown by `chitu trace` and the page. Clocks of machines need not
+agree: an instance's records are shifted onto the router's clock so that a request arrives there when the router sent
+it, or later if needed for causality (P's first byte after D's announcement, D's KV after P's last byte). After that its
+own clock counts. The error is the latency of one message.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ ROUTER = "router"
 
 class TimelineSpan(msgspec.Struct, frozen=True):
     where: str
-    """`router`, `P0`, `D1`."""
+    """Name of the process: `router`, `P0`, `D1`."""
     what: str
     start_s: float
-    """From the request's arrival at the router."""
+    """Start, counted from the request's arrival at the router."""
     end_s: float
     text: str = ""
     is_error: bool = False
     marks_s: tuple[float, ...] = ()
-    """Of each token."""
+    """Time of each token."""
 
 
 class PageCheck(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class PageCheck(msgspec.Struct, frozen=True):
     position: int
     prefill: str
     prefill_page: int
-    """-1 where its number was not recorded."""
+    """Page number in the pool; -1 if it was not recorded."""
     decode: str
     decode_page: int
     is_same: bool
@@ -61,14 +61,14 @@ class Timeline(msgspec.Struct, frozen=True):
     title: str
     total_s: float
     spans: list[TimelineSpan]
-    """By their beginning."""
+    """Spans in the order of their start."""
     pages: list[PageCheck]
     notes: list[str]
-    """What is missing, and what was found wrong."""
+    """Notes on missing records and on errors."""
 
 
 class TraceAnswer(msgspec.Struct, frozen=True):
-    """Of `GET /trace/ID`."""
+    """Body of `GET /trace/ID`."""
 
     timeline: Timeline
     records: list[AnyTraceRecord]
@@ -77,7 +77,8 @@ class TraceAnswer(msgspec.Struct, frozen=True):
 def with_running(
     found: FoundRecords, request_id: str, snapshots: Iterable[RequestSnapshot], now_s: float
 ) -> FoundRecords:
-    """The router records a request when it is over; until then this is what it knows of one that left records."""
+    """Return the records, with a record of the router made from its snapshots if the request still runs. The router
+    records a request only when it is over."""
     if not found.records or any(isinstance(record, TraceRequest) for record in found.records):
         return found
     choices: dict[str, list[RequestSnapshot]] = {}
@@ -116,7 +117,7 @@ def timeline_of(found: FoundRecords, request_id: str) -> Timeline:
     for record in found.records:
         if (
             record.room and record.room not in sent_s
-        ):  # a prompt with several choices, or a request that had this id before
+        ):  # a prompt with several choices, or an earlier request with this id
             group_s = [a.created_at_s for a in attempts if a.request_id == record.request_id]
             if group_s and len(requests) == 1:
                 sent_s[record.room] = min(group_s)
@@ -132,7 +133,7 @@ def timeline_of(found: FoundRecords, request_id: str) -> Timeline:
             continue
         arrival = next((record for record in records if isinstance(record, TraceArrival)), None)
         if arrival is None:
-            notes.append(f"{instance} has no record of how {room} came")
+            notes.append(f"{instance} has no record of the arrival of {room}")
             continue
         shift_s = sent_s.get(room, 0.0) - zero_s - arrival.at_s
         sides.setdefault(room, []).append(_Side(room, instance, records, shift_s))
@@ -176,7 +177,7 @@ def _notes(found: FoundRecords, request: TraceRequest | None, num_requests: int)
     if found.num_unreadable:
         notes.append(f"{found.num_unreadable} lines are no records of this version of chitu")
     if found.is_cut:
-        notes.append("there are more records than are read at once")
+        notes.append("there are more records than the limit of one read")
     return notes
 
 
@@ -205,10 +206,10 @@ def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
 
 
 class _Side:
-    """What one instance recorded of one room."""
+    """Records of one instance of one room."""
 
     def __init__(self, room: str, instance: str, records: Sequence[AnyTraceRecord], shift_s: float) -> None:
-        """`shift_s`: from its clock to that of the time line."""
+        """Initialize with `shift_s`, the offset from its clock to that of the timeline."""
         self.shift_s = shift_s
         self.room = room
         self.instance = instance
@@ -219,14 +220,14 @@ class _Side:
 
     @property
     def announced_s(self) -> float | None:
-        """On D, on its own clock."""
+        """Time of D's announcement, on D's own clock; None for another instance."""
         if self.restored is None or self.restored.times.compute_s:
             return None
         return self._records[0].at_s + self.restored.admission_s
 
     @property
     def written_s(self) -> float | None:
-        """On P: the end of its last write."""
+        """End of P's last write, on its own clock; None without a write."""
         return max((record.at_s for record in self._records if isinstance(record, TraceWrite)), default=None)
 
     def spans(self) -> list[TimelineSpan]:
@@ -238,7 +239,7 @@ class _Side:
             spans.append(self._span("waits", start_s, last_s))
         if end is not None and end.reason in ("error", "cancelled"):
             at_s = end.at_s + shift_s
-            text = f"{end.code}: {end.message}" if end.code else "the router wanted no more of it"
+            text = f"{end.code}: {end.message}" if end.code else "the router cancelled it"
             spans.append(self._span(end.reason, at_s, at_s, text, is_error=end.reason == "error"))
         elif end is None:
             spans.append(self._span("no word of an end", last_s, last_s, is_error=True))
@@ -299,7 +300,7 @@ class _Side:
 
 
 def _put_in_order(sides: Sequence[_Side]) -> None:
-    """The word of what was sent may have come late to either: then all of it was later."""
+    """Shift a side whose request message was late, so that no effect precedes its cause."""
     prefill = next((side for side in sides if side.send is not None), None)
     decode = next((side for side in sides if side.announced_s is not None), None)
     if prefill is None or decode is None or prefill.send is None or decode.restored is None:
@@ -312,7 +313,7 @@ def _put_in_order(sides: Sequence[_Side]) -> None:
 
 
 def _page_checks(sides: Sequence[_Side]) -> list[PageCheck]:
-    """Both sides hash the same positions; D's ranks may hold a KV head several times."""
+    """Compare the hashes of the positions that both sides hashed. D's ranks may hold several copies of a KV head."""
     sent = next(((side, side.sent.hashes) for side in sides if side.sent and side.sent.hashes), None)
     landed = next(
         ((side, side.restored, side.restored.hashes) for side in sides if side.restored and side.restored.hashes), None

@@ -1,7 +1,7 @@
-"""Where a request ran and where its time went, and the cluster around it, as lines of text. Pure.
+"""Lines of text on the pair and the stage times of a request, and on its cluster. Pure.
 
 Used by `chitu chat` below each answer and by the quickstart's first completion. The figures are the router's
-(`http/cluster_snapshot.py`): a span is never measured here.
+(`http/cluster_snapshot.py`); nothing is measured here.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ SEPARATOR = " · "
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One request. Spans in seconds; None where it did not get so far, or where that stage does not exist."""
+    """One request. Spans are in seconds; None if the request did not get so far, or has no such stage."""
 
     pair: str
-    """`P0 -> D1`, or `U0`."""
+    """Instances that served it: `P0 -> D1`, or `U0`."""
     state: RequestState
     error: str
-    """Code, where it failed."""
+    """Error code, if it failed."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, and of output that was prefilled again behind it."""
+    """Cached tokens of the prompt, and of output that was prefilled again after it."""
     output_tokens: int
     kv_bytes: int | None
     queue_s: float | None
-    """On P, until its first chunk."""
+    """Time in P's queue until its first chunk."""
     prefill_s: float | None
     transfer_s: float | None
-    """What of the KV transfer the compute did not hide."""
+    """Part of the KV transfer that compute did not hide."""
     first_token_s: float | None
-    """From the router's dispatch to token 1 at the router; `total_s` to the end."""
+    """Time from the router's dispatch to token 1 at the router; `total_s` is the time to the end."""
     total_s: float | None
     tokens_per_s: float | None
-    """Of D after token 1, on D's clock: at the router, tokens that lie ready together arrive together."""
+    """Rate of D after token 1, on D's clock, since several tokens may arrive at the router together."""
 
 
 def find_trace(snapshot: ClusterSnapshot, request_id: str) -> Trace | None:
-    """The newest request of that X-Request-Id; None where the router does not remember it."""
+    """Return the newest request with that X-Request-Id, or None if the router no longer has it."""
     for request in reversed(snapshot.requests):
         if request.request_id == request_id:
             return trace_of(request)
@@ -74,7 +74,7 @@ def _rate(tokens: int, span_s: float) -> float | None:
 
 
 def trace_lines(trace: Trace) -> list[str]:
-    """Two lines: where it ran and what it moved; where its time went."""
+    """Return two lines: where it ran and what it moved; the times of its stages."""
     run = [trace.pair, f"{trace.prompt_tokens} prompt + {trace.output_tokens} output tokens"]
     if trace.cached_tokens:
         run.append(f"{trace.cached_tokens} cached")
@@ -96,7 +96,8 @@ def trace_lines(trace: Trace) -> list[str]:
 
 
 def cluster_line(snapshot: ClusterSnapshot) -> str:
-    """`P0 up 3 waiting 40/512 pages · D0 up idle 0/512 pages · D1 down`. Loads are as old as the last heartbeat."""
+    """Return `P0 up 3 waiting 40/512 pages · D0 up idle 0/512 pages · D1 down`. Loads are as old as the last
+    heartbeat."""
     return SEPARATOR.join(_instance_text(instance) for instance in snapshot.instances)
 
 
@@ -115,7 +116,7 @@ CLUSTER_COLUMNS = (
 
 
 def cluster_rows(snapshot: ClusterSnapshot) -> list[tuple[str, ...]]:
-    """A row of `CLUSTER_COLUMNS` per instance."""
+    """Return a row of `CLUSTER_COLUMNS` for each instance."""
     rows = []
     for instance in snapshot.instances:
         row = [instance.name, instance.status, instance.host]
@@ -145,7 +146,7 @@ def _instance_text(instance: InstanceSnapshot) -> str:
 
 
 def _told_load(instance: InstanceSnapshot) -> LoadReport | None:
-    """None until the first heartbeat of an instance that joined."""
+    """Return the load of an instance, or None before its first heartbeat."""
     return instance.load if instance.load is not None and instance.load.pages_total else None
 
 
@@ -154,7 +155,7 @@ def _pages_text(load: LoadReport) -> str:
 
 
 def byte_text(count: int) -> str:
-    """`512 B`, `1.5 KiB`, `12.0 MiB`."""
+    """Return a number of bytes as `512 B`, `1.5 KiB`, `12.0 MiB`."""
     if count < 1024:
         return f"{count} B"
     size, unit = count / 1024, "KiB"
@@ -166,7 +167,7 @@ def byte_text(count: int) -> str:
 
 
 def span_text(span_s: float) -> str:
-    """`0.4 ms`, `14 ms`, `1.25 s`."""
+    """Return a span as `0.4 ms`, `14 ms`, `1.25 s`."""
     if span_s < 0.00995:
         return f"{1000 * span_s:.1f} ms"
     if span_s < 0.9995:

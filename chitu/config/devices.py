@@ -1,8 +1,8 @@
-"""What the names in `devices` of an instance mean. Pure.
+"""Meaning of the names in an instance's `devices`. Pure.
 
-`auto` stands until a launcher has looked at its node (`launch/device_shares.py`); no process computes with it. A
-launcher shows a process its own GPUs alone, which there count from 0: `on_visible_devices` is the way from the node's
-names, which the topology has, to those of the process.
+A launcher replaces `auto` once it has inspected its node (`launch/device_shares.py`); no process computes with `auto`.
+A launcher shows a process only its own GPUs, which count from 0 there: `on_visible_devices` maps the node's names,
+which the topology has, to those of the process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig
 
 CPU = "cpu"
 GPU_ELSEWHERE = "cuda:other"
-"""A GPU of another node, which alone knows which one."""
+"""A GPU of another node; only that node knows which one."""
 
 
 CPU_DTYPE = "float32"
-"""What `model.dtype: auto` is on CPUs, whatever the checkpoint has: docs/adr/0012."""
+"""Dtype of `model.dtype: auto` on CPUs, whatever the checkpoint has: docs/adr/0012."""
 
 
 def dtype_on(device: str, wanted: str, stored: str) -> str:
-    """What a device computes in. `wanted`: `model.dtype`. `stored`: the checkpoint's own dtype."""
+    """Return the dtype that a device computes in. `wanted` is `model.dtype`, `stored` the checkpoint's own dtype."""
     if wanted != "auto":
         return wanted
     return CPU_DTYPE if device == CPU else stored
@@ -39,12 +39,12 @@ def is_gpu(device: str) -> bool:
 
 
 def gpu_index(device: str) -> int:
-    """Of a GPU of this node; `cuda` is `cuda:0`. -1: of another node."""
+    """Return the index of a GPU of this node (`cuda` is `cuda:0`), or -1 for one of another node."""
     return -1 if device == GPU_ELSEWHERE else int(device.partition(":")[2] or 0)
 
 
 def why_no_device(device: str) -> str:
-    """Why this is no name of a device, as the end of a sentence; empty where it is one."""
+    """Return why this is no device name, as the end of a sentence, or "" if it is one."""
     kind, _, index = device.partition(":")
     if device in (CPU, "cuda", GPU_ELSEWHERE) or (kind == "cuda" and is_number(index)):
         return ""
@@ -52,8 +52,8 @@ def why_no_device(device: str) -> str:
 
 
 def on_visible_devices(config: InstanceConfig, shown: Sequence[str]) -> InstanceConfig:
-    """An instance with its devices as its own processes call them. `shown`: the names of those that they see, in
-    order; empty where they see all, as without a launcher."""
+    """Return an instance with its devices as its own processes name them. `shown` has the names of those that they see,
+    in order; it is empty if they see all, as without a launcher."""
     if not shown:
         return config
     local = tuple(f"cuda:{shown.index(name)}" if is_gpu(name) else name for name in config.devices)

@@ -1,7 +1,7 @@
-"""The schema by key path (`dp_config.router.port`): which keys there are, which one was meant, what a value must be.
+"""The schema by key path (`dp_config.router.port`): which keys exist, which one was meant, what a value must be.
 
-Pure; used by `load.py` and `overrides.py`. Everything wrong with a topology becomes one sentence here that names the
-key and the nearest right one.
+Pure; used by `load.py` and `overrides.py`. Every error of a topology becomes one sentence here that names the key and
+the nearest valid one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from chitu.errors import ConfigError
 
 
 def is_number(text: str) -> bool:
-    """Of digits that `int` reads: there are others, as in `2²`."""
+    """Return whether the text has only digits that `int` reads; `2²` has others."""
     return text.isascii() and text.isdigit()
 
 
 def plain(kind: inspection.Type) -> inspection.Type:
-    """The type behind Annotated metadata and `| None`."""
+    """Return the type without Annotated metadata and `| None`."""
     while isinstance(kind, inspection.Metadata):
         kind = kind.type
     if isinstance(kind, inspection.UnionType):
@@ -35,16 +35,16 @@ def plain(kind: inspection.Type) -> inspection.Type:
 
 
 def field_types(kind: inspection.Type) -> dict[str, inspection.Type]:
-    """The keys of a section and their types; none where it is no section."""
+    """Return the keys of a section and their types, or {} if it is no section."""
     return {field.name: plain(field.type) for field in kind.fields} if isinstance(kind, inspection.StructType) else {}
 
 
 ROOT = plain(inspection.type_info(Topology))
-"""A topology's type."""
+"""Type of a topology."""
 
 
 def known_keys(kind: inspection.Type = ROOT, prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema; members of lists appear with index 0."""
+    """Yield every key path of the schema; members of lists have index 0."""
     for name, member in field_types(kind).items():
         yield prefix + name
         yield from known_keys(member, f"{prefix}{name}.")
@@ -53,7 +53,7 @@ def known_keys(kind: inspection.Type = ROOT, prefix: str = "") -> Iterator[str]:
 
 
 def member_of(kind: inspection.Type | None, part: str) -> inspection.Type | None:
-    """The type one step down a key path; None where the schema has nothing there."""
+    """Return the type one step down a key path, or None if the schema has nothing there."""
     if isinstance(kind, inspection.VarTupleType) and is_number(part):
         return plain(kind.item_type)
     return field_types(kind).get(part) if kind is not None else None
@@ -67,13 +67,14 @@ def _type_at(path: str) -> inspection.Type | None:
 
 
 def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """`; did you mean ...?`, or nothing."""
+    """Return `; did you mean ...?`, or ""."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
-    """Nearest key: in this section first, then one of the same name elsewhere, then the most similar whole path."""
+    """Return a ConfigError with the nearest key: in this section first, then one of the same name elsewhere, then the
+    most similar whole path."""
     path = f"{prefix}{key}"
     siblings = list(field_types(kind))
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
@@ -86,7 +87,8 @@ def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
 
 
 def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -> None:
-    """ConfigError for the first key of plain YAML data that the schema does not have. `prefix`: path of `value`."""
+    """Raise ConfigError for the first key of plain YAML data that the schema does not have. `prefix` is the path of
+    `value`."""
     if isinstance(kind, inspection.StructType) and isinstance(value, dict):
         types = field_types(kind)
         for key, member in value.items():
@@ -102,8 +104,8 @@ _WORDS = {True: "on", False: "off"}
 
 
 def with_switches(value: Any, kind: inspection.Type | None) -> Any:
-    """Plain YAML data with `on` and `off` as the schema has them. Tools of YAML 1.1 take them for booleans, and write
-    `verify_kv: off` as `false`; people write `off` where a boolean is meant."""
+    """Return plain YAML data with `on` and `off` as the schema has them. YAML 1.1 tools read them as booleans and write
+    `verify_kv: off` as `false`; users write `off` for a boolean."""
     if isinstance(kind, inspection.StructType) and isinstance(value, dict):
         types = field_types(kind)
         return {key: with_switches(member, types.get(key)) for key, member in value.items()}
@@ -128,7 +130,7 @@ _NAMES = {
 
 
 def explain(text: str, data: dict[str, Any]) -> str:
-    """msgspec's message as one sentence with the key path and the value that was given."""
+    """Return msgspec's message as one sentence with the key path and the given value."""
     match = _AT.match(text)
     if match is None:
         return f"the topology is wrong: {text}"

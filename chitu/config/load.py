@@ -1,8 +1,8 @@
-"""From a YAML file, dotted overrides and the environment to a `Topology`.
+"""Reads a `Topology` from a YAML file, dotted overrides and the environment.
 
-Owns reading: this is the only module that looks at environment variables. Called once at the start of every process,
-before any thread or model. Every problem is a `ConfigError` of one sentence that names the key and the nearest right
-one. What the values mean together is checked by `topology.py`.
+Owns reading: no other module reads environment variables. Called once at the start of every process, before any thread
+or model. Every problem is a `ConfigError` of one sentence that names the key and the nearest valid one. `topology.py`
+checks whether the values fit together.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PACKAGED_DIR = Path(__file__).parent
 
 
 def packaged_topologies() -> list[str]:
-    """Names of the topology files that come with the package."""
+    """Return the names of the topology files in the package."""
     return sorted(path.name for path in PACKAGED_DIR.glob("*.yaml"))
 
 
 def find_topology(name: str | None) -> Path:
-    """The file of a path, or of the bare name of a packaged topology (`.yaml` may be left out)."""
+    """Return the file of a path, or of the bare name of a packaged topology (`.yaml` may be left out)."""
     name = name or DEFAULT_TOPOLOGY
     for candidate in (Path(name), PACKAGED_DIR / name, PACKAGED_DIR / f"{name}.yaml"):
         if candidate.is_file():
@@ -57,10 +57,10 @@ def find_topology(name: str | None) -> Path:
 
 
 def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
-    """Read `path` (None: the default 1P1D), put `a.b=c` overrides over it, check keys, types and ranges.
+    """Read `path` (None: the default 1P1D), apply `a.b=c` overrides, check keys, types and ranges.
 
-    The cluster's key and the API keys come from the environment before the file, and from no override: those stand in
-    command lines.
+    For the cluster key and the API keys the environment overrides the file. Overrides may not set them: command lines
+    are visible to other users.
     """
     file = find_topology(path)
     try:
@@ -92,7 +92,7 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
 
 
 def parse_topology(data: dict[str, Any]) -> Topology:
-    """A `Topology` from plain YAML values."""
+    """Return a `Topology` from plain YAML values."""
     refuse_unknown_keys(data, ROOT, "")
     data = with_switches(data, ROOT)
     try:
@@ -104,7 +104,7 @@ def parse_topology(data: dict[str, Any]) -> Topology:
 
 
 def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
-    """`devices: auto` and `devices: [auto]` are the same, and one device alone needs no list."""
+    """Turn a single device into a list: `devices: auto` and `devices: [auto]` are the same."""
     router = (data.get("dp_config") or {}).get("router") if isinstance(data.get("dp_config"), dict) else None
     for section in SECTIONS.values():
         members = router.get(section) if isinstance(router, dict) else None
@@ -115,10 +115,11 @@ def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_topology(topology: Topology) -> str:
-    """YAML that `load_topology` reads back to an equal value, except the cluster's key, which is left out: it goes to
-    child processes by their environment."""
+    """Return YAML that `load_topology` reads back to an equal value, except the cluster key, which is left out: child
+    processes get it through their environment."""
     topology = with_cluster_key(topology, "")
-    # Without allow_unicode: PyYAML writes odd line breaks (NEL) in single quotes and folds them away when it reads.
+    # Without allow_unicode, since PyYAML writes unusual line breaks (NEL) in single quotes and folds them when it
+    # reads.
     return yaml.dump(msgspec.to_builtins(topology), Dumper=Dumper, sort_keys=False)
 
 
@@ -127,7 +128,7 @@ def dump_topology(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRank:
-    """Where this process stands in its torchrun; (0, 1) when it was started by hand."""
+    """Rank of this process in its torchrun; (0, 1) if it was started by hand."""
 
     rank: int
     world_size: int
@@ -138,24 +139,26 @@ def torchrun_rank() -> TorchrunRank:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def shown_devices() -> tuple[str, ...]:
-    """`CHITU_DEVICES`: what the topology calls the GPUs that CUDA_VISIBLE_DEVICES shows to this process, in order; set
-    by its launcher. Empty without one."""
+    """Return `CHITU_DEVICES`: the topology's names of the GPUs that CUDA_VISIBLE_DEVICES shows to this process, in
+    order. Its launcher sets it; empty without one."""
     return tuple(name for name in os.environ.get("CHITU_DEVICES", "").split(",") if name)
 
 
 def device_environment() -> dict[str, str]:
-    """What is set of CUDA_VISIBLE_DEVICES and of Slurm's words on a job and its GPUs (`launch/node_devices.py`)."""
+    """Return those of CUDA_VISIBLE_DEVICES and Slurm's variables on a job and its GPUs that are set
+    (`launch/node_devices.py`)."""
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID")
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
 def process_mark() -> str | None:
-    """`CHITU_PROCESS`: which tree of a local cluster this process belongs to (`launch/process.py`)."""
+    """Return `CHITU_PROCESS`: the process tree of a local cluster that this process belongs to
+    (`launch/process.py`)."""
     return os.environ.get("CHITU_PROCESS")
 
 
@@ -168,9 +171,9 @@ def _env_int(name: str, default: int) -> int:
 
 
 def pd_master_addr() -> str | None:
-    """`PD_MASTER_ADDR`, else a `MASTER_ADDR` that someone set on purpose.
+    """Return `PD_MASTER_ADDR`, else a `MASTER_ADDR` that the user set.
 
-    torchrun sets MASTER_ADDR in its children for its own rendezvous; that one says nothing about the router.
+    torchrun sets MASTER_ADDR in its children for its own rendezvous; that one is not the router's address.
     """
     own = os.environ.get("PD_MASTER_ADDR")
     if own:
@@ -179,29 +182,31 @@ def pd_master_addr() -> str | None:
 
 
 def router_host(topology: Topology) -> str:
-    """Address at which P and D reach the router: `PD_MASTER_ADDR`, then `MASTER_ADDR`, then `dp_config.router.host`."""
+    """Return the address at which P and D reach the router: `PD_MASTER_ADDR`, else `MASTER_ADDR`, else
+    `dp_config.router.host`."""
     return pd_master_addr() or topology.dp_config.router.host
 
 
 def progress_file() -> Path | None:
-    """Where a scheduler process writes its start progress, one JSON object a line (`launch/progress.py`)."""
+    """Return the file for a scheduler process's start progress, one JSON object a line (`launch/progress.py`)."""
     path = os.environ.get("CHITU_PROGRESS_FILE")
     return Path(path) if path else None
 
 
 def api_key() -> str | None:
-    """`CHITU_API_KEY`: what `chitu chat` shows a router that asks for a key. Not the key of another service, which
-    would leave for any address that is given."""
+    """Return `CHITU_API_KEY`, the API key that `chitu chat` sends. It is not the key of another service, since it goes
+    to any address that is given."""
     return os.environ.get("CHITU_API_KEY") or None
 
 
 def api_keys() -> tuple[str, ...]:
-    """`CHITU_API_KEYS`: the keys of a router's clients, with commas between, over those of the topology file."""
+    """Return `CHITU_API_KEYS`: the comma-separated keys of a router's clients, which override those of the topology
+    file."""
     return tuple(key for word in os.environ.get(API_KEYS, "").split(",") if (key := word.strip()))
 
 
 def slurm_node() -> tuple[int, str] | None:
-    """Number of this node and the list of all, of a step of Slurm on several nodes; else None."""
+    """Return this node's number and the node list of a Slurm step on several nodes, else None."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if nodes is None or _env_int("SLURM_STEP_NUM_NODES", 1) < 2:
         return None
@@ -209,10 +214,10 @@ def slurm_node() -> tuple[int, str] | None:
 
 
 def cluster_key() -> str:
-    """`CHITU_CLUSTER_KEY`: the cluster's secret, over the one of the topology file; empty where there is none."""
+    """Return `CHITU_CLUSTER_KEY`: the cluster's secret, which overrides the one of the topology file; "" if unset."""
     return os.environ.get(ENVIRONMENT_KEY, "")
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for a child, with `extra` over it."""
+    """Return this process's environment for a child, overridden by `extra`."""
     return {**os.environ, **extra}

@@ -1,4 +1,4 @@
-"""Whether an instance launches a step before it has read the one before (`scheduler.overlap`, ADR 6). Pure."""
+"""Rule whether an instance launches a step before it has read the previous one (`scheduler.overlap`, ADR 6). Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from chitu.config.schema import InstanceConfig, SchedulerConfig
 
 
 def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool:
-    """`auto`: where the device computes by itself, which is CUDA. Never with several TP ranks, whatever the key says:
-    the order for a step carries the tokens of the one before to the followers."""
+    """Return whether steps overlap. `auto` means on devices that compute asynchronously, which is CUDA. Never with
+    several TP ranks, whatever the key is: the order for a step carries the tokens of the previous one to the
+    followers."""
     if instance.tp_size > 1 or scheduler.overlap == "off":
         return False
     return scheduler.overlap == "on" or instance.devices[0].startswith("cuda")

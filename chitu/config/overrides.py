@@ -1,7 +1,7 @@
-"""Overrides of a topology from the command line: one `a.b.0.c=value` put into the plain YAML data. Pure.
+"""Overrides of a topology from the command line: puts one `a.b.0.c=value` into the plain YAML data. Pure.
 
-Called by `load_topology` for each, before keys, types and ranges of the whole are checked. ConfigError names the part
-of the path that leads nowhere.
+Called by `load_topology` for each, before it checks keys, types and ranges of the whole. ConfigError names the part of
+the path that does not exist.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _put(node: Any, part: str, value: Any, where: str) -> None:
 
 
 def _step(node: Any, part: str, kind: inspection.Type, where: str) -> Any:
-    """One step down, making the section or list where the file leaves it out."""
+    """Return the node one step down; make the section or list if the file leaves it out."""
     empty: Any = [] if isinstance(kind, inspection.VarTupleType) else {}
     if isinstance(node, list):
         index = int(part)

@@ -1,7 +1,8 @@
-"""Asks a running cluster for completions that can be checked: token ids, text, logprobs, and the proof of who served.
+"""Requests to a running cluster for verifiable completions: token ids, text, logprobs, and proof of the pair that
+served.
 
-Used by `chitu verify` (`launch/verify.py`) and by `test/verify_xpyd_topology.py`. Everything a check needs comes with
-the answer itself (`return_proof`), so other clients may be served meanwhile, however many.
+Used by `chitu verify` (`launch/verify.py`) and by `test/verify_xpyd_topology.py`. Everything a check needs is in the
+answer itself (`return_proof`), so other clients may be served meanwhile.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from chitu.client.client import RouterClient
 from chitu.errors import ChituError
 
 Pair = tuple[str | None, str]
-"""P and D; no P with a unified instance."""
+"""Names of P and D; P is None with a unified instance."""
 
 
 class Impossible(ChituError):
-    """There is nothing to check, or nothing to check it with."""
+    """The check cannot run: there is nothing to check, or no reference."""
 
     code = "impossible"
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What the router says of a finished request."""
+    """Router's report of a finished request."""
 
     prefill: str | None
-    """None: a unified instance served it."""
+    """Name of P; None: a unified instance served it."""
     decode: str
     prompt_tokens: int
     output_tokens: int
     continued_tokens: int
-    """Output of an attempt whose instance was lost, prefilled again by this pair."""
+    """Output tokens of an attempt whose instance was lost, prefilled again by this pair."""
     cached_tokens: int
     kv_bytes: int | None
     ttft_s: float
-    """From the dispatch to the first token, on the router."""
+    """Time from the dispatch to the first token, on the router."""
     page_sums: str = ""
-    """Where they were asked for; see `pages.py`."""
+    """Page checksums, if requested; see `pages.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, as its client saw it and as the router proves it."""
+    """One request, as its client received it and as the router proves it."""
 
     prompt: int
     """Number of its prompt: greedy answers to one prompt must be equal."""
@@ -59,9 +60,9 @@ class Asked:
     error: str = ""
     served: Served | None = None
     text: str = ""
-    """Of a stream its deltas, one behind the other."""
+    """Text of the answer; of a stream its deltas, concatenated."""
     logprobs: tuple[float, ...] = ()
-    """Of `tokens`, where they were asked for."""
+    """Logprobs of `tokens`, if requested."""
 
     @property
     def pair(self) -> Pair | None:
@@ -69,17 +70,17 @@ class Asked:
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How likely an engine takes one token for, behind the prompt and the tokens before it."""
+    """Logprob that an engine gives one token after the prompt and the tokens before it."""
 
     logprob: float
     top: int
-    """Its own likeliest token there."""
+    """The engine's own likeliest token at this position."""
     top_logprob: float
 
 
 @dataclass(slots=True)
 class Prober:
-    """Asks the router. Called by several threads at once; each call has a connection of its own."""
+    """Sends verification requests to the router. Thread-safe: each call has a connection of its own."""
 
     client: RouterClient
     api_key: str | None
@@ -91,7 +92,8 @@ class Prober:
     )
 
     def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> Asked:
-        """Greedy and past the cache, unless the options say otherwise."""
+        """Send one request, greedy and without the prefix cache unless `options` override that. An error is in the
+        result."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
         body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -105,7 +107,7 @@ class Prober:
             return Asked(number, error=str(error) or type(error).__name__)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
-        """Of the last `count` of these. Impossible where the engine does not tell."""
+        """Return the scores of the last `count` of these tokens. Raise Impossible if the engine does not give them."""
         body = {"model": self.model, "prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 1}
         try:
             reply = json.loads(self._post("/v1/completions", body)[1])
@@ -122,8 +124,8 @@ class Prober:
         return ids
 
     def fitting_prompt(self, number: int, max_model_len: int) -> str:
-        """A list of numbers that begins anew: any model has a clear favourite for what comes next. Lengths differ, from
-        less than a page to several, and leave room for the answer."""
+        """Return a list of numbers that starts to repeat, so that any model has a clear favourite for the next token.
+        Lengths differ, from less than a page to several, and leave room for the answer."""
         rng = random.Random(number)
         count = (60, 3, 20, 120)[number % 4]
         while count:
@@ -170,7 +172,7 @@ class _ProvenUsage(msgspec.Struct, frozen=True):
 
 
 def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> Asked:
-    """ValueError where it is none, ends with an error or comes without its proof."""
+    """Parse an answer. Raise ValueError if it is malformed, ends with an error or has no proof."""
     events = EventParser().feed(reply) if is_stream else [reply.decode()]
     if is_stream and events[-1:] != ["[DONE]"]:
         raise ValueError(f"the stream was cut off: ...{reply[-80:].decode(errors='replace')!r}")
@@ -193,7 +195,7 @@ def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> 
 
 
 def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
-    """Of the last attempt of the one choice."""
+    """Return the report of the last attempt of the one choice."""
     (choice,) = proof.choices
     last = choice.attempts[-1]
     ttft_s = sum(choice.stages.get(name, 0.0) for name in ("queue_s", "compute_s", "first_token_s"))

@@ -1,9 +1,9 @@
-"""In which layer and page the KV of a wrong answer first is another than that of the right ones. Pure.
+"""First layer and page in which the KV of a wrong answer differs from that of the right ones. Pure.
 
-By the checksums that D (or a unified instance) gives of the pages that a request leaves (`return_page_sums`), of
-requests with the same tokens. Sums are equal only where the same arithmetic in the same order made the bytes, so they
-accuse nobody: they are looked at where an answer was wrong already, and a page counts only if all right answers agree
-on it.
+It compares the checksums that D (or a unified instance) returns of a request's pages (`return_page_sums`), for requests
+with the same tokens. Sums are equal only if the same arithmetic in the same order made the bytes, so a difference alone
+proves no fault. They are used only if an answer is wrong already, and a page counts only if all right answers agree on
+it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ SUM_DIGITS = 16
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where it begins, pages before layers: a page depends on nothing behind it."""
+    """First difference, ordered by page, then layer: a page does not depend on later pages."""
 
     layer: int
     page: int
-    """Of the prompt and, behind it, of the answer."""
+    """Page number, counted over the prompt and then the answer."""
     is_alone: bool
-    """No other layer of that page differs: not as where something wrong was computed, unless it is the last layer."""
+    """Whether no other layer of that page differs. A computation error would also change all later layers."""
 
     @property
     def says(self) -> str:
         others = "in that layer alone" if self.is_alone else "and in others of that page"
-        return f"K and V are other ones first in page {self.page}, layer {self.layer}, {others}"
+        return f"K and V first differ in page {self.page}, layer {self.layer}, {others}"
 
 
 def by_layer(sums: str, num_layers: int) -> list[list[str]]:
-    """`[layers][pages]`; no pages where the text is none of so many layers."""
+    """Return `[layers][pages]`, with no pages if the text does not divide into so many layers."""
     pages, rest = divmod(len(sums), SUM_DIGITS * num_layers)
     if rest:
         return [[] for _ in range(num_layers)]
@@ -41,7 +41,7 @@ def by_layer(sums: str, num_layers: int) -> list[list[str]]:
 
 
 def first_unlike(wrong: str, right: Sequence[str], num_layers: int) -> Place | None:
-    """None where nothing differs, or where the right ones differ among themselves."""
+    """Return the first difference, or None if nothing differs or the right ones differ among themselves."""
     own, others = by_layer(wrong, num_layers), [by_layer(one, num_layers) for one in right]
     num_pages = min((len(one[0]) for one in (own, *others)), default=0) if others else 0
     for page in range(num_pages):

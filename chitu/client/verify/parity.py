@@ -1,18 +1,18 @@
-"""Whether answers are what an undivided engine gives, and if not, whose fault it is. Pure.
+"""Judgement whether answers are those of a unified engine, and if not, which instance is at fault. Pure.
 
-**The rule.** A reference scores each answer: the logprob of each of its tokens behind the prompt and the tokens before
-it, and its own likeliest token there. Rounding differs between engines, batches and devices, so that logprobs may
-differ by the `tolerance` of the dtype, and so may what decides between two tokens:
+**The rule.** A reference scores each answer: the logprob of each of its tokens after the prompt and the tokens before
+it, and its own likeliest token there. Rounding differs between engines, batches and devices, so logprobs may differ by
+the `tolerance` of the dtype, and so may the gap between two tokens:
 
-* A greedy token is right where it is the reference's likeliest, a *near-tie* where that one is likelier by at most the
-  tolerance, and wrong beyond. What follows is judged behind the token that was taken, so a near-tie excuses nothing
+* A greedy token is right if it is the reference's likeliest, a *near-tie* if that one is likelier by at most the
+  tolerance, and wrong beyond. Later tokens are judged after the token that was taken, so a near-tie excuses nothing
   else.
-* Each logprob that came with the answer differs from the reference's by at most the tolerance, else it is wrong.
-* A seeded answer has the tokens that the undivided engine draws with the same seed. Where another one comes first, it
-  is a near-tie only if the logprobs of this answer differ by more than `DRAW_NOISE`: of sums that agree better, one
-  draw in a thousand at most falls another way.
+* Each logprob in the answer differs from the reference's by at most the tolerance, else it is wrong.
+* A seeded answer has the tokens that the unified engine draws with the same seed. If one differs, the first difference
+  is a near-tie only if the logprobs of this answer differ by more than `DRAW_NOISE`: if they agree better, at most one
+  draw in a thousand falls another way.
 
-A fault that changes no logprob by more than the tolerance, and no token, is not seen.
+A fault that changes no token, and no logprob by more than the tolerance, is not detected.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ import msgspec
 from chitu.client.verify.asking import Asked, Pair, Score
 
 DRAW_NOISE = 1e-3
-"""Nats."""
+"""Difference of logprobs (nats) up to which a draw must be equal."""
 
 Outcome = Literal["same", "near-tie", "wrong"]
 OUTCOMES: tuple[Outcome, ...] = ("same", "near-tie", "wrong")
-"""From the best to the worst."""
+"""Outcomes from the best to the worst."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What is to be said of one answer."""
+    """Judgement of one answer."""
 
     outcome: Outcome
     place: int = -1
-    """Of the first token that is wrong, from 0; else of the first near-tie; -1: of none."""
+    """Position of the first wrong token, from 0; else of the first near-tie; -1: none."""
     says: str = ""
     difference: float = 0.0
-    """The most that a logprob of it differs from the reference's (nats), up to `place` where it is wrong."""
+    """Largest difference of a logprob from the reference's (nats), up to `place` if it is wrong."""
 
 
 def compare(
     asked: Asked, scores: Sequence[Score], drawn: Sequence[int] | None, tolerance: float, difference: float = 0.0
 ) -> Judgement:
-    """`drawn`: what the undivided engine gives for the same seed; None where the answer is greedy."""
+    """Judge one answer. `drawn` is the unified engine's answer with the same seed; None if the answer is greedy."""
     tie: tuple[int, str] | None = None
     for place, (token, score) in enumerate(zip(asked.tokens, scores, strict=True)):
         if place < len(asked.logprobs):
@@ -77,11 +77,11 @@ def pair_name(pair: Pair) -> str:
 
 
 def blame(wrong: Mapping[Pair, Collection[int]], judged: Collection[Pair]) -> list[str]:
-    """Names of instances and pairs that explain all wrong answers. `wrong`: by pair the places of the first wrong
-    tokens; `judged`: all pairs that answered.
+    """Return names of instances and pairs that explain all wrong answers. `wrong` has by pair the positions of the
+    first wrong tokens; `judged` has all pairs that answered.
 
-    An instance is named where all of its pairs are wrong, and there are several. Otherwise the first token tells: it is
-    sampled from P's logits, whatever became of the KV. What is left is between two, and both are named as a pair.
+    An instance is named if all of its pairs are wrong and it has several. Otherwise a wrong first token names P: it is
+    sampled from P's logits and does not depend on the transferred KV. If neither decides, the pair is named.
     """
     by_instance: dict[str, set[Pair]] = defaultdict(set)
     for pair in judged:
@@ -101,7 +101,7 @@ def blame(wrong: Mapping[Pair, Collection[int]], judged: Collection[Pair]) -> li
 
 
 def unlike_texts(asked: Sequence[Asked]) -> list[str]:
-    """The same tokens are the same text, as a whole or in the deltas of a stream."""
+    """Return a reason for each two answers with the same tokens and different text, streamed or not."""
     texts: dict[tuple[int, ...], Asked] = {}
     reasons = []
     for one in asked:

@@ -1,10 +1,10 @@
-"""Receipts (`protocol/receipt.py`): read from saved answers, asked again of an engine, judged. Used by `chitu replay`.
+"""Receipts (`protocol/receipt.py`): read from saved answers, replayed on an engine, judged. Used by `chitu replay`.
 
-**The rule.** The engine gets the prompt's ids and the sampling of the receipt, and its tokens are compared. Where one
-differs first:
+**The rule.** The engine gets the prompt's ids and the sampling of the receipt, and its tokens are compared. At the
+first difference:
 
-* A greedy answer under nothing but its logits is judged by `parity.compare`: every token, behind those that were taken.
-* Otherwise the difference is the receipt's fault in float32. In other dtypes a draw may fall another way by rounding
+* A greedy answer that only logits decide is judged by `parity.compare`: every token, after those that were taken.
+* Otherwise the receipt is wrong in float32. In other dtypes a draw may fall another way by rounding
   alone, and the receipt is not judged.
 """
 
@@ -25,7 +25,7 @@ from chitu.protocol.receipt import Receipt, changed_fields, sealed
 Verdict = Literal["same", "different", "unjudged"]
 EXIT_CODES: dict[Verdict, int] = {"same": 0, "different": 1, "unjudged": 2}
 PLAIN = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids")
-"""Fields of the sampling whose defaults leave a greedy choice to the logits; `grammar` and `min_tokens` beside."""
+"""Fields of the sampling whose defaults leave a greedy choice to the logits, besides `grammar` and `min_tokens`."""
 SNAPSHOT = re.compile(r"[0-9a-f]{64}\n")
 AS_THEY_ARE = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
@@ -38,17 +38,17 @@ class Replayed(msgspec.Struct, frozen=True):
     verdict: Verdict
     says: str = ""
     place: int = -1
-    """Of the first token that differs, from 0; -1: none, or there was no replay."""
+    """Position of the first token that differs, from 0; -1: none, or there was no replay."""
 
 
 def read_receipts(name: str, text: str) -> list[Receipt]:
-    """Of a receipt, an answer that has one, several of either as JSON lines, a saved stream, or a snapshot. Impossible,
-    with the line, where something else is in it."""
+    """Read the receipts from a receipt, an answer that has one, several of either as JSON lines, a saved stream, or a
+    snapshot. Raise Impossible, with the line, for anything else."""
     if SNAPSHOT.match(text):
         try:
             return [_of_snapshot(unpack(text.encode()))]
         except DamagedFile as error:
-            raise Impossible(f"{name} is no sound snapshot: {error}") from error
+            raise Impossible(f"{name} is a damaged snapshot: {error}") from error
     try:
         lines = [(name, msgspec.Raw(msgspec.json.encode(msgspec.json.decode(text))))]
     except msgspec.DecodeError:
@@ -60,7 +60,7 @@ def read_receipts(name: str, text: str) -> list[Receipt]:
 
 
 def _of_snapshot(record: KeptRequest) -> Receipt:
-    """Of its tokens so far."""
+    """Return a receipt of its tokens so far."""
     return sealed(
         Receipt(
             receipt=1,
@@ -99,7 +99,7 @@ def _of_line(where: str, line: bytes) -> Iterator[Receipt]:
 
 
 def replay(receipt: Receipt, prober: Prober, model_hash: str, dtype: str) -> Replayed:
-    """`model_hash`, `dtype`: of the engine that the prober asks."""
+    """Replay a receipt and judge it. `model_hash` and `dtype` are those of the prober's engine."""
     if changed := changed_fields(receipt):
         says = f"changed since it was made: {', '.join(changed)}"
         return Replayed(receipt.request_id, "different", says)
@@ -120,7 +120,7 @@ def replay(receipt: Receipt, prober: Prober, model_hash: str, dtype: str) -> Rep
 
 
 def fields_of(receipt: Receipt) -> dict[str, Any]:
-    """Of a body of `/v1/completions` that asks for the same. Impossible where none does."""
+    """Return the fields of a `/v1/completions` body that requests the same. Raise Impossible if none does."""
     sampling = receipt.sampling
     fields: dict[str, Any] = {name: getattr(sampling, name) for name in AS_THEY_ARE}
     for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
@@ -151,7 +151,8 @@ def judge(
     tolerance: float,
     is_exact: bool,
 ) -> Replayed:
-    """`scores`: the engine's, of the last tokens of these. `is_exact`: no draw is excused."""
+    """Judge the replayed tokens. `scores(token_ids, count)` returns the engine's scores of the last tokens. If
+    `is_exact`, no draw is excused."""
     tokens = receipt.token_ids
     place = next((n for n, pair in enumerate(zip(tokens, replayed, strict=False)) if pair[0] != pair[1]), -1)
     if place < 0 and len(tokens) == len(replayed):
@@ -176,7 +177,7 @@ def judge(
 
 
 def _is_plain(receipt: Receipt) -> bool:
-    """Each token is the likeliest one."""
+    """Return whether each token must be the likeliest one."""
     sampling = receipt.sampling
     defaults = {field.name: field.default for field in msgspec.structs.fields(sampling)}
     is_free = all(getattr(sampling, name) == (defaults[name] if name != "logit_bias" else {}) for name in PLAIN)

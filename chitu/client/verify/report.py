@@ -1,4 +1,4 @@
-"""What `chitu verify` found, for people and machines. Pure but for `show`."""
+"""Report of `chitu verify`, for people and machines. Pure except `show`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from chitu.protocol import KVLayout
 
 EXIT_CODES = {"right": 0, "wrong": 1, "unjudged": 2}
 CACHED = "cached"
-"""Kind of request: through the prefix cache. What it finds may be another pair's fault."""
+"""Kind of request that uses the prefix cache, so a wrong answer may be another pair's fault."""
 FORCED = "forced"
-"""The kind of request whose tokens are fixed, and whose pages are summed up."""
+"""Kind of request whose tokens are fixed, and whose pages are checksummed."""
 MAX_REASONS = 20
-"""Lines; of wrong answers the first of each pair comes first."""
+"""Maximum lines of reasons; the first wrong answer of each pair precedes the others."""
 
 
 class Judged(msgspec.Struct, frozen=True):
     asked: Asked
     served: Served
-    """By whom, as the router proves it."""
+    """Pair that served it, as the router proves."""
     kind: str
     judgement: Judgement
 
@@ -39,18 +39,18 @@ class Judged(msgspec.Struct, frozen=True):
 
 class PairParity(msgspec.Struct, frozen=True):
     prefill: str | None
-    """None: a unified instance."""
+    """Name of P; None: a unified instance."""
     decode: str
     same: int
     near_ties: int
     wrong: int
     cached: int
-    """Of its answers, those whose prompts were read from the prefix cache."""
+    """Number of its answers whose prompts hit the prefix cache."""
     kv_bytes: int
-    """Of requests past the cache; `expected_bytes` is the formula's."""
+    """Bytes moved for requests without the cache; `expected_bytes` is the formula's result."""
     expected_bytes: int
     largest_difference: float
-    """Of a logprob from the reference's (nats)."""
+    """Largest difference of a logprob from the reference's (nats)."""
 
 
 class WrongPage(msgspec.Struct, frozen=True):
@@ -61,16 +61,16 @@ class WrongPage(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     verdict: Literal["right", "wrong", "unjudged"]
     guilty: list[str]
-    """Instances, pairs (`P0-D1`), `router`, or `all`: then the model or the reference is another one."""
+    """Instances, pairs (`P0-D1`), `router`, or `all` at fault; `all`: the model or the reference is another one."""
     reasons: list[str]
     model: str
     dtype: str
-    """Of K and V."""
+    """Dtype of K and V."""
     tolerance: float
-    """Nats."""
+    """Allowed difference of logprobs in nats."""
     references: list[str]
     pages: list[WrongPage]
-    """Where pairs that are wrong went wrong first, as far as checksums of pages tell."""
+    """First wrong page of each wrong pair, if page checksums show one."""
     requests: int
     pairs: list[PairParity]
 
@@ -78,8 +78,8 @@ class Report(msgspec.Struct, frozen=True):
 def wrong_pages(
     judged: Sequence[Judged], layouts: Mapping[str, KVLayout], alone: Mapping[int, str], alone_layout: KVLayout | None
 ) -> list[WrongPage]:
-    """Of pairs with wrong answers the first place in the first prompt that shows one. `layouts`: by name of D. `alone`:
-    sums of the undivided engine, by prompt, which stand in where no other pair is right."""
+    """Return for each pair with wrong answers the first difference in the first prompt that shows one. `layouts` is by
+    name of D. `alone` has by prompt the sums of the unified engine, which are used if no other pair is right."""
     wrong = {one.pair for one in judged if one.judgement.outcome == "wrong"}
     forced = [one for one in judged if one.kind == FORCED]
     found: dict[Pair, Place] = {}
@@ -108,8 +108,8 @@ def report_of(
     refs: list[str],
     pages: list[WrongPage],
 ) -> Report:
-    """`verdict`: of the topology, by the requests past the cache, without a look at tokens. `missing`: what else keeps
-    a verdict from being whole."""
+    """Build the report. `verdict` is that of the topology, from the requests without the cache and without comparing
+    tokens. `missing` has other reasons why the verdict is incomplete."""
     wrong: dict[Pair, list[Judged]] = defaultdict(list)
     by_pair: dict[Pair, list[Judged]] = defaultdict(list)
     for one in judged:

@@ -1,7 +1,8 @@
-"""Whether every P, every D and every pair of a running cluster takes part, and moves the right bytes.
+"""Check that every P, every D and every pair of a running cluster takes part, and moves the right bytes.
 
-`judge` is pure: the cluster around some requests, and what came of them. `probe` asks until every pair was hit, which
-`round_robin` does in the first round and other policies in some more. `chitu verify` stands on the same reasons.
+`judge` is pure and takes cluster snapshots around some requests, and their results. `probe` sends requests until every
+pair was hit, which `round_robin` does in the first round and other policies in some more. `chitu verify` uses the same
+reasons.
 """
 
 from __future__ import annotations
@@ -30,32 +31,33 @@ class PairReport(msgspec.Struct, frozen=True):
     requests: int
     prompt_tokens: int
     kv_bytes: int
-    """Bytes that P moved into D's memory, over all its requests; `expected_bytes` is the formula's."""
+    """Bytes that P moved into D's memory, over all its requests; `expected_bytes` is the formula's result."""
     expected_bytes: int
     tokens_equal: bool
-    """Its answers are those of the other pairs to the same prompts."""
+    """Whether its answers equal those of the other pairs to the same prompts."""
     ttft_ms: float
-    """Median; from the dispatch to the first token, on the router."""
+    """Median time from the dispatch to the first token, on the router."""
 
 
 class TopologyVerdict(msgspec.Struct, frozen=True):
     ok: bool
     reasons: list[str]
-    """Why not; empty where ok."""
+    """Reasons of a failure; empty if ok."""
     model: str
     prompts: int
     requests: int
     instances: dict[str, int]
-    """Requests by instance of the topology."""
+    """Number of requests by instance of the topology."""
     pairs: list[PairReport]
-    """All of the topology, hit or not."""
+    """All pairs of the topology, hit or not."""
 
 
 def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
-    """Bytes that a prompt moves to a D of this layout: whole pages of K and V of all layers, and one logits row.
+    """Return the bytes that a prompt moves to a D of this layout: whole pages of K and V of all layers, and one logits
+    row.
 
-    Each rank of D gets the KV heads that it holds. Where there are fewer heads than ranks, a rank holds one that others
-    have too, and gets a copy of its own.
+    Each rank of D gets the KV heads that it holds. If there are fewer heads than ranks, several ranks hold the same
+    head, and each gets its own copy.
     """
     pages = -(-prompt_tokens // layout.page_size)
     heads = max(layout.num_kv_heads, layout.tp_size)
@@ -64,12 +66,12 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
 
 
 def prefilled_tokens(served: Served) -> int:
-    """What P computed: the prompt, and what an attempt before had emitted when its instance was lost."""
+    """Return the tokens that P prefilled: the prompt, and the output of an earlier attempt whose instance was lost."""
     return served.prompt_tokens + served.continued_tokens
 
 
 def bytes_of(served: Served, layout: KVLayout) -> int:
-    """Bytes that its last attempt moves. For one token that needs no KV, the logits row is enough."""
+    """Return the bytes that its last attempt moves. A single token needs only the logits row, no KV."""
     is_row_alone = served.output_tokens - served.continued_tokens == 1
     return expected_bytes(0 if is_row_alone else prefilled_tokens(served), layout)
 
@@ -77,7 +79,8 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
 def judge(
     before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked], *, compares_tokens: bool = True
 ) -> TopologyVerdict:
-    """Pure. `before` and `after`: the cluster around the requests. `compares_tokens`: of greedy ones."""
+    """Judge the results. Pure. `before` and `after` are snapshots around the requests. `compares_tokens` needs greedy
+    requests."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
     status = {i.name: i.status for i in before.instances}
     status |= {i.name: i.status for i in after.instances if i.status != "up"}
@@ -133,7 +136,7 @@ def _pair_report(
 
 
 def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> list[str]:
-    """What is wrong with single requests, each kind once with its number."""
+    """Return what is wrong with single requests, each kind once with its count."""
     reasons: Counter[str] = Counter(f"failed: {one.error}" for one in asked if one.error)
     for one in asked:
         served = one.served
@@ -156,7 +159,8 @@ def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> li
 
 
 def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> TopologyVerdict:
-    """Impossible where there are no pairs; ChituError where no router answers."""
+    """Send requests until every pair was hit, and judge. Raise Impossible if there are no pairs, ChituError if no
+    router answers."""
     before = prober.client.cluster()
     roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
     if not roles["prefill"] and not roles["decode"]:
